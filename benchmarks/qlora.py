@@ -5,6 +5,9 @@ LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each 
 process; all of them import at once, and then wait for their turn on the GPU. The time is the median
 of the steps, and the memory is the peak of allocated bytes. "phases" are the seconds of each part
 of a process. --dequantize times the conversion of one weight alone.
+
+Unsloth asks for other versions of TRL and datasets. --unsloth SITE is a folder with Unsloth and the
+versions that it asks for (pip install --target SITE); only its rows import from there.
 """
 
 import argparse
@@ -12,10 +15,10 @@ import dataclasses
 import faulthandler
 import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +27,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, table, write
+from benchmarks.common import RESULTS, environment, table, write
 
 OURS, PEFT, LIGER = "ligermodels", "peft", "peft + liger"
-TRL = "trl + peft"
+TRL, UNSLOTH = "trl + peft", "unsloth"
 # Name of a row -> the implementation, and what is recomputed: every block, nothing, or what the
 # plan of a budget says. The peak of PEFT on an H200 is 12.5 GiB.
 ROWS: dict[str, tuple[str, str]] = {
@@ -39,7 +42,11 @@ ROWS: dict[str, tuple[str, str]] = {
     "trl + peft + transformers, every block recomputed": (TRL, "blocks"),
     "peft + transformers + liger": (LIGER, "nothing"),
     "ligermodels, --memory 12.5GiB": (OURS, "12.5GiB"),
+    "unsloth": (UNSLOTH, "unsloth"),
+    "unsloth, every block recomputed on the GPU": (UNSLOTH, "blocks"),
 }
+# Unsloth replaces parts of the others when it is imported, and asks to be the first.
+UNSLOTH_FIRST = "import unsloth; from benchmarks import qlora; qlora.main()"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TINY = {
     "hidden_size": 64,
@@ -202,60 +209,33 @@ def run_loop(
     return times, loss.item()
 
 
-def run_trl(batch: int, seq: int, steps: int, device: str, tiny: bool) -> tuple[list[float], float]:
-    import transformers
-    import trl
+def run_sft(
+    kind: str, recomputes: str, batch: int, seq: int, steps: int, device: str, tiny: bool
+) -> tuple[list[float], float, dict[str, str]]:
+    """Train with TRL's trainer, or with Unsloth's, which replaces it."""
+    from benchmarks import qlora_sft
 
-    from benchmarks.trl import data, tokenizer
+    if kind == TRL:
+        model, words, more = hf_model(device, tiny), qlora_sft.tokenizer(), lora_config()
+        times, loss = qlora_sft.train(model, words, batch, seq, steps, device, peft_config=more)
+    else:
+        from ligermodels.converters.hf_config import to_hf
 
-    times: list[float] = []
-
-    class Clock(transformers.TrainerCallback):
-        last = 0.0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _wait(device)
-            now = time.perf_counter()
-            if state.global_step == 2 and device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            elif state.global_step > 2:
-                times.append(1e3 * (now - self.last))
-            self.last = now
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = trl.SFTConfig(
-            output_dir=folder,
-            per_device_train_batch_size=batch,
-            max_steps=steps + 2,
-            max_length=seq,
-            learning_rate=1e-4,
-            optim="adamw_torch_fused",
-            bf16=True,
-            logging_steps=steps + 2,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=device == "cpu",
-        )
-        trainer = trl.SFTTrainer(
-            model=hf_model(device, tiny),
-            args=arguments,
-            train_dataset=data("SFT", batch, seq, steps + 2),
-            processing_class=tokenizer(),
-            callbacks=[Clock()],
-            peft_config=lora_config(),
-        )
-        trainer.train()
-    return times, trainer.state.log_history[0]["loss"]
+        config = to_hf(native("meta", tiny).config)
+        model, words = qlora_sft.unsloth(config, TARGETS, recomputes, seq, device, phase)
+        times, loss = qlora_sft.train(model, words, batch, seq, steps, device)
+    return times, loss, qlora_sft.versions()
 
 
 def import_all(kind: str) -> None:
     """Import what an implementation needs, so that it does not take time on the GPU."""
     modules = ["ligermodels.training.adapters", "ligermodels.memory.fit"]
-    if kind != OURS:
+    if kind == UNSLOTH:
+        modules = ["unsloth", "ligermodels", "benchmarks.qlora_sft"]
+    elif kind != OURS:
         modules = ["bitsandbytes", "peft", "ligermodels.integrations.hf_model"]
         modules += ["liger_kernel.transformers"] if kind == LIGER else []
-        modules += ["benchmarks.trl"] if kind == TRL else []
+        modules += ["benchmarks.qlora_sft"] if kind == TRL else []
     for name in modules:
         importlib.import_module(name)
 
@@ -264,8 +244,9 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     kind, recomputes = ROWS[row]
     start = time.perf_counter()
     torch.manual_seed(0)
-    if kind == TRL:
-        times, loss = run_trl(batch, seq, steps, device, tiny)
+    versions = {}
+    if kind in (TRL, UNSLOTH):
+        times, loss, versions = run_sft(kind, recomputes, batch, seq, steps, device, tiny)
     else:
         if kind == OURS:
             model, loss_of = ours(row, recomputes, batch, seq, device, tiny)
@@ -279,6 +260,7 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     if device == "cuda":
         found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     in_all = time.perf_counter() - start
+    found |= {"versions": versions} if versions else {}
     return found | {"last loss": loss, "seconds in all": in_all, "phases": PHASES}
 
 
@@ -312,19 +294,42 @@ def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> lis
     return found
 
 
-def result_of(row: str, worker: subprocess.Popen[str], limit: int) -> dict[str, Any]:
-    """Let a waiting process run, and return what it measured, or why it failed."""
+def start(row: str, options: list[str], site: Path | None) -> subprocess.Popen[str]:
+    """Start the process of a row. It imports its packages, prints "ready", and waits for a line."""
+    unsloth = ROWS[row][0] == UNSLOTH
+    program = ["-c", UNSLOTH_FIRST] if unsloth else ["-m", "benchmarks.qlora"]
+    environ = dict(os.environ)
+    if unsloth and site:
+        # Not the folders of PYTHONPATH, where the versions of the other rows may be.
+        root = Path(__file__).parents[1]
+        environ["PYTHONPATH"] = os.pathsep.join([str(site.absolute()), str(root)])
+        environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, *program, *options, "--waits", "--only", row]
+    return subprocess.Popen(command, text=True, env=environ, **pipes)  # type: ignore[call-overload]
+
+
+def result_of(row: str, worker: subprocess.Popen[str], limit: int, log: Path) -> dict[str, Any]:
+    """Let a waiting process run, and return what it measured, or why it failed.
+
+    What a failed process printed goes to stderr and to the end of the log.
+    """
+    late = False
     try:
         out, said = worker.communicate("go\n", timeout=limit)
-        return json.loads(out.splitlines()[-1])
     except subprocess.TimeoutExpired:
+        late = True
         worker.kill()
-        _, said = worker.communicate()
+        out, said = worker.communicate()
+    if not late and worker.returncode == 0:
+        return json.loads(out.splitlines()[-1])
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        print(f"{row}\n{out}\n{said}", file=file)
+    print(f"{out[-1000:]}\n{said[-6000:]}", file=sys.stderr)  # ends with where it was
+    if late:
         phases = [line.removeprefix("phase: ") for line in said.splitlines() if "phase: " in line]
-        print(said[-4000:], file=sys.stderr)  # ends with where it was
         said = f"it took more than {limit} seconds: {', '.join(phases)}"
-    except (IndexError, ValueError):
-        pass
     lines = [line for line in said.strip().splitlines() if line.strip()]
     return {"row": row, "ms": "failed", "why": (lines or ["no output"])[-1][:600]}
 
@@ -341,7 +346,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, default=120, help="seconds for each row")
-    parser.add_argument("--rows", nargs="+", type=int, default=[*range(len(ROWS))])
+    parser.add_argument("--rows", nargs="+", type=int)
+    parser.add_argument("--unsloth", type=Path, metavar="SITE")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the code")
     parser.add_argument("--dequantize", action="store_true")
@@ -362,18 +368,21 @@ def main() -> None:
         sizes = given.batch, given.seq, given.steps
         print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny)))
         return
-    names = [list(ROWS)[index] for index in given.rows]
-    command = [sys.executable, "-m", "benchmarks.qlora", "--waits", "--device", given.device]
-    command += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
-    command += ["--limit", str(given.limit), *(["--tiny"] if given.tiny else [])]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    workers = [subprocess.Popen([*command, "--only", n], text=True, **pipes) for n in names]
+    names = [name for name in ROWS if given.unsloth or ROWS[name][0] != UNSLOTH]
+    if given.rows:
+        names = [list(ROWS)[index] for index in given.rows]
+    options = ["--device", given.device, "--limit", str(given.limit)]
+    options += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
+    options += ["--tiny"] if given.tiny else []
+    workers = [start(name, options, given.unsloth) for name in names]
     for worker in workers:  # an import would disturb what is measured
         assert worker.stdout is not None
-        worker.stdout.readline()
+        while worker.stdout.readline() not in ("ready\n", ""):  # Unsloth prints other lines
+            pass
     rows = []
+    log = (given.out or RESULTS) / "qlora_failures.log"
     for name, worker in zip(names, workers):
-        rows.append(result_of(name, worker, given.limit))
+        rows.append(result_of(name, worker, given.limit, log))
         print(rows[-1], flush=True)
         write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
     columns = ["row", "ms", "ms spread", "tokens/s", "peak GiB", "last loss", "why"]

@@ -10,7 +10,6 @@ the memory is the peak of allocated bytes.
 
 import argparse
 import gc
-import random
 import statistics
 import tempfile
 import time
@@ -18,13 +17,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import datasets
-import tokenizers
 import torch
 import transformers
 import trl
 
 from benchmarks.common import environment, release_memory, table, write
+from benchmarks.text_data import data, tokenizer
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.integrations import trl_trainers
 from ligermodels.integrations.hf_model import LigerForCausalLM
@@ -72,29 +70,6 @@ def build(implementation: str, name: str) -> Any:
         return model
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def tokenizer() -> Any:
-    """Return a tokenizer of 1000 words, each of which is one token."""
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, 1000)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<eos>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
-    )
-
-
-def data(trainer: str, rows: int, seq: int, steps: int) -> datasets.Dataset:
-    """Return a dataset of texts with seq tokens, the end included; half of a pair is its prompt."""
-    drawn = random.Random(0)
-    names = {"SFT": ["text"], "DPO": ["prompt", "chosen", "rejected"]}[trainer]
-    words = (seq - 1) // (2 if trainer == "DPO" else 1)
-    count = rows * steps // (2 if trainer == "DPO" else 1)
-    texts = {
-        name: ["".join(f" w{drawn.randrange(2, 1000)}" for _ in range(words)) for _ in range(count)]
-        for name in names
-    }
-    return datasets.Dataset.from_dict(texts)
 
 
 def synchronize() -> None:
