@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -244,7 +245,7 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     kind, recomputes = ROWS[row]
     start = time.perf_counter()
     torch.manual_seed(0)
-    versions = {}
+    versions: dict[str, str] = {}
     if kind in (TRL, UNSLOTH):
         times, loss, versions = run_sft(kind, recomputes, batch, seq, steps, device, tiny)
     else:
@@ -294,8 +295,11 @@ def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> lis
     return found
 
 
-def start(row: str, options: list[str], site: Path | None) -> subprocess.Popen[str]:
-    """Start the process of a row. It imports its packages, prints "ready", and waits for a line."""
+def start(row: str, options: list[str], site: Path | None, folder: str) -> subprocess.Popen[str]:
+    """Start the process of a row. It imports its packages, prints "ready", and waits for a line.
+
+    Unsloth writes source files to a new folder in `folder` when it is imported.
+    """
     unsloth = ROWS[row][0] == UNSLOTH
     program = ["-c", UNSLOTH_FIRST] if unsloth else ["-m", "benchmarks.qlora"]
     environ = dict(os.environ)
@@ -304,6 +308,7 @@ def start(row: str, options: list[str], site: Path | None) -> subprocess.Popen[s
         root = Path(__file__).parents[1]
         environ["PYTHONPATH"] = os.pathsep.join([str(site.absolute()), str(root)])
         environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+        environ["UNSLOTH_COMPILE_LOCATION"] = tempfile.mkdtemp(dir=folder)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, *program, *options, "--waits", "--only", row]
     return subprocess.Popen(command, text=True, env=environ, **pipes)  # type: ignore[call-overload]
@@ -374,17 +379,18 @@ def main() -> None:
     options = ["--device", given.device, "--limit", str(given.limit)]
     options += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
     options += ["--tiny"] if given.tiny else []
-    workers = [start(name, options, given.unsloth) for name in names]
-    for worker in workers:  # an import would disturb what is measured
-        assert worker.stdout is not None
-        while worker.stdout.readline() not in ("ready\n", ""):  # Unsloth prints other lines
-            pass
-    rows = []
-    log = (given.out or RESULTS) / "qlora_failures.log"
-    for name, worker in zip(names, workers):
-        rows.append(result_of(name, worker, given.limit, log))
-        print(rows[-1], flush=True)
-        write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [start(name, options, given.unsloth, folder) for name in names]
+        for worker in workers:  # an import would disturb what is measured
+            assert worker.stdout is not None
+            while worker.stdout.readline() not in ("ready\n", ""):  # Unsloth prints other lines
+                pass
+        rows = []
+        log = (given.out or RESULTS) / "qlora_failures.log"
+        for name, worker in zip(names, workers):
+            rows.append(result_of(name, worker, given.limit, log))
+            print(rows[-1], flush=True)
+            write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
     columns = ["row", "ms", "ms spread", "tokens/s", "peak GiB", "last loss", "why"]
     print(table(rows, columns))
 

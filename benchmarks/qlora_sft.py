@@ -47,6 +47,7 @@ def train(
         arguments = trl.SFTConfig(
             output_dir=folder,
             per_device_train_batch_size=batch,
+            gradient_accumulation_steps=1,  # Unsloth's default is 2
             max_steps=steps + 2,
             max_length=seq,
             learning_rate=1e-4,
@@ -109,6 +110,8 @@ def unsloth(
             model, words = FastLanguageModel.from_pretrained(
                 folder, max_seq_length=seq, dtype=torch.bfloat16, load_in_4bit=True
             )
+    kinds = {type(module).__name__ for module in model.model.layers.modules()}
+    assert "Linear4bit" in kinds, kinds  # Unsloth falls back to 16 bits with a message alone
     with phase("adapters", device):
         model = FastLanguageModel.get_peft_model(
             model,

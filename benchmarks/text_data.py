@@ -28,4 +28,6 @@ def data(trainer: str, rows: int, seq: int, steps: int) -> datasets.Dataset:
         name: ["".join(f" w{drawn.randrange(2, 1000)}" for _ in range(words)) for _ in range(count)]
         for name in names
     }
+    if trainer == "SFT":  # TRL would add the end to a text without it, and Unsloth would not
+        texts["text"] = [f"{text} <eos>" for text in texts["text"]]
     return datasets.Dataset.from_dict(texts)
