@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ from benchmarks.common import RESULTS, environment, table, write
 OURS, PEFT, LIGER = "ligermodels", "peft", "peft + liger"
 TRL, UNSLOTH = "trl + peft", "unsloth"
 # Name of a row -> the implementation, and what is recomputed: every block, nothing, or what the
-# plan of a budget says. The peak of PEFT on an H200 is 12.5 GiB.
+# plan of a budget says. The peak of PEFT on an H200 is 12.5 GiB. By its default, Unsloth recomputes
+# every block, too, and keeps the blocks' inputs on the host.
 ROWS: dict[str, tuple[str, str]] = {
     "ligermodels": (OURS, "auto"),
     "ligermodels, every block recomputed": (OURS, "blocks"),
@@ -222,7 +224,8 @@ def run_sft(
         from ligermodels.converters.hf_config import to_hf
 
         config = to_hf(native("meta", tiny).config)
-        model, words = qlora_sft.unsloth(config, TARGETS, recomputes, seq, device, phase)
+        how: str | bool = "unsloth" if recomputes == "unsloth" else True
+        model, words = qlora_sft.unsloth(config, TARGETS, how, seq, device, phase)
         times, loss = qlora_sft.train(model, words, batch, seq, steps, device)
     return times, loss, qlora_sft.versions()
 
@@ -244,7 +247,7 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
     kind, recomputes = ROWS[row]
     start = time.perf_counter()
     torch.manual_seed(0)
-    versions = {}
+    versions: dict[str, str] = {}
     if kind in (TRL, UNSLOTH):
         times, loss, versions = run_sft(kind, recomputes, batch, seq, steps, device, tiny)
     else:
@@ -294,8 +297,11 @@ def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> lis
     return found
 
 
-def start(row: str, options: list[str], site: Path | None) -> subprocess.Popen[str]:
-    """Start the process of a row. It imports its packages, prints "ready", and waits for a line."""
+def start(row: str, options: list[str], site: Path | None, folder: str) -> subprocess.Popen[str]:
+    """Start the process of a row. It imports its packages, prints "ready", and waits for a line.
+
+    Unsloth writes source files to a new folder in `folder` when it is imported.
+    """
     unsloth = ROWS[row][0] == UNSLOTH
     program = ["-c", UNSLOTH_FIRST] if unsloth else ["-m", "benchmarks.qlora"]
     environ = dict(os.environ)
@@ -304,6 +310,7 @@ def start(row: str, options: list[str], site: Path | None) -> subprocess.Popen[s
         root = Path(__file__).parents[1]
         environ["PYTHONPATH"] = os.pathsep.join([str(site.absolute()), str(root)])
         environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+        environ["UNSLOTH_COMPILE_LOCATION"] = tempfile.mkdtemp(dir=folder)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, *program, *options, "--waits", "--only", row]
     return subprocess.Popen(command, text=True, env=environ, **pipes)  # type: ignore[call-overload]
@@ -374,17 +381,18 @@ def main() -> None:
     options = ["--device", given.device, "--limit", str(given.limit)]
     options += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
     options += ["--tiny"] if given.tiny else []
-    workers = [start(name, options, given.unsloth) for name in names]
-    for worker in workers:  # an import would disturb what is measured
-        assert worker.stdout is not None
-        while worker.stdout.readline() not in ("ready\n", ""):  # Unsloth prints other lines
-            pass
-    rows = []
-    log = (given.out or RESULTS) / "qlora_failures.log"
-    for name, worker in zip(names, workers):
-        rows.append(result_of(name, worker, given.limit, log))
-        print(rows[-1], flush=True)
-        write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [start(name, options, given.unsloth, folder) for name in names]
+        for worker in workers:  # an import would disturb what is measured
+            assert worker.stdout is not None
+            while worker.stdout.readline() not in ("ready\n", ""):  # Unsloth prints other lines
+                pass
+        rows = []
+        log = (given.out or RESULTS) / "qlora_failures.log"
+        for name, worker in zip(names, workers):
+            rows.append(result_of(name, worker, given.limit, log))
+            print(rows[-1], flush=True)
+            write("qlora.json", {"environment": environment(), "rows": rows}, given.out)
     columns = ["row", "ms", "ms spread", "tokens/s", "peak GiB", "last loss", "why"]
     print(table(rows, columns))
 

@@ -47,6 +47,7 @@ def train(
         arguments = trl.SFTConfig(
             output_dir=folder,
             per_device_train_batch_size=batch,
+            gradient_accumulation_steps=1,  # Unsloth's default is 2
             max_steps=steps + 2,
             max_length=seq,
             learning_rate=1e-4,
@@ -91,14 +92,16 @@ def write_checkpoint(folder: Path, config: dict[str, Any], device: str) -> None:
 def unsloth(
     config: dict[str, Any],
     targets: list[str],
-    recomputes: str,
+    recomputes: str | bool,
     seq: int,
     device: str,
     phase: Callable[..., Any],
 ) -> tuple[Any, Any]:
     """Return a random model with adapters, and its tokenizer, as Unsloth's users load them.
 
-    On a CPU, Unsloth's kernels do not run, so there it only tries the code.
+    `recomputes` is Unsloth's use_gradient_checkpointing: "unsloth" moves what every block keeps to
+    the host, and True leaves it on the GPU. On a CPU, Unsloth's kernels do not run, so there it
+    only tries the code.
     """
     from unsloth import FastLanguageModel
 
@@ -107,8 +110,14 @@ def unsloth(
             write_checkpoint(Path(folder), config, device)
         with phase("load and quantize", device):
             model, words = FastLanguageModel.from_pretrained(
-                folder, max_seq_length=seq, dtype=torch.bfloat16, load_in_4bit=True
+                folder,
+                max_seq_length=seq,
+                dtype=torch.bfloat16,
+                load_in_4bit=True,
+                use_gradient_checkpointing=recomputes,
             )
+    kinds = {type(module).__name__ for module in model.model.layers.modules()}
+    assert "Linear4bit" in kinds, kinds  # Unsloth falls back to 16 bits with a message alone
     with phase("adapters", device):
         model = FastLanguageModel.get_peft_model(
             model,
@@ -116,7 +125,7 @@ def unsloth(
             lora_alpha=32,
             lora_dropout=0.0,
             target_modules=targets,
-            use_gradient_checkpointing="unsloth" if recomputes == "unsloth" else True,
+            use_gradient_checkpointing=recomputes,
         )
     return model, words
 
