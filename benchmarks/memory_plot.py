@@ -13,6 +13,8 @@ from benchmarks.memory_works import GIB, HF, LIGER, OURS
 
 Row = dict[str, Any]
 
+PLANS = f"{OURS}, planned"
+UNPLANNED_HOST_GIB = 0.01  # PyTorch pins some bytes in any step
 # The colours are those of the other plots: see benchmarks/plots.py.
 STYLES = {HF: ("#999999", "s"), LIGER: ("#E69F00", "D"), OURS: ("#D55E00", "o")}
 
@@ -145,6 +147,17 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def kinds(name: str, rows: list[Row]) -> dict[str, list[Row]]:
+    """Return the rows of an implementation by the labels of their points."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["implementation"] == name:
+            label = PLANS if row["keeps"] == "plan" else name
+            host = ", with host memory" * (row["host GiB"] > UNPLANNED_HOST_GIB)
+            found.setdefault(label + host, []).append(row)
+    return found
+
+
 def draw(result: dict[str, Any], file: Path) -> None:
     """Draw tokens/s against the measured peak: one panel for each work and GPU."""
     import matplotlib
@@ -164,28 +177,15 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axis.remove()
     for axis, ((gpu, work), rows) in zip(axes.flat, panels.items()):
         for name, (color, marker) in STYLES.items():
-            own = [row for row in rows if row["implementation"] == name]
-            for with_host in (False, True):
-                points = sorted(
-                    (row["peak GiB"], row["tokens/s"])
-                    for row in own
-                    if (row["host GiB"] > 0) == with_host
-                )
-                if points:
-                    label = f"{name}, with host memory" if with_host else name
-                    face = "none" if with_host else color
-                    # Only the plans are one family of settings, so only they are joined.
-                    line = "-" if name == OURS and not with_host else "none"
-                    axis.plot(
-                        *zip(*points),
-                        color=color,
-                        marker=marker,
-                        markerfacecolor=face,
-                        linestyle=line,
-                        label=label,
-                    )
+            for label, own in kinds(name, rows).items():
+                face = "none" if label.endswith("host memory") else color
+                # Only the plans without host memory are one family of settings, and are joined.
+                line = "-" if label == PLANS else "none"
+                points = sorted((row["peak GiB"], row["tokens/s"]) for row in own)
+                style = {"marker": marker, "markerfacecolor": face, "linestyle": line}
+                axis.plot(*zip(*points), color=color, label=label, **style)
         axis.set(title=f"{work}\n{gpu}", xlabel="peak of allocated memory, GiB", ylabel="tokens/s")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(row["tokens/s"] for row in rows))
         axis.grid(alpha=0.3)
         axis.legend(loc="lower right")
     figure.savefig(file, dpi=120)

@@ -18,6 +18,7 @@ def row(setting: str, ms: float, **values: object) -> dict:
         "work": "llama-3-8b, 8 x 2048, AdamW",
         "setting": setting,
         "implementation": setting.partition(":")[0],
+        "keeps": "plan" if "plan for" in setting else "input",
         "ms": ms,
         "tokens/s": 16384e3 / ms,
         "peak GiB": 61.34,
@@ -82,6 +83,14 @@ def test_the_page_and_the_plot_are_written_beside_the_result(result, tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     memory_plot.draw({}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_the_points_of_a_plot_are_told_apart(result):
+    """Only memory that a plan takes counts as host memory, not the bytes of any step."""
+    rows = [row | {"host GiB": max(row["host GiB"], 4e-8)} for row in result["rows"][1:]]
+    found = {label: len(own) for label, own in memory_plot.kinds(OURS, rows).items()}
+    assert found == {f"{OURS}, planned": 1, f"{OURS}, planned, with host memory": 1}
+    assert [*memory_plot.kinds(LIGER, rows)] == [LIGER]
 
 
 def test_the_figures_of_the_docs_are_those_of_the_committed_run():
