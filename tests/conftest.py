@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(other_process)
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over the modules that the collection of the tests imported.
+def set_apart() -> None:
+    """Let the garbage collector pass over all objects that are alive now.
 
-    torch.compile and several tests run the collector, which otherwise walks through millions of
-    objects that stay until the end.
+    torch.compile and several tests run the collector. It would walk through millions of objects of
+    imported modules, which stay until the end.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    set_apart()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_set_apart() -> Iterator[None]:
+    """Set the modules apart that the tests of a file have imported."""
+    yield
+    set_apart()
 
 
 @pytest.fixture
