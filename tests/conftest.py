@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
 INTERPRETER_FOLDER = Path(__file__).parent / "interpreter"
 SMOLLM2 = Path(__file__).parent.parent / "build" / "smollm2"
 
@@ -34,8 +37,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests are many and small, and several processes share the cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    keep_freed_memory()
     if os.environ.get("TRITON_INTERPRET") == "1":
         hurry_the_interpreter()
+
+
+def keep_freed_memory() -> None:
+    """Let malloc take freed memory again, where it is glibc's.
+
+    Otherwise each large tensor is a new mapping, whose pages the kernel fills with zeros.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def hurry_the_interpreter() -> None:
@@ -75,14 +90,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(other_process)
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over the modules that the collection of the tests imported.
+def set_apart() -> None:
+    """Let the garbage collector pass over all objects that are alive now.
 
-    torch.compile and several tests run the collector, which otherwise walks through millions of
-    objects that stay until the end.
+    torch.compile and several tests run the collector. It would walk through millions of objects of
+    imported modules, which stay until the end.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    set_apart()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_set_apart() -> Iterator[None]:
+    """Set the modules apart that the tests of a file have imported."""
+    yield
+    set_apart()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.examples import ray_cases
 from tests.examples.trainer_cases import INSTALL
@@ -16,7 +17,8 @@ from tests.examples.trainer_cases import INSTALL
 def test_ray_train(with_theirs: bool, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason=INSTALL)
     # Ray leaves threads and handlers of signals in its process, which later tests would meet.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    with ProcessPoolExecutor(1, context) as pool:
         run = pool.submit(ray_cases.errors, ["llama"], tmp_path, with_theirs)
     (found,) = run.result().values()
     assert len(found) == 2 + with_theirs and max(found.values()) < 1e-5

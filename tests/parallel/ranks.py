@@ -6,6 +6,7 @@ takes a folder of its own, which all ranks share.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -62,6 +63,7 @@ def check(report: Report, subtests: Any) -> None:
 
 def _rank(module: str, rank: int, ranks: int, folder: Path, *options: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a collection would copy the pages of all objects that the parent has made
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     cases: dict[str, Case] = import_module(module).cases(ranks, *options)
