@@ -6,6 +6,7 @@ with `BOUNDS`.
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import tempfile
@@ -148,10 +149,18 @@ class Case:
         self.ours = AutoLiger.from_hf(self.folder, dtype=torch.float32, device=device)
         inputs = zoo.make_inputs(self.feature.inputs, self.ours.config.vocab_size, scale)
         self.inputs = zoo.Inputs(*(_to(part, device) for part in inputs))
+        self._theirs: Any = None
 
     def theirs(self, folder: Path | None = None) -> Any:
-        """Load transformers' model anew, because its dynamic rope remembers longer calls."""
-        return hf_models.load(folder or self.folder, self.family, device=self.device)
+        """Return transformers' model anew, because its dynamic rope remembers longer calls."""
+        if folder is not None:
+            return self._load(folder)
+        if self._theirs is None:
+            self._theirs = self._load(self.folder)
+        return copy.deepcopy(self._theirs)
+
+    def _load(self, folder: Path) -> Any:
+        return hf_models.load(folder, self.family, device=self.device)
 
 
 def _to(part: Any, device: str) -> Any:
