@@ -51,6 +51,9 @@ def run(given: argparse.Namespace) -> None:
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
+    for name in ("num_fewshot", "limit", "task_folder"):
+        if getattr(given, name) is not None and not given.tasks:
+            raise LigerError(f"evaluate: --{name.replace('_', '-')} is only for --tasks")
     files = dict(zip(given.files, local_files(given.files, progress=sys.stderr.isatty())))
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)

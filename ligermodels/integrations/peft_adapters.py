@@ -59,12 +59,25 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
     """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native shell.
 
     Raises:
-        ConfigError: the method is one of `REFUSED`, the model is a native one without its shell, or
-            the projections cannot be split: see `split_projections`.
+        ConfigError: the method is one of `REFUSED`, the model is a native one without its shell,
+            the projections cannot be split (see `split_projections`), or the model has no place for
+            a tensor of the adapter, which PEFT would leave out without a word.
     """
     _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.PeftModel.from_pretrained(model, path, **options)
     refuse_method(options.get("config") or peft.PeftConfig.from_pretrained(path, **options))
     with split_for_adapters(model):
-        return peft.PeftModel.from_pretrained(model, path, **options)
+        adapted = peft.PeftModel.from_pretrained(model, path, **options)
+        if adapted.active_peft_config.is_prompt_learning:  # its tensors have a place of their own
+            return adapted
+        # PEFT tells which tensors have no place only if an adapter is loaded once more.
+        again = {"adapter_name": "default"} | options
+        again.pop("config", None)
+        if left := adapted.load_adapter(path, **again).unexpected_keys:
+            adapted.unload()
+            raise ConfigError(
+                f"{path}: the model has no place for {len(left)} tensors of this adapter, such as "
+                f"{left[0]}; it was made for another model, or its config is not its own"
+            )
+    return adapted

@@ -143,12 +143,19 @@ def hidden_cosine(
     Args: hidden, teacher_hidden: (..., hidden) of the same size: project the student's first, if
         they differ; targets: (...), as in `distillation`; normalizer: what divides the sum over
         tokens; by default the number of tokens that count.
+    Raises:
+        ValueError: a shape is wrong.
     """
     if hidden.shape != teacher_hidden.shape:
         raise ValueError(
             f"hidden_cosine: hidden {tuple(hidden.shape)} and teacher_hidden "
             f"{tuple(teacher_hidden.shape)}; expected the same shape. Project the student's "
             "hidden states to the teacher's size with an nn.Linear"
+        )
+    if targets is not None and targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden_cosine: targets {tuple(targets.shape)}; expected the shape of the tokens, "
+            f"{tuple(hidden.shape[:-1])}"
         )
     away = 1 - F.cosine_similarity(hidden.float(), teacher_hidden.detach().float(), dim=-1)
     counts = torch.ones_like(away) if targets is None else (targets != ignore_index).to(away)

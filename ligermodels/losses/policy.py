@@ -22,6 +22,7 @@ from ligermodels.losses.terms import (
     LossOutput,
     Mean,
     check_choice,
+    check_factors,
     check_shapes,
     divided,
     mean_of,
@@ -117,6 +118,7 @@ def grpo_loss(
         sampling_log_probs=sampling_log_probs,
         entropy=entropy,
     )
+    check_factors("importance_sampling_ratio", importance_sampling_ratio, mask)
     if entropy is None and (entropy_coef or top_entropy_quantile < 1.0):
         raise ConfigError("entropy: entropy_coef and top_entropy_quantile need it")
     if loss_type == "cispo" and epsilon_high is None:
@@ -327,6 +329,8 @@ def rloo_advantages(
     if beta:
         if kl is None:
             raise ConfigError("kl: beta is not 0, so the KL of each completion is needed")
+        if kl.shape != summed.shape:
+            raise ConfigError(f"kl: the shape is {tuple(kl.shape)}; expected ({len(summed)},)")
         summed = summed - beta * kl
     groups = _groups(summed, num_generations)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
@@ -464,6 +468,11 @@ def _groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 def _weighted_sum(table: Tensor, weights: Tensor | None, unscored: Tensor) -> Tensor:
     """Return the weighted sum over functions, NaN for a completion that none of them scored."""
+    if weights is not None and weights.shape != table.shape[1:]:
+        raise ConfigError(
+            f"reward_weights: the shape is {tuple(weights.shape)}; expected ({table.shape[1]},), "
+            "one for each function"
+        )
     weighted = table if weights is None else table * weights.to(table.device)
     return torch.where(unscored.all(1), math.nan, weighted.nansum(1))
 

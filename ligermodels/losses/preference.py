@@ -23,6 +23,7 @@ from torch import Tensor
 from ligermodels.errors import ConfigError
 from ligermodels.losses.terms import (
     LossOutput,
+    check_beta,
     check_choice,
     check_shapes,
     divided,
@@ -295,8 +296,7 @@ def _check_dpo(
         raise ConfigError(f"loss_type: the list is empty; expected {', '.join(DPO_LOSS_TYPES)}")
     for name in types:
         check_choice("loss_type", name, DPO_LOSS_TYPES)
-    if not 0 < beta < math.inf:
-        raise ConfigError(f"beta: must be a finite number above 0: {beta}")
+    check_beta(beta)
     check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     if len(weights) != len(types):
         raise ConfigError(f"loss_weights: {len(weights)} weights are given for {len(types)} losses")
@@ -390,6 +390,8 @@ def kto_loss(
     check_choice("loss_type", loss_type, KTO_LOSS_TYPES)
     if label.shape != mask.shape[:1]:
         raise ConfigError(f"label: the shape is {tuple(label.shape)}; expected ({len(mask)},)")
+    if isinstance(kl, Tensor) and kl.dim():
+        raise ConfigError(f"kl: the shape is {tuple(kl.shape)}; expected one number of the step")
     label = label.bool()
     logps = token_sums(log_probs, mask)
     log_ratio = logps - token_sums(ref_log_probs, mask)

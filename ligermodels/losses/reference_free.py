@@ -13,6 +13,7 @@ from torch import Tensor
 from ligermodels.losses.terms import (
     LossOutput,
     Mean,
+    check_beta,
     check_choice,
     check_shapes,
     divided,
@@ -117,6 +118,7 @@ def cpo_loss(
     """
     check_shapes(log_probs=log_probs, mask=mask)
     check_choice("loss_type", loss_type, CPO_LOSS_TYPES)
+    check_beta(beta)
     summed = token_means if loss_type in ("ipo", "simpo") else token_sums
     chosen, rejected = halves(summed(log_probs, mask), "log_probs")
     rewards = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,6 +99,12 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
         raise ConfigError(f"{name}: {value!r} is not known; expected one of {', '.join(choices)}")
 
 
+def check_beta(beta: float) -> None:
+    """Raise ConfigError unless beta is a finite number above 0."""
+    if not 0 < beta < math.inf:
+        raise ConfigError(f"beta: must be a finite number above 0: {beta}")
+
+
 def check_shapes(**tensors: Tensor | None) -> None:
     """Raise ConfigError if tensors (batch, seq) differ in shape; those that are None do not count.
 
@@ -110,6 +117,15 @@ def check_shapes(**tensors: Tensor | None) -> None:
     for name, other in others:
         if other != shape:
             raise ConfigError(f"{name}: the shape is {other}, but that of {first} is {shape}")
+
+
+def check_factors(name: str, factors: Tensor | None, mask: Tensor) -> None:
+    """Raise ConfigError unless factors are (batch, seq) or (batch, 1), as a mask (batch, seq)."""
+    if factors is not None and factors.shape not in (mask.shape, (len(mask), 1)):
+        raise ConfigError(
+            f"{name}: the shape is {tuple(factors.shape)}; expected that of the mask, "
+            f"{tuple(mask.shape)}, or ({len(mask)}, 1), one for each row"
+        )
 
 
 def token_metrics(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligermodels.losses.terms import LossOutput, check_choice, check_shapes, divided
+from ligermodels.losses.terms import LossOutput, check_choice, check_factors, check_shapes, divided
 
 SFT_LOSS_TYPES = ("nll", "dft", "focal")
 
@@ -36,6 +36,7 @@ def sft_loss(
     """
     check_choice("loss_type", loss_type, SFT_LOSS_TYPES)
     check_shapes(log_probs=log_probs, mask=mask)
+    check_factors("weights", weights, mask)
     mask = mask.bool()
     log_probs = torch.where(mask, log_probs, 0.0)
     losses = -log_probs

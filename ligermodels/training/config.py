@@ -45,6 +45,17 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "use_weighting": ("dpo",),
     "teacher": ("sft",),
     "medusa_heads": ("sft",),
+    "num_generations": ("grpo",),
+    "max_completion_length": ("grpo",),
+    "temperature": ("grpo",),
+}
+# Options that a teacher has as well.
+_ALSO_OF_TEACHERS = ("beta", "temperature")
+# The variants that label_smoothing changes; None is the default one.
+_SMOOTHED: dict[str, tuple[str | None, ...]] = {
+    "dpo": ("robust", "exo_pair", "aot", "aot_unpaired"),
+    "cpo": (None, "sigmoid"),
+    "simpo": (None,),
 }
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 REFERENCES = ("file", "float32", "bfloat16", "int8", "adapters-off")
@@ -146,7 +157,11 @@ class FinetuneConfig:
         None, "weight each of dpo's pairs by its probability under the model (WPO)"
     )
     label_smoothing: float | None = _option(
-        None, "rate of wrong preferences, for dpo, cpo and simpo", at_least=0, less_than=0.5
+        None,
+        "rate of wrong preferences, for simpo, cpo's sigmoid, and dpo's robust, exo_pair, aot and "
+        "aot_unpaired",
+        at_least=0,
+        less_than=0.5,
     )
     simpo_gamma: float | None = _option(None, "margin of simpo (default: 0.5)", at_least=0)
     desirable_weight: float | None = _option(
@@ -434,9 +449,13 @@ class FinetuneConfig:
             known = f"expected one of {', '.join(types)}" if types else "it has no variants"
             raise ConfigError(f"loss_type: {self.loss} has no variant {self.loss_type!r}; {known}")
         for name, losses in _ONLY_FOR.items():
-            taught = name == "beta" and self.teacher is not None
-            if getattr(self, name) is not None and self.loss not in losses and not taught:
+            taught = name in _ALSO_OF_TEACHERS and self.teacher is not None
+            is_set = getattr(self, name) != _DEFAULTS[name]
+            if is_set and self.loss not in losses and not taught:
                 raise ConfigError(f"{name}: this is only for --loss {', '.join(losses)}")
+        if self.label_smoothing and self.loss_type not in _SMOOTHED[self.loss]:
+            known = ", ".join(each for each in _SMOOTHED[self.loss] if each is not None)
+            raise ConfigError(f"label_smoothing: this is only for the loss types {known}")
         if self.beta == 0 and self.loss not in ("sft", "grpo", "orpo"):
             raise ConfigError(f"beta: must be more than 0 for {self.loss}")
         if self.loss == "sft":
@@ -487,6 +506,7 @@ class FinetuneConfig:
             )
 
 
+_DEFAULTS = {option.name: option.default for option in fields(FinetuneConfig)}
 FREE_ON_RESUME = frozenset(
     option.name for option in fields(FinetuneConfig) if option.metadata["free_on_resume"]
 )

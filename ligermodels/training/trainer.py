@@ -266,7 +266,7 @@ class Trainer:
         reshard(self.model)
         total, metrics = summed_output(total, metrics)
         targets = summed({"targets": targets})["targets"]
-        found_metrics = {f"eval_{k}": float(mean.value) for k, mean in metrics.items()}
+        found_metrics = {f"eval_{k}": float(value) for k, value in _values(metrics).items()}
         if not with_loss:
             return {**found_metrics, "targets": targets}
         loss = float(total)
@@ -343,7 +343,7 @@ class Trainer:
                         "loss": made.loss,
                         "learning_rate": made.learning_rate,
                         "grad_norm": made.grad_norm,
-                        **{name: mean.value for name, mean in made.metrics.items()},
+                        **_values(made.metrics),
                         "tokens": made.tokens,
                         "targets": made.targets,
                         "flops": made.flops,
@@ -440,6 +440,16 @@ def _peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "float32":
         return None
     return peak_flops(torch.cuda.get_device_name(device))
+
+
+def _values(metrics: dict[str, Mean]) -> dict[str, Tensor]:
+    """Return each metric's mean. KTO's margin is the difference of two, 0 if one has no terms."""
+    values = {name: mean.value for name, mean in metrics.items()}
+    if "rewards/rejected" in metrics and "rewards/margins" not in metrics:
+        chosen, rejected = (metrics[f"rewards/{kind}"] for kind in ("chosen", "rejected"))
+        both = (chosen.count > 0) & (rejected.count > 0)
+        values["rewards/margins"] = torch.where(both, chosen.value - rejected.value, 0.0)
+    return values
 
 
 def _sums(metrics: dict[str, Mean], more: dict[str, Mean]) -> dict[str, Mean]:

@@ -32,6 +32,9 @@ def test_files_are_measured_one_by_one_and_together(call, checkpoint, text, tmp_
 def test_mistakes_are_one_line(call, checkpoint, tmp_path, monkeypatch):
     assert_one_line(call("evaluate", checkpoint), "give --files, --tasks, or both")
     missing = tmp_path / "none.txt"
+    for option in ("--limit", "--num-fewshot", "--task-folder"):
+        words = f"{option} is only for --tasks"
+        assert_one_line(call("evaluate", checkpoint, "--files", missing, option, "1"), words)
     assert_one_line(call("evaluate", "no/model", "--files", missing), "none.txt: the file does not")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "ligermodels.integrations.lm_eval_tasks", raising=False)

@@ -250,6 +250,20 @@ def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path
         assert [name for name, _ in shell.named_modules()] == names
 
 
+def test_a_tensor_without_a_place_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT loads the other tensors and says nothing."""
+    _, expected = pair(folders["llama"], LoraConfig(task_type="CAUSAL_LM", r=4))
+    expected.save_pretrained(tmp_path)
+    config = peft.PeftConfig.from_pretrained(tmp_path)
+    config.target_modules = {"q_proj"}
+    config.save_pretrained(tmp_path)
+    shell = LigerForCausalLM.from_pretrained(folders["llama"])
+    names = [name for name, _ in shell.named_modules()]
+    with pytest.raises(ConfigError, match=r"no place for 4 tensors .*v_proj\.lora_A"):
+        load_peft_model(shell, str(tmp_path))
+    assert [name for name, _ in shell.named_modules()] == names
+
+
 def test_a_second_adapter_may_be_for_others_if_all_are_split(folders: dict[str, Path]) -> None:
     shell = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
     adapted = get_peft_model(shell, LoraConfig(task_type="CAUSAL_LM"))

@@ -180,3 +180,5 @@ def test_hidden_cosine() -> None:
     )
     with pytest.raises(ValueError, match="Project the student's"):
         hidden_cosine(hidden, teacher[..., 1:])
+    with pytest.raises(ValueError, match="expected the shape of the tokens"):
+        hidden_cosine(hidden, teacher, targets=targets[0])

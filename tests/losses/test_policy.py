@@ -319,5 +319,21 @@ def test_what_is_refused() -> None:
         group_advantages(torch.ones(6), 4)
     with pytest.raises(ConfigError, match="kl: beta is not 0"):
         rloo_advantages(torch.ones(6), 3, beta=0.1)
+    # None of these may broadcast: it would be a wrong number without an error.
+    square = random_tokens(torch.ones(4, 4, dtype=torch.bool))
+    for name in ("dapo", "vespo"):
+        with pytest.raises(ConfigError, match=r"importance_sampling_ratio: the shape is \(4,\)"):
+            grpo_loss(
+                square.log_probs,
+                some_advantages(4),
+                square.mask,
+                loss_type=name,
+                importance_sampling_ratio=torch.ones(4),
+            )
+    with pytest.raises(ConfigError, match=r"kl: the shape is \(6, 1\); expected \(6,\)"):
+        rloo_advantages(torch.ones(6), 3, beta=0.1, kl=torch.ones(6, 1))
+    for advantages in (group_advantages, rloo_advantages):
+        with pytest.raises(ConfigError, match=r"reward_weights: the shape is \(1,\)"):
+            advantages(torch.ones(6, 2), 3, reward_weights=torch.ones(1))
     with pytest.raises(ConfigError, match="mode: 'none' is not known"):
         importance_ratio(tokens.old, tokens.sampling, tokens.mask, mode="none")

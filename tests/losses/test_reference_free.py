@@ -138,6 +138,8 @@ def test_what_is_refused() -> None:
     tokens = random_tokens(next(masks(4))[1])
     with pytest.raises(ConfigError, match="loss_type: 'dpo' is not known"):
         cpo_loss(tokens.log_probs, tokens.mask, loss_type="dpo")
+    with pytest.raises(ConfigError, match="beta: must be a finite number above 0"):
+        cpo_loss(tokens.log_probs, tokens.mask, loss_type="ipo", beta=0.0)
     with pytest.raises(ConfigError, match="nll_mask: the shape"):
         orpo_loss(tokens.log_probs, tokens.mask, nll_mask=tokens.mask[:, 1:])
     with pytest.raises(ConfigError, match="expected the chosen"):

@@ -70,3 +70,7 @@ def test_what_is_refused() -> None:
     tokens = random_tokens(next(masks(4))[1])
     with pytest.raises(ConfigError, match="loss_type: 'eaft' is not known"):
         sft_loss(tokens.log_probs, tokens.mask, loss_type="eaft")
+    square = random_tokens(torch.ones(4, 4, dtype=torch.bool))
+    for weights in (torch.ones(4), torch.ones(1, 4), torch.ones(2, 4, 4)):
+        with pytest.raises(ConfigError, match=r"weights: the shape is .* or \(4, 1\)"):
+            sft_loss(square.log_probs, square.mask, weights=weights)

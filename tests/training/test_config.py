@@ -59,6 +59,17 @@ def test_values_that_make_no_sense_are_refused(subtests):
             "context_parallel: this cannot be combined with lora",
         ),
         ({"loss": "dpo", "context_parallel": 2}, "context_parallel: this is only for the loss sft"),
+        ({"num_generations": 4}, "num_generations: this is only for --loss grpo"),
+        ({"max_completion_length": 9}, "max_completion_length: this is only for --loss grpo"),
+        ({"loss": "dpo", "temperature": 0.5}, "temperature: this is only for --loss grpo"),
+        (
+            {"loss": "dpo", "label_smoothing": 0.1},
+            "label_smoothing: this is only for the loss types robust, exo_pair, aot, aot_unpaired",
+        ),
+        (
+            {"loss": "cpo", "loss_type": "hinge", "label_smoothing": 0.1},
+            "label_smoothing: this is only for the loss types sigmoid",
+        ),
         ({"lora": "r=4", "freeze": ["norm"]}, "lora and freeze: set only one of them"),
         ({"load_in": "4bit"}, "load_in: this needs adapters; set lora"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
