@@ -26,8 +26,8 @@ GROUPS = {
     "data": "train_files eval_files eval_fraction max_eval_rows separator seq_len "
     "stream data_weights",
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
-    "f_divergence_type ld_alpha use_weighting reference reward_function num_generations "
-    "max_completion_length temperature epsilon_high",
+    "f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting reference "
+    "reward_function num_generations max_completion_length temperature epsilon_high",
     "other models": "teacher teacher_share medusa_heads medusa_stage medusa_tied",
     "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",

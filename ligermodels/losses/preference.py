@@ -226,7 +226,7 @@ def dpo_loss(
             2023, arXiv 2309.16240), one of `DIVERGENCES`.
         ld_alpha: the weight of the tokens beyond the length of the shorter completion of the pair
             (Liu et al. 2024, arXiv 2409.06411).
-        discopop_tau: the temperature of discopop.
+        discopop_tau: the temperature of discopop, above 0.
         use_weighting, log_sum_sq_probs: whether each pair is weighted by its probability (Zhou et
             al. 2024, WPO, arXiv 2406.11827, eq. 2); then log sum_v p_v^2 of each token is needed,
             (2 * pairs, seq).
@@ -245,9 +245,8 @@ def dpo_loss(
     )
     types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     weights = [1.0] * len(types) if loss_weights is None else list(loss_weights)
-    _check_dpo(
-        types, weights, beta, label_smoothing, f_divergence_type, use_weighting, log_sum_sq_probs
-    )
+    rates = beta, label_smoothing, discopop_tau
+    _check_dpo(types, weights, *rates, f_divergence_type, use_weighting, log_sum_sq_probs)
     chosen_mask, rejected_mask = halves(mask.bool(), "mask")
     chosen, rejected = halves(_sequence_log_probs(log_probs, mask, ld_alpha), "mask")
     ref_chosen, ref_rejected = halves(_sequence_log_probs(ref_log_probs, mask, ld_alpha), "mask")
@@ -288,6 +287,7 @@ def _check_dpo(
     weights: list[float],
     beta: float,
     label_smoothing: float,
+    discopop_tau: float,
     f_divergence_type: str,
     use_weighting: bool,
     log_sum_sq_probs: Tensor | None,
@@ -297,6 +297,8 @@ def _check_dpo(
     for name in types:
         check_choice("loss_type", name, DPO_LOSS_TYPES)
     check_beta(beta)
+    if discopop_tau <= 0:
+        raise ConfigError(f"discopop_tau: must be more than 0: {discopop_tau}")
     check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
     if len(weights) != len(types):
         raise ConfigError(f"loss_weights: {len(weights)} weights are given for {len(types)} losses")

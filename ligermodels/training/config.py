@@ -41,6 +41,8 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "reward_function": ("grpo",),
     "epsilon_high": ("grpo",),
     "f_divergence_type": ("dpo",),
+    "f_alpha_divergence_coef": ("dpo",),
+    "discopop_tau": ("dpo",),
     "ld_alpha": ("dpo",),
     "use_weighting": ("dpo",),
     "teacher": ("sft",),
@@ -146,6 +148,12 @@ class FinetuneConfig:
         None,
         "dpo's divergence from the reference model (default: reverse_kl)",
         choices=DIVERGENCES,
+    )
+    f_alpha_divergence_coef: float | None = _option(
+        None, "the coefficient of dpo's alpha_divergence (default: 0.5)"
+    )
+    discopop_tau: float | None = _option(
+        None, "the temperature of dpo's discopop (default: 0.05)", more_than=0
     )
     ld_alpha: float | None = _option(
         None,
@@ -456,6 +464,13 @@ class FinetuneConfig:
         if self.label_smoothing and self.loss_type not in _SMOOTHED[self.loss]:
             known = ", ".join(each for each in _SMOOTHED[self.loss] if each is not None)
             raise ConfigError(f"label_smoothing: this is only for the loss types {known}")
+        other_divergence = self.f_divergence_type != "alpha_divergence"
+        if self.f_alpha_divergence_coef is not None and other_divergence:
+            raise ConfigError(
+                "f_alpha_divergence_coef: this is only for the f_divergence_type alpha_divergence"
+            )
+        if self.discopop_tau is not None and self.loss_type != "discopop":
+            raise ConfigError("discopop_tau: this is only for the loss_type discopop")
         if self.beta == 0 and self.loss not in ("sft", "grpo", "orpo"):
             raise ConfigError(f"beta: must be more than 0 for {self.loss}")
         if self.loss == "sft":

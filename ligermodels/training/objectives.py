@@ -283,8 +283,8 @@ class PairObjective(Objective):
 
     def _dpo_options(self, sum_sq_probs: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Return the options that only DPO has, and those that exclude each other."""
-        names = ("loss_type", "label_smoothing", "f_divergence_type", "ld_alpha")
-        options = given(self.config, *names)
+        names = ("loss_type", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef")
+        options = given(self.config, *names, "ld_alpha", "discopop_tau")
         if self.config.use_weighting:
             assert sum_sq_probs is not None
             # Outside the mask they are 0, whose logarithm would give NaN.

@@ -273,6 +273,7 @@ def test_what_is_refused() -> None:
         ({"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, "2 weights are given for 1"),
         ({"loss_type": "exo_pair"}, "exo_pair needs more than 0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"loss_type": "discopop", "discopop_tau": 0.0}, "discopop_tau: must be more than 0"),
         ({"loss_type": "aot", "use_weighting": True}, "sorts the pairs"),
         ({"f_divergence_type": "kl"}, "f_divergence_type: 'kl' is not known"),
         ({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "nca_pair is only defined"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -243,7 +244,19 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     torch.testing.assert_close(made.loss, want.loss)
     plain = dpo_loss(out.token_log_probs, batch.ref_log_probs, batch.mask)
     assert abs(made.loss - plain.loss) > 1e-4
+    for chosen in (
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+        {"loss_type": "discopop", "discopop_tau": 0.2},
+    ):
+        trainer.objective.config = replace(trainer.config, **(dict.fromkeys(options) | chosen))
+        made = trainer.objective.loss(
+            trainer.call, batch, torch.tensor(4.0), torch.tensor(float(batch.num_targets))
+        )
+        want = dpo_loss(out.token_log_probs, batch.ref_log_probs, batch.mask, **chosen)
+        torch.testing.assert_close(made.loss, want.loss)
     for wrong, message in (
+        ({"f_alpha_divergence_coef": 0.3}, "only for the f_divergence_type alpha_divergence"),
+        ({"discopop_tau": 0.2}, "only for the loss_type discopop"),
         ({"f_divergence_type": "forward_kl", "loss_type": "apo_zero"}, "only defined with"),
         ({"use_weighting": True, "loss_type": "aot"}, "no weight for each pair"),
     ):
