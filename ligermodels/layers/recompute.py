@@ -86,7 +86,7 @@ def run_layer(
     Args:
         x, residual: (batch, seq, hidden). Their sum is the layer's input.
         context: the `AttentionContext` of the pass.
-        keep: the level.
+        keep: the level. With a cache, a layer never runs again, so it keeps what that needs.
         mlp_tile: the number of tokens that an MLP computes at once. By default it computes all.
         store: where kept outputs of attention go at the level "attention". By default they stay.
     Returns: (x, residual), whose sum is the layer's output.
@@ -103,7 +103,9 @@ def run_layer(
         _check_output(layer, out, x)
         return out
 
-    if keep in ("all", "no_gate_up") or not torch.is_grad_enabled():
+    # A layer that ran again would append its keys to the cache again.
+    once = getattr(context, "cache", None) is not None
+    if keep in ("all", "no_gate_up") or once or not torch.is_grad_enabled():
         return run(x, residual, context)
     # Adding the pair first leaves one tensor to keep for backward instead of two.
     x = x if residual is None else x + residual

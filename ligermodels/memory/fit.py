@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache, cached_property, partial
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
 from ligermodels.layers.cross_attention import CrossAttention
@@ -55,7 +56,7 @@ class Planner:
         optimizer_bytes: bytes of the optimizer's states, or the optimizer itself, which need not
             have made a step: see `state_bytes`. Then what a step allocates counts, too. By default
             they are twice the bytes of the parameters that need gradients, as for a fused AdamW.
-        autocast: the dtype of torch.autocast, if forward runs under it.
+        autocast: the dtype of torch.autocast, if forward runs under it: bfloat16 or float16.
         packed: whether the rows contain several documents (position_ids).
         max_seqlen: with cu_seqlens, the longest document.
         memory_seq: the keys of each row of the memory that layers with `CrossAttention` attend to.
@@ -69,9 +70,9 @@ class Planner:
             with a teacher; see `simulate`.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
-            not installed, parameters are sharded in another way than by `fully_shard`, memory_seq
-            is given for a model whose layers attend to no memory, or around lacks the model or
-            returns no loss.
+            not installed, an argument has a value or a type that is not named above, parameters are
+            sharded in another way than by `fully_shard`, memory_seq is given for a model whose
+            layers attend to no memory, or around lacks the model or returns no loss.
     """
 
     def __init__(
@@ -112,6 +113,16 @@ class Planner:
         _check_choice("count", count, "reserved", "allocated")
         _check_choice("gradients", gradients, "new", "kept", "freed")
         _check_choice("ddp_buckets", ddp_buckets, None, "copies", "views")
+        _check_choice("autocast", autocast, None, torch.bfloat16, torch.float16)
+        if max_seqlen is not None:
+            _check_length("max_seqlen", max_seqlen)
+        if not isinstance(head_options, (dict, NoneType)):
+            raise ConfigError(f"memory plan: head_options={head_options!r}; expected a dict")
+        if not isinstance(rates, (Rates, NoneType)):
+            raise ConfigError(
+                f"memory plan: rates={rates!r}; expected a Rates, such as "
+                'ligermodels.memory.rates.data_sheet("H100", torch.bfloat16)'
+            )
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
         self.device = _device(model, device)
         if self.device.type == "cuda" and choose(self.device)[0] != "triton":
@@ -182,10 +193,12 @@ class Planner:
 
     def largest_batch(self, seq: int) -> int:
         """Return the largest batch that fits, within 2%, or 0."""
+        _check_length("seq", seq)
         return self._largest(lambda batch: (batch, seq), start=8)
 
     def largest_seq(self, batch: int) -> int:
         """Return the longest rows that fit, within 2%, or 0."""
+        _check_length("batch", batch)
         return self._largest(lambda seq: (batch, seq), start=1024)
 
     def _largest(self, shape: Callable[[int], tuple[int, int]], start: int) -> int:
@@ -272,9 +285,10 @@ def _budget(budget: int | str, device: torch.device) -> int:
     if budget != "auto":
         return parse_bytes(budget, "budget")
     if device.type != "cuda" or not torch.cuda.is_available():
+        reason = "this machine has none" if device.type == "cuda" else f"the model is on {device}"
         raise ConfigError(
-            f'budget="auto" needs a GPU, and the model is on {device}; pass the bytes of the GPU '
-            'that you plan for, such as budget="80GiB"'
+            f'budget="auto" needs a GPU, and {reason}; pass the bytes of the GPU that you plan for,'
+            ' such as budget="80GiB"'
         )
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
@@ -291,7 +305,7 @@ def _memory_seq(model: Any, given: int | None) -> int | None:
     return given
 
 
-def _check_choice(name: str, value: Any, *choices: str | None) -> None:
+def _check_choice(name: str, value: Any, *choices: object) -> None:
     if value not in choices:
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}"
@@ -319,9 +333,16 @@ def _too_large(batch: int, seq: int) -> bool:
 
 
 def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:
+    if given is None:
+        return adam_bytes(model)
+    if isinstance(given, torch.optim.Optimizer):
+        return state_bytes(given)
     if isinstance(given, (int, str)):
         return parse_bytes(given, "optimizer_bytes")
-    return adam_bytes(model) if given is None else state_bytes(given)
+    raise ConfigError(
+        f"optimizer_bytes={shown(given)}: expected an optimizer, such as "
+        "torch.optim.AdamW(model.parameters()), or a number of bytes"
+    )
 
 
 def _distributed() -> bool:

@@ -102,8 +102,8 @@ def outlook(
 
     Args:
         batch, seq: rows, and tokens of each row.
-        budget: bytes of GPU memory as a text. By default all of the GPU: of `gpu`, or the bytes
-            that are free on the GPU of this machine.
+        budget: bytes of GPU memory as a text. By default, and for "auto", all of the GPU: of `gpu`,
+            or the bytes that are free on the GPU of this machine.
         gpu: a GPU with a data sheet, such as "H200". By default that of this machine, or an H100.
         precision: that of FinetuneConfig.
     Raises:
@@ -114,7 +114,8 @@ def outlook(
     rates = None
     if gpu is not None or not torch.cuda.is_available():
         gpu = gpu or "H100"
-        budget = budget or str(gpu_bytes(gpu))
+        if budget in (None, "auto"):
+            budget = str(gpu_bytes(gpu))
         rates = data_sheet(gpu, torch.float32 if precision == "float32" else torch.bfloat16)
     found = planner(model, budget or "auto", precision=precision, rates=rates)
     least = found.least_bytes(batch, seq)

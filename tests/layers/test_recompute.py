@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.layers import attention, recompute
+from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.lora import LoraLinear
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.plan import MemoryPlan
@@ -187,6 +188,28 @@ def test_a_plan_holds_from_the_next_forward_on() -> None:
             loss.backward()
             for name, grad in gradients(model).items():
                 assert relative(grad, expected[name]) <= 1e-6, (then, now, name)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+def test_a_forward_with_a_cache_has_gradients_at_each_level(family: str) -> None:
+    model = make(family)
+    ids, _ = batch()
+
+    def run_cached(plan: MemoryPlan | None) -> dict[str, Tensor]:
+        model.zero_grad()
+        model.set_memory_plan(plan)
+        cache = KVCache(model.config, len(ids), 64)
+        model(ids, cache=cache).pow(2).sum().backward()
+        assert cache.length == ids.shape[1]
+        grads = {name: p.grad for name, p in model.layers.named_parameters()}
+        return {name: grad for name, grad in grads.items() if grad is not None}
+
+    expected = run_cached(None)
+    assert expected
+    for keep in RECOMPUTED:
+        found = run_cached(MemoryPlan.uniform(3, keep))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), keep
 
 
 def test_other_modules_may_have_an_attribute_keep() -> None:

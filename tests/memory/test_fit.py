@@ -199,6 +199,13 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, 16, {"budget": "9" * 400}, "budget='999"),
         (1, 16, {"around": torch.nn.Linear(1, 1)}, "around is a Linear that does not contain"),
         (1, 16, {"around": "model"}, "around is a str that does not contain"),
+        (1, 16, {"optimizer_bytes": torch.optim.AdamW}, "optimizer_bytes=<class.*an optimizer"),
+        (1, 16, {"optimizer_bytes": 1.5}, "optimizer_bytes=1.5: expected an optimizer"),
+        (1, 16, {"autocast": True}, "autocast=True; expected None, torch.bfloat16 or"),
+        (1, 16, {"autocast": torch.float64}, "autocast=torch.float64"),
+        (1, 16, {"max_seqlen": "x"}, "max_seqlen='x'; expected an integer of 1"),
+        (1, 16, {"head_options": [1]}, r"head_options=\[1\]; expected a dict"),
+        (1, 16, {"rates": "H100"}, "rates='H100'; expected a Rates"),
     ],
 )
 def test_impossible_requests_are_refused(
@@ -207,6 +214,21 @@ def test_impossible_requests_are_refused(
     model = tiny_model()
     with pytest.raises(ConfigError, match=complaint):
         model.plan_memory(batch, seq, **{"budget": "1GiB", **options})
+
+
+def test_all_that_is_free_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU, and this machine has none; pass"):
+        tiny_model().plan_memory(1, 16, "auto", device="cuda")
+
+
+def test_what_else_fits_is_asked_with_integers() -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="seq='x'; expected an integer"):
+        model.largest_batch("x", "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch='x'; expected an integer"):
+        model.largest_seq("x", "1GiB")  # type: ignore[arg-type]
 
 
 class InADict(torch.nn.Module):
