@@ -197,6 +197,7 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, 16, {"optimizer_bytes": -1}, "optimizer_bytes=-1"),
         (1, 16, {"count": "all"}, "count='all'"),
         (1, 16, {"budget": "9" * 400}, "budget='999"),
+        (1, 16, {"budget": "5TiB"}, "budget: '5TiB' is more than any device has"),
         (1, 16, {"around": torch.nn.Linear(1, 1)}, "around is a Linear that does not contain"),
         (1, 16, {"around": "model"}, "around is a str that does not contain"),
         (1, 16, {"optimizer_bytes": torch.optim.AdamW}, "optimizer_bytes=<class.*an optimizer"),
