@@ -290,7 +290,7 @@ class HFModel(nn.Module):
         overwrite: bool = True,
         write_heads: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write an HF checkpoint that transformers, vLLM and llama.cpp can read.
+        """Write an HF checkpoint, in the format that transformers writes and reads.
 
         The save replaces the old checkpoint in one step: if it is killed, the old one remains. It
         also writes the tokenizer and generation files (`source_files`) as they were when the model
