@@ -1,9 +1,9 @@
 """Measure losses beyond the next token: python -m benchmarks.losses [--out FOLDER] [--only ...]
 
 At the heads of Llama-3-8B and Gemma-2-9B it measures DPO, GRPO, the Jensen-Shannon divergence from
-a teacher and four Medusa heads, beside Liger's fused losses, TRL's kernels, eager PyTorch and, at
-the first size, torch.compile; and linear CE. Each loss runs in its own process. For each size it
-prints time, peak and scratch memory, and the share of the matrix products, and writes losses.json.
+a teacher and four Medusa heads, beside Liger's fused losses, TRL's kernels, eager PyTorch and
+torch.compile; and linear CE. Each loss runs in its own process. For each size it prints time, peak
+and scratch memory, and the share of the matrix products, and writes losses.json.
 """
 
 import argparse
@@ -144,9 +144,7 @@ def measure_loss(loss: str, indices: list[int], part: Path, arguments: argparse.
         release_memory()
         names = sorted(case.implementations, key=lambda name: name not in OURS)
         for name in names:
-            if name in arguments.without or (name == "torch.compile" and index != indices[0]):
-                continue
-            if index in arguments.alone and name not in OURS:
+            if name in arguments.without or (index in arguments.alone and name not in OURS):
                 continue
             take = partial(
                 measure, case.implementation(name), random, name in OURS, arguments.limit

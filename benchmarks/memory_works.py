@@ -89,7 +89,7 @@ class Work:
         return self.settings if memory > 100 * GIB else self.small
 
 
-BASELINES = (Setting(HF, "input"), *peers(("input", None), ("attention", None)))
+BASELINES = (Setting(HF, "input"), Setting(HF), *peers(("input", None), ("attention", None)))
 LLAMA = (*BASELINES, *peers(("input", 16), ("all", None)), Setting(OURS, "attention"))
 LLAMA_80GB = (*BASELINES, *peers(*(("input", blocks) for blocks in (26, 24, 22, 20, 19))))
 LONG = {"max_position_embeddings": 131072}
@@ -155,6 +155,7 @@ WORKS = {
         4096,
         (
             Setting(HF, "input", attention="eager"),
+            Setting(HF, attention="eager"),
             *peers(("input", None), ("products", None), attention="eager"),
             *peers(("input", None), ("input", 24), ("all", None), attention="flex_attention"),
             Setting(OURS, "products"),
