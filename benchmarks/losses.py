@@ -185,6 +185,38 @@ def longest_kernels(row: Row, count: int = 5) -> str:
     return f"{row['op']} {sizes['rows']} x {sizes['vocab']} {row['implementation']}, ms: {listed}"
 
 
+def size_table(rows: list[Row], loss: str) -> str:
+    """Return the Markdown table of a loss: a line for each implementation, a column for each size.
+
+    A cell has milliseconds, GB of scratch memory and, where it is known, the products' share of the
+    time. An asterisk marks an implementation that leaves out the soft cap.
+    """
+    lines: dict[str, dict[str, Any]] = {}
+    columns = ["implementation"]
+    for row in rows:
+        if row["op"] != loss:
+            continue
+        column = f"{row['sizes']['rows']} x {row['sizes']['width']} x {row['sizes']['vocab']}"
+        name, _, rest = row["implementation"].partition("without the cap")
+        name = (name + rest).replace("()", "").replace(" )", ")").strip()
+        if MODE in row:
+            figures = row[MODE]
+            products = f", {figures['products']:.0%}" if "products" in figures else ""
+            cell = f"{significant(figures['ms'])}, {significant(figures['scratch GB'])}{products}"
+        else:
+            cell = row["error"]
+        capped = name == row["implementation"]
+        lines.setdefault(name, {columns[0]: name})[column] = cell if capped else f"{cell} *"
+        columns += [column] * (column not in columns)
+    peers_first = sorted(lines.values(), key=lambda line: line[columns[0]] in OURS)
+    return table(peers_first, columns)
+
+
+def significant(value: float) -> str:
+    """Return a positive number with three digits, and no exponent."""
+    return f"{float(f'{value:.3g}'):.4g}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
@@ -231,6 +263,10 @@ def main() -> None:
             content = {"environment": environment(), "rows": replaced(earlier, rows)}
             write("losses.json", content, arguments.out)
     print(table([shown(row) for row in rows], COLUMNS))
+    for loss in arguments.only:
+        print(
+            f"\n{loss}, ms and GB of scratch memory:\n{size_table(replaced(earlier, rows), loss)}"
+        )
 
 
 if __name__ == "__main__":

@@ -118,9 +118,10 @@ def prediction_text(rows: list[Row]) -> str:
 
 
 def prediction_table(rows: list[Row]) -> str:
+    """Return the table of all cases; it says which ones rank 0 ran without the other ranks."""
     lines = [
         {
-            "case": row["case"],
+            "case": row["case"] + ", rank 0 alone" * ("ranks that ran" in row),
             "predicted GiB": number(row.get("predicted GiB"), 3),
             "measured GiB": number(row.get("measured GiB"), 3),
             "ratio": number(row.get("ratio"), 4) or row.get("error", ""),

@@ -12,6 +12,7 @@ import torch
 from benchmarks import losses
 from benchmarks.cases import Absent, Random
 from benchmarks.cases.token_losses import LOSSES, PRODUCTS
+from benchmarks.common import RESULTS
 from benchmarks.losses import (
     COLUMNS,
     MODE,
@@ -20,8 +21,10 @@ from benchmarks.losses import (
     product_share,
     replaced,
     shown,
+    size_table,
     time_limit,
 )
+from tests import markdown
 from tests.benchmarks.test_cases import assert_agree, outcome
 
 
@@ -49,6 +52,36 @@ def test_every_implementation_computes_the_same(loss, softcap, monkeypatch) -> N
             assert_agree(outcome(case, name, inputs), expected, 1e-4)
         except Absent:
             assert name == "trl"
+
+
+def test_a_table_has_a_line_for_each_implementation() -> None:
+    sizes = {"rows": 8192, "width": 4096, "vocab": 128256, "softcap": None}
+    capped = {"rows": 8192, "width": 3584, "vocab": 256000, "softcap": 30.0}
+    figures = {"ms": 38.44, "scratch GB": 2.1}
+    rows = [
+        {"op": "jsd", "sizes": sizes, "implementation": "ligermodels"}
+        | {MODE: figures | {"products": 0.937}},
+        {"op": "jsd", "sizes": sizes, "implementation": "liger (kernel)"}
+        | {MODE: figures | {"ms": 1846.0}},
+        {"op": "jsd", "sizes": capped, "implementation": "liger (kernel without the cap)"}
+        | {MODE: figures},
+        {"op": "jsd", "sizes": capped, "implementation": "eager", "error": "out of memory"},
+        {"op": "dpo", "sizes": sizes, "implementation": "eager", "error": "absent"},
+    ]
+    assert size_table(rows, "jsd").splitlines() == [
+        "| implementation | 8192 x 4096 x 128256 | 8192 x 3584 x 256000 |",
+        "| --- | --- | --- |",
+        "| liger (kernel) | 1850, 2.1 | 38.4, 2.1 * |",
+        "| eager |  | out of memory |",
+        "| ligermodels | 38.4, 2.1, 94% |  |",
+    ]
+
+
+def test_the_tables_of_the_docs_are_those_of_the_committed_run() -> None:
+    rows = json.loads((RESULTS / "losses.json").read_text())["rows"]
+    page = (markdown.ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    for loss in LOSSES:
+        assert size_table(rows, loss) in page
 
 
 def test_a_row_of_the_table() -> None:

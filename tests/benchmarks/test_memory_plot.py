@@ -52,7 +52,7 @@ def result() -> dict:
         ],
         "predictions": [
             case | {"ratio": 1.01},
-            case | {"case": "1: gemma", "ratio": 0.985},
+            case | {"case": "1: gemma", "ratio": 0.985, "ranks that ran": 1},
             {"gpu": "NVIDIA H200", "case": "2: qwen2", "error": "not measured: no time was left"},
         ],
     }
@@ -72,6 +72,7 @@ def test_the_page_has_every_row(result):
         "2 of 3 cases were measured. Predicted / measured peak: from 0.9850 to 1.0100, median "
         "1.0100; 1 are between 0.99 and 1.03."
     ) in lines
+    assert "| 1: gemma, rank 0 alone | 1.010 | 1.000 | 0.9850 |" in lines
     assert "| 2: qwen2 |  |  | not measured: no time was left |" in lines
 
 
