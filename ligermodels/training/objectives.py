@@ -219,9 +219,11 @@ class Objective:
         metrics: dict[str, Mean] = {}
 
         def of_neighbours(tokens: CrossEntropyOutput, rows: slice) -> Tensor:
-            back = torch.arange(rows.stop - rows.start).view(-1, group_size).T.flatten()
-            placed: list[Any] = [None if x is None else x[back] for x in tokens]
-            loss, found = of_rows(CrossEntropyOutput(*placed), order[rows][back])
+            def as_in_batch(x: Tensor) -> Tensor:
+                return x.unflatten(0, (-1, group_size)).transpose(0, 1).flatten(0, 1)
+
+            placed: list[Any] = [None if x is None else as_in_batch(x) for x in tokens]
+            loss, found = of_rows(CrossEntropyOutput(*placed), as_in_batch(order[rows]))
             for name, mean in found.items():
                 metrics[name] = metrics[name] + mean if name in metrics else mean
             return loss

@@ -205,7 +205,7 @@ class GroupObjective(Objective):
             made = [
                 replace(
                     batch,
-                    ref_log_probs=reference_log_probs(call, batch, self.reference_model).cpu(),
+                    ref_log_probs=reference_log_probs(call, batch, self.reference_model),
                 )
                 for batch in made
             ]
