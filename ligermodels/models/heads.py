@@ -86,10 +86,9 @@ class MedusaHeads(nn.Module):
                 "model is sharded"
             )
         weight = head.weight
-        hidden_size = weight.shape[1]
-        self.decay, self.tied = decay, tied
+        self.decay, self.tied, self.hidden_size = decay, tied, weight.shape[1]
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)))
+            nn.Sequential(*(ResidualBlock(self.hidden_size) for _ in range(num_blocks)))
             for _ in range(num_heads)
         ).to(weight.device, weight.dtype)
         # The tuple keeps nn.Module from registering the body's head as a child.
