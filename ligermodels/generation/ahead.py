@@ -100,6 +100,14 @@ def passes_ahead(
         raise ValueError(f"generate with heads: got {len(ids)} prompts; expected one")
     if isinstance(heads, MultiTokenModel) and heads.model is not model:
         raise ValueError("generate with heads: the modules belong to another model")
+    if isinstance(heads, MedusaHeads):
+        theirs = heads.head(0).vocab_size, heads.hidden_size
+        own = model.head.vocab_size, model.config.hidden_size
+        if theirs != own:
+            raise ValueError(
+                f"generate with heads: they are for a vocabulary of {theirs[0]} and hidden states "
+                f"of {theirs[1]}, but the model has {own[0]} and {own[1]}"
+            )
     ids = ids.to(model.rotary_emb.inv_freq.device)
     return ids, _passes(model, heads, ids, max_new_tokens, stops)
 

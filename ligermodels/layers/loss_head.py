@@ -42,6 +42,9 @@ _TAUGHT_OPTIONS = (
     *("chunk_size", "max_scratch_bytes", "skip_ignored", "max_valid"),
 )
 
+# Those of a loss_function, which gets what `return_token_stats` names.
+_FUNCTION_OPTIONS = ("return_token_stats", *sorted(LOG_PROB_OPTIONS))
+
 
 class HeadOptions(LossOptions, TokenInputs, total=False):
     """Keyword arguments of `LossHead.forward`, and of a model's forward if labels are given."""
@@ -49,6 +52,8 @@ class HeadOptions(LossOptions, TokenInputs, total=False):
     return_token_loss: bool
     num_items_in_batch: float | Tensor | None
     teacher: Teacher | None
+    loss_function: GroupLoss | None
+    group_size: int
 
 
 class HeadOutput(NamedTuple):
@@ -171,6 +176,8 @@ class LossHead(nn.Module):
         token_weights: Tensor | None = None,
         alternatives: Tensor | None = None,
         teacher: Teacher | None = None,
+        loss_function: GroupLoss | None = None,
+        group_size: int = 1,
         **loss_options: Unpack[LossOptions],
     ) -> HeadOutput:
         """Compute the loss. Targets are aligned with hidden: the head does not shift them.
@@ -188,12 +195,15 @@ class LossHead(nn.Module):
             num_items_in_batch: another name of the option `normalizer`. HF's Trainer uses it.
             teacher: learn from its distributions of the tokens whose target is not ignored: the
                 loss is the divergence from them, as in `ligermodels.losses.distillation`.
+            loss_function, group_size: the loss is what `from_log_probs` returns for them. All other
+                fields of the output but num_valid are then empty.
             loss_options: the constructor's options, and `normalizer`: a number >= 0 (0 counts as 1)
                 or a 0-d tensor. The loss is the sum over tokens divided by it. (FSDP2's mixed
                 precision rounds float tensors: pass a number or an integer tensor there.)
         Raises:
             TypeError: an option is unknown.
-            ValueError: both normalizer and num_items_in_batch are given.
+            ValueError: both normalizer and num_items_in_batch are given; or an option cannot be
+                combined with a teacher or a loss_function.
             RuntimeError: the head is tied, and it is called under FSDP2 outside the model's forward
                 or its weight is offloaded.
             Also everything that `ligermodels.kernels.linear_cross_entropy` raises.
@@ -220,16 +230,22 @@ class LossHead(nn.Module):
             options["normalizer"] = num_valid  # otherwise the op would count the targets again
         if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
             options["chunk_size"] = self.planned_chunk_size
+        if loss_function is not None:
+            given = {**loss_options, "token_weights": token_weights, "teacher": teacher}
+            _check_combined("loss_function", given, return_token_loss, _FUNCTION_OPTIONS)
+            loss = self.from_log_probs(
+                hidden,
+                targets,
+                loss_function,
+                group_size=group_size,
+                return_token_stats=loss_options.get("return_token_stats", ("log_probs",)),
+                alternatives=alternatives,
+                **{name: x for name, x in options.items() if name in LOG_PROB_OPTIONS},  # type: ignore[arg-type]
+            )
+            return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
         if teacher is not None:
             given = {**loss_options, "alternatives": alternatives}
-            odd = [
-                name for name, x in given.items() if x is not None and name not in _TAUGHT_OPTIONS
-            ]
-            if odd or return_token_loss:
-                raise ValueError(
-                    f"LossHead: {', '.join(odd) or 'return_token_loss'} cannot be combined with a "
-                    f"teacher, whose loss has only the options {', '.join(_TAUGHT_OPTIONS)}"
-                )
+            _check_combined("teacher", given, return_token_loss, _TAUGHT_OPTIONS)
             parameters = self.plain_parameters(hidden, "head")
             loss = teacher_loss(hidden, parameters, targets, token_weights, teacher, options)
             if teacher.share == 1:
@@ -350,7 +366,8 @@ class LossHead(nn.Module):
         This costs three matrix products, where a loss of `log_probs` costs four, if the budget
         holds the logits of whole groups of sequences. `ligermodels.kernels.linear_group_loss`
         explains the arguments and what loss_function may do. With max_valid, nothing waits for the
-        GPU, and it costs four.
+        GPU, and it costs four; so it does where the projection is not a plain nn.Linear, or the
+        vocabulary is split over ranks. A wrapped model is called with the option `loss_function`.
 
         Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
         Raises: as `linear_group_loss` and `log_probs`.
@@ -358,12 +375,7 @@ class LossHead(nn.Module):
         _check_known("LossHead.from_log_probs", options, LOG_PROB_OPTIONS)
         defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
         given: dict[str, Any] = {**defaults, **options}
-        if self.vocab_shard is not None:
-            raise ValueError(
-                "LossHead.from_log_probs: the vocabulary is split over ranks; compute the loss "
-                "from log_probs instead"
-            )
-        if self.is_linear and given.get("max_valid") is None:
+        if self.is_linear and self.vocab_shard is None and given.get("max_valid") is None:
             given.pop("max_valid", None)
             weight, bias = self.parameters_here(hidden)
             return kernels.linear_group_loss(
@@ -381,7 +393,10 @@ class LossHead(nn.Module):
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
             made = kernels.linear_cross_entropy(
-                hidden, weight, targets, bias, alternatives=alternatives, **given
+                *(hidden, weight, targets, bias),
+                alternatives=alternatives,
+                vocab_shard=self.vocab_shard,
+                **given,
             )
         else:
             made = self._swapped_loss(hidden, targets, None, alternatives, **given)
@@ -464,6 +479,11 @@ def loss_of_parts(
     Args: hidden (batch, seq / ranks, hidden), of this rank; targets (batch, seq), of whole rows.
     """
     given: dict[str, Any] = {**options}
+    if given.get("loss_function") is not None:
+        raise ValueError(
+            "loss_function: it needs whole rows, and each rank has a part of them (context "
+            "parallelism); ask for return_token_stats with reduction='none' instead"
+        )
     for name in ("token_weights", "alternatives"):
         if given.get(name) is not None:
             given[name] = shard.split(given[name])
@@ -486,6 +506,17 @@ def _check_known(caller: str, options: Iterable[str], known: Collection[str]) ->
     # This builds a list because torch 2.11's Dynamo does not trace the difference of two sets.
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
+
+
+def _check_combined(
+    with_what: str, given: dict[str, Any], return_token_loss: bool, known: Collection[str]
+) -> None:
+    odd = [name for name, x in given.items() if x is not None and name not in known]
+    if odd or return_token_loss:
+        raise ValueError(
+            f"LossHead: {', '.join(odd) or 'return_token_loss'} cannot be combined with a "
+            f"{with_what}, whose loss has only the options {', '.join(known)}"
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

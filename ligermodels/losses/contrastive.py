@@ -50,6 +50,11 @@ def info_nce(
         raise ConfigError(f"temperature: must be more than 0, not {temperature}")
     if symmetric and (positives is not None or len(queries) != len(documents)):
         raise ConfigError("symmetric: needs one document for each query, in the same order")
+    if positives is None and len(queries) > len(documents):
+        raise ConfigError(
+            f"documents: {len(documents)} for {len(queries)} queries; expected at least one for "
+            "each query, or positives"
+        )
     if positives is None:
         positives = torch.arange(len(queries), device=queries.device)
 

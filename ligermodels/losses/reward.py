@@ -71,17 +71,24 @@ def token_reward_loss(
 
     Args:
         rewards: (batch, seq), the logits of "right".
-        labels: (batch, seq), 1 for right, 0 for wrong, ignore_index at all other tokens.
+        labels: (batch, seq), 1 for right, 0 for wrong (or the probability of right), ignore_index
+            at all other tokens.
         normalizer: the number of labelled tokens of the whole step.
     Returns: the loss and the metric accuracy.
     Raises:
-        ConfigError: a shape is wrong.
+        ConfigError: a shape is wrong; or a label is not in [0, 1], on a CPU in eager mode. On a GPU
+            it makes the loss NaN.
     """
     _check_same(rewards=rewards, labels=labels)
     mask = labels != ignore_index
-    targets = torch.where(mask, labels, 0).to(rewards.dtype)
+    known = ~mask | ((labels >= 0) & (labels <= 1))
+    on_cpu = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and not known.all():
+        odd = labels[~known][0].item()
+        raise ConfigError(f"labels: {odd}; expected 0 to 1, or ignore_index={ignore_index}")
+    targets = torch.where(mask, labels, 0).to(rewards.dtype).masked_fill(~known, torch.nan)
     losses = F.binary_cross_entropy_with_logits(rewards, targets, reduction="none")
-    right = ((rewards > 0) == (targets > 0)).to(rewards.dtype)
+    right = ((rewards > 0) == (targets > 0.5)).to(rewards.dtype)
     loss = divided(torch.where(mask, losses, 0.0).sum(), normalizer, mask.sum())
     return LossOutput(loss, {"accuracy": mean_of(right, mask)})
 

@@ -271,7 +271,7 @@ class DecoderModel(HFModel, PlannedModel):
         By default, those are scalars, and their sum is added. `forward` calls it if labels are
         given. With reduction "mean" the output's loss contains it; with a normalizer, only the
         fraction num_valid / normalizer of it, so that the micro-batches of a step add up to one.
-        With any reduction it is the output's `auxiliary_loss`.
+        With any reduction, and with a loss_function, it is the output's `auxiliary_loss`.
 
         Args: extras: these tensors, in the order of the layers; attention_mask: as in `forward`.
         Raises:
@@ -291,7 +291,7 @@ class DecoderModel(HFModel, PlannedModel):
     ) -> HeadOutput:
         options: dict[str, Any] = {**self.head.loss_options, **loss_options}
         output = output._replace(auxiliary_loss=auxiliary)
-        if options.get("reduction", "mean") != "mean":
+        if options.get("reduction", "mean") != "mean" or options.get("loss_function") is not None:
             return output
         names = ("normalizer", "num_items_in_batch")
         normalizers = [options[name] for name in names if options.get(name) is not None]

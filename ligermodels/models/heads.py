@@ -86,10 +86,9 @@ class MedusaHeads(nn.Module):
                 "model is sharded"
             )
         weight = head.weight
-        hidden_size = weight.shape[1]
-        self.decay, self.tied = decay, tied
+        self.decay, self.tied, self.hidden_size = decay, tied, weight.shape[1]
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_blocks)))
+            nn.Sequential(*(ResidualBlock(self.hidden_size) for _ in range(num_blocks)))
             for _ in range(num_heads)
         ).to(weight.device, weight.dtype)
         # The tuple keeps nn.Module from registering the body's head as a child.
@@ -122,9 +121,9 @@ class MedusaHeads(nn.Module):
             labels: (batch, seq) int64 at the positions of the inputs, as a model takes them; the
                 ignore_index of the head is ignored.
             document_ids: (batch, seq); no head predicts a token of another document.
-            options: of `LossHead.forward`, except reduction, token_weights, teacher, and those that
-                return more. normalizer divides each head's sum over tokens; by default it is the
-                head's own number of targets.
+            options: of `LossHead.forward`, except reduction, token_weights, teacher, loss_function,
+                and those that return more. normalizer divides each head's sum over tokens; by
+                default it is the head's own number of targets.
         Raises:
             ConfigError: one of the options is not for several heads.
             Also everything that `LossHead.forward` raises.
@@ -230,6 +229,7 @@ def _take_normalizer(options: HeadOptions) -> float | Tensor | None:
     if given.get("reduction", "mean") != "mean":
         raise ConfigError("MedusaHeads: the reduction is a mean; divide by a normalizer instead")
     more = "token_weights alternatives teacher top_k return_token_stats return_token_loss".split()
+    more += ["loss_function", "group_size"]
     asked = {name: given[name] for name in more if given.get(name) is not None}
     if odd := [name for name, x in asked.items() if isinstance(x, Tensor) or x]:
         raise ConfigError(f"MedusaHeads: {', '.join(odd)}: several heads do not take this option")

@@ -6,7 +6,7 @@ trainer, which knows about devices and precision. The losses are those of `liger
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import (
@@ -178,17 +179,81 @@ class Objective:
             return LossOutput(call(batch, normalizer=normalizer).loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         ends = F.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
-        out = call(batch, reduction="none")
-        log_probs = log_probs_of(out)
-        mask = ((targets != IGNORE_INDEX) & ~ends).to(log_probs.device)
-        loss, metrics = sft_loss(
-            log_probs, mask, loss_type=self.config.loss_type, normalizer=normalizer
-        )
+        mask = (targets != IGNORE_INDEX) & ~ends
+        kind = self.config.loss_type
+
+        def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
+            log_probs = log_probs_of(tokens)
+            here = mask[rows].to(log_probs.device)
+            return sft_loss(log_probs, here, loss_type=kind, normalizer=normalizer)
+
         share = self.counts(batch)["normalizer"] / normalizer
-        return LossOutput(with_auxiliary(loss, out, share), metrics)
+        return self.loss_of_rows(call, batch, of_rows, share)
+
+    def loss_of_rows(
+        self,
+        call: Call,
+        batch: Batch,
+        of_rows: Callable[[CrossEntropyOutput, Tensor], LossOutput],
+        share: float | Tensor,
+        *,
+        stats: Collection[str] = (),
+        group_size: int = 1,
+        divisible: bool = True,
+    ) -> LossOutput:
+        """Return a loss that the head computes while it has the logits of whole groups of rows.
+
+        That costs three matrix products of the head and not four, if a group's logits fit.
+
+        Args:
+            of_rows: the loss of the token outputs of some rows, and the numbers of these rows in
+                the batch. What it returns for several parts of the batch is added up.
+            share: the batch's fraction of the step, which scales what layers add to the loss, such
+                as the balance of experts; the fractions of the micro-batches add up to 1.
+            stats: of each token, beside the loss, which is -log p.
+            group_size: of a batch of group_size * n rows, rows i, n + i, 2n + i, ... are a group.
+            divisible: whether the loss of a batch is the sum of those of its groups.
+        """
+        # The head takes groups of neighbours.
+        order = torch.arange(len(batch.labels)).view(group_size, -1).T.flatten()
+        metrics: dict[str, Mean] = {}
+
+        def of_neighbours(tokens: CrossEntropyOutput, rows: slice) -> Tensor:
+            def as_in_batch(x: Tensor) -> Tensor:
+                return x.unflatten(0, (-1, group_size)).transpose(0, 1).flatten(0, 1)
+
+            placed: list[Any] = [None if x is None else as_in_batch(x) for x in tokens]
+            loss, found = of_rows(CrossEntropyOutput(*placed), as_in_batch(order[rows]))
+            for name, mean in found.items():
+                metrics[name] = metrics[name] + mean if name in metrics else mean
+            return loss
+
+        if self.config.compile or self.config.context_parallel > 1:
+            # A function that is new for each batch would be compiled for each batch, and a rank
+            # that has a part of each row has no whole ones.
+            out = call(batch, reduction="none", return_token_stats=stats)
+            tokens = CrossEntropyOutput(
+                *(out.loss, out.z_loss, out.loss),
+                entropy=out.token_entropy,
+                correct=out.token_correct,
+                sum_sq_probs=out.token_sum_sq_probs,
+                mean_logits=out.token_mean_logits,
+            )
+            loss, metrics = of_rows(tokens, torch.arange(len(batch.labels)))
+        else:
+            out = call(
+                batch.in_order(order),
+                loss_function=of_neighbours,
+                group_size=group_size if divisible else len(order),
+                return_token_stats=stats,
+            )
+            loss = out.loss
+        if out.auxiliary_loss is not None:
+            loss = loss + share * out.auxiliary_loss
+        return LossOutput(loss, metrics)
 
 
-def log_probs_of(out: HeadOutput) -> Tensor:
+def log_probs_of(out: HeadOutput | CrossEntropyOutput) -> Tensor:
     """Return the log-probabilities of an output that was made with reduction "none"."""
     return 0.0 - out.loss
 
@@ -204,7 +269,9 @@ class PairObjective(Objective):
         self.needs_reference = config.loss == "dpo"
         if config.loss == "dpo":  # options that exclude each other are an error before the run
             nothing = torch.zeros(2, 1)
-            dpo_loss(nothing, nothing, nothing > 0, **self._dpo_options(nothing, nothing > 0))
+            options = given(config, "loss_type", "label_smoothing")
+            options |= self._dpo_options(nothing, nothing > 0)
+            dpo_loss(nothing, nothing, nothing > 0, **options)
         self.reference_model: nn.Module | None = None
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
@@ -255,36 +322,47 @@ class PairObjective(Objective):
         """Return the loss of the pairs of a batch, and its metrics."""
         config = self.config
         stats = STATS + (("sum_sq_probs",) if config.use_weighting else ())
-        out = call(batch, reduction="none", return_token_stats=stats)
-        log_probs = log_probs_of(out)
-        mask = batch.mask.to(log_probs.device)
         counts = {"normalizer": normalizer, "token_normalizer": token_normalizer}
         options = given(config, "beta", "label_smoothing", "loss_type") | counts
-        if config.loss == "orpo":
-            labels = (batch.labels[:, 1:] != IGNORE_INDEX).to(log_probs.device)
-            loss, metrics = orpo_loss(log_probs, mask, nll_mask=F.pad(labels, (0, 1)), **options)
-        elif config.loss == "dpo":
-            reference = reference_log_probs(call, batch, self.reference_model, log_probs)
-            options |= self._dpo_options(out.token_sum_sq_probs, mask)
-            loss, metrics = dpo_loss(log_probs, reference, mask, **options)
-        else:
-            options |= given(config, "simpo_gamma")
-            if config.loss == "simpo":
-                options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
-            loss, metrics = cpo_loss(log_probs, mask, **options)
-        metrics |= token_metrics(
-            mask,
-            entropy=out.token_entropy,
-            correct=out.token_correct,
-            mean_logits=out.token_mean_logits,
-            paired=True,
+        if config.loss == "simpo":
+            options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
+        nll_mask = F.pad(batch.labels[:, 1:] != IGNORE_INDEX, (0, 1))
+        if config.loss == "dpo":
+            reference = reference_log_probs(call, batch, self.reference_model)
+
+        def of_pairs(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
+            log_probs = log_probs_of(tokens)
+            mask = batch.mask[rows].to(log_probs.device)
+            if config.loss == "orpo":
+                nll_here = nll_mask[rows].to(log_probs.device)
+                loss, metrics = orpo_loss(log_probs, mask, nll_mask=nll_here, **options)
+            elif config.loss == "dpo":
+                of_dpo = self._dpo_options(tokens.sum_sq_probs, mask)
+                ref = reference[rows].to(log_probs.device)
+                loss, metrics = dpo_loss(log_probs, ref, mask, **options, **of_dpo)
+            else:
+                more = given(config, "simpo_gamma")
+                loss, metrics = cpo_loss(log_probs, mask, **options, **more)
+            metrics |= token_metrics(
+                mask,
+                entropy=tokens.entropy,
+                correct=tokens.correct,
+                mean_logits=tokens.mean_logits,
+                paired=True,
+            )
+            return LossOutput(loss, metrics)
+
+        return self.loss_of_rows(
+            *(call, batch, of_pairs, len(batch.groups) / normalizer),
+            stats=stats,
+            group_size=2,
+            divisible=config.loss_type not in ("aot", "aot_unpaired"),
         )
-        return LossOutput(with_auxiliary(loss, out, len(batch.groups) / normalizer), metrics)
 
     def _dpo_options(self, sum_sq_probs: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Return the options that only DPO has, and those that exclude each other."""
-        names = ("loss_type", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef")
-        options = given(self.config, *names, "ld_alpha", "discopop_tau")
+        names = ("f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "discopop_tau")
+        options = given(self.config, *names)
         if self.config.use_weighting:
             assert sum_sq_probs is not None
             # Outside the mask they are 0, whose logarithm would give NaN.
@@ -320,8 +398,8 @@ class JudgedObjective(PairObjective):
         with torch.no_grad():
             for _, other in halves:
                 log_probs = log_probs_of(call(other, reduction="none"))
-                reference = reference_log_probs(call, other, self.reference_model, log_probs)
-                mask = other.mask.to(log_probs.device)
+                reference = reference_log_probs(call, other, self.reference_model)
+                reference, mask = reference.to(log_probs.device), other.mask.to(log_probs.device)
                 part = kto_kl(log_probs, reference, mask, normalizer=rows)
                 kl = kl.to(part) + (part if other.num_targets else 0 * part)
         if shared:
@@ -336,39 +414,32 @@ class JudgedObjective(PairObjective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the completions of a batch, and its metrics."""
-        out = call(batch, reduction="none", return_token_stats=("entropy", "mean_logits"))
-        log_probs = log_probs_of(out)
-        mask = batch.mask.to(log_probs.device)
-        label = torch.tensor([group.label for group in batch.groups], device=log_probs.device)
-        loss, metrics = kto_loss(
-            log_probs,
-            reference_log_probs(call, batch, self.reference_model, log_probs),
-            mask,
-            label,
-            0.0 if batch.kl is None else batch.kl,
-            normalizer=normalizer,
-            **given(self.config, "beta", "loss_type", "desirable_weight", "undesirable_weight"),
-        )
-        metrics |= token_metrics(mask, entropy=out.token_entropy)
-        assert out.token_mean_logits is not None
-        for name, rows in (("chosen", label), ("rejected", ~label)):
-            tokens = mask & rows[:, None]
-            metrics[f"logits/{name}"] = mean_of(out.token_mean_logits, tokens)
-        return LossOutput(with_auxiliary(loss, out, len(batch.groups) / normalizer), metrics)
+        labels = torch.tensor([group.label for group in batch.groups])
+        reference = reference_log_probs(call, batch, self.reference_model)
+        names = "beta", "loss_type", "desirable_weight", "undesirable_weight"
+        options = given(self.config, *names) | {"normalizer": normalizer}
+
+        def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
+            log_probs = log_probs_of(tokens)
+            mask, label, ref = (
+                x[rows].to(log_probs.device) for x in (batch.mask, labels, reference)
+            )
+            kl = 0.0 if batch.kl is None else batch.kl
+            loss, metrics = kto_loss(log_probs, ref, mask, label, kl, **options)
+            metrics |= token_metrics(mask, entropy=tokens.entropy)
+            assert tokens.mean_logits is not None
+            for name, some in (("chosen", label), ("rejected", ~label)):
+                metrics[f"logits/{name}"] = mean_of(tokens.mean_logits, mask & some[:, None])
+            return LossOutput(loss, metrics)
+
+        share = len(batch.groups) / normalizer
+        return self.loss_of_rows(call, batch, of_rows, share, stats=("entropy", "mean_logits"))
 
 
 def given(config: FinetuneConfig, *names: str) -> dict[str, Any]:
     """Return the options that a config sets. The loss functions have defaults for the others."""
     options = {name: getattr(config, name) for name in names}
     return {name: value for name, value in options.items() if value is not None}
-
-
-def with_auxiliary(loss: Tensor, out: HeadOutput, share: float | Tensor) -> Tensor:
-    """Add what layers add to a loss, such as the balance of experts, to one of log-probabilities.
-
-    Args: share: the batch's fraction of the step; the fractions of the micro-batches add up to 1.
-    """
-    return loss if out.auxiliary_loss is None else loss + share * out.auxiliary_loss
 
 
 def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:
@@ -402,16 +473,11 @@ def bytes_here(model: nn.Module) -> int:
     return sum(local_tensor(x).nbytes for x in (*model.parameters(), *model.buffers()))
 
 
-def reference_log_probs(
-    call: Call, batch: GroupBatch, model: nn.Module | None, like: Tensor
-) -> Tensor:
-    """Return the reference model's log-probabilities of a batch, stored or computed by `model`.
-
-    Args: like: a tensor on the device that the result should be on.
-    """
+def reference_log_probs(call: Call, batch: GroupBatch, model: nn.Module | None) -> Tensor:
+    """Return the reference model's log-probabilities of a batch, stored or computed by `model`."""
     if model is None:
         assert batch.ref_log_probs is not None
-        return batch.ref_log_probs.to(like.device)
+        return batch.ref_log_probs
     with torch.no_grad():
         log_probs = log_probs_of(call(batch, model=model, reduction="none"))
     reshard(model)

@@ -27,6 +27,7 @@ from ligermodels.converters.files import open_regular
 from ligermodels.errors import ConfigError, DataError, LigerError, first_line, shown
 from ligermodels.generation.generation_config import resolve_eos_token_ids
 from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.losses import (
     LossOutput,
@@ -54,7 +55,6 @@ from ligermodels.training.objectives import (
     log_probs_of,
     reference_copy,
     reference_log_probs,
-    with_auxiliary,
 )
 from ligermodels.training.preference_data import read_prompts
 from ligermodels.training.processes import on_all_ranks
@@ -201,13 +201,11 @@ class GroupObjective(Objective):
             )
             made.append(batch if start < counted else batch.uncounted())
         if self.reference_model is not None:
-            none = torch.zeros(())  # on the CPU, where batches are
+            call = self._tempered(call)
             made = [
                 replace(
                     batch,
-                    ref_log_probs=reference_log_probs(
-                        self._tempered(call), batch, self.reference_model, none
-                    ),
+                    ref_log_probs=reference_log_probs(call, batch, self.reference_model),
                 )
                 for batch in made
             ]
@@ -222,23 +220,23 @@ class GroupObjective(Objective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of a micro-batch, and its metrics. The samples are from this policy."""
-        out = self._tempered(call)(batch, reduction="none", return_token_stats=("entropy",))
-        log_probs = log_probs_of(out)
-        mask = batch.mask.to(log_probs.device)
         assert batch.advantages is not None
-        reference = batch.ref_log_probs
-        loss, metrics = grpo_loss(
-            log_probs,
-            batch.advantages.to(log_probs.device),
-            mask,
-            ref_log_probs=None if reference is None else reference.to(log_probs.device),
-            max_completion_length=self.config.max_completion_length,
-            normalizer=normalizer,
-            **given(self.config, "beta", "loss_type", "epsilon_high"),
-        )
+        advantages, reference = batch.advantages, batch.ref_log_probs
+        options = given(self.config, "beta", "loss_type", "epsilon_high", "max_completion_length")
+        options["normalizer"] = normalizer
+
+        def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
+            log_probs = log_probs_of(tokens)
+            device = log_probs.device
+            mask = batch.mask[rows].to(device)
+            ref = None if reference is None else reference[rows].to(device)
+            loss, metrics = grpo_loss(
+                log_probs, advantages[rows].to(device), mask, ref_log_probs=ref, **options
+            )
+            return LossOutput(loss, metrics | token_metrics(mask, entropy=tokens.entropy))
+
         share = self.counts(batch)["normalizer"] / normalizer
-        metrics |= token_metrics(mask, entropy=out.token_entropy)
-        return LossOutput(with_auxiliary(loss, out, share), metrics)
+        return self.loss_of_rows(self._tempered(call), batch, of_rows, share, stats=("entropy",))
 
     def _tempered(self, call: Call) -> Call:
         """Return the call with which the model has the probabilities that were sampled from."""

@@ -203,13 +203,16 @@ class Trainer:
         self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
     ) -> HeadOutput:
         """Run a model, by default the trained one, on a batch; `options` are those of the head."""
+        skipping = self.head_options(batch)
+        if "loss_function" in options:  # With a bound, it costs a fourth matrix product.
+            skipping.pop("max_valid", None)
         with self.autocast():
             return (model or self.forward)(
                 batch.input_ids.to(self.device),
                 labels=batch.labels.to(self.device),
                 position_ids=batch.position_ids.to(self.device),
                 **options,
-                **self.head_options(batch),
+                **skipping,
             )
 
     def _batch(self, rows: Rows, indices: Iterable[int], is_extra: bool) -> Batch:

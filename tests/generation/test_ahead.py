@@ -8,6 +8,7 @@ import torch
 from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
 from ligermodels.generation import generate_ahead
 from ligermodels.generation.generate import stream
+from ligermodels.layers import LossHead
 from ligermodels.models.heads import MedusaHeads, MedusaModel
 from ligermodels.models.multi_token import MultiTokenModel
 
@@ -113,6 +114,10 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="got 2 prompts; expected one"):
         generate_ahead(model, heads, torch.ones(2, 3, dtype=torch.int64))
     prompt = torch.tensor([[1, 2]])
+    for vocab, size in ((VOCAB + 1, 32), (VOCAB, 16)):  # a GPU would look up tokens out of bounds
+        other = MedusaHeads(LossHead(size, vocab), 1)
+        with pytest.raises(ValueError, match=f"vocabulary of {vocab} and hidden states of {size}"):
+            generate_ahead(model, other, prompt)
     model.source_generation_config = {"repetition_penalty": 1.3}
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.3, given or from"):
         generate_ahead(model, heads, prompt)

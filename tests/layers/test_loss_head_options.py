@@ -13,6 +13,8 @@ import torch
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS, TOKEN_INPUTS
 from ligermodels.layers import LossHead
+from ligermodels.layers.loss_head import loss_of_parts
+from ligermodels.layers.sequence_shard import SequenceShard
 from tests.layers.heads import HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 
@@ -249,11 +251,31 @@ def test_bad_calls_are_refused(kind: str) -> None:
 
 def test_a_head_of_a_split_vocabulary_refuses_what_needs_it_whole() -> None:
     hidden, targets = data()
-    for kind, call in (("own", "from_log_probs"), ("swapped", "forward")):
-        head = build(kind)[0]
-        head.vocab_shard = object()
-        with pytest.raises(ValueError, match="vocabulary is split over ranks"):
-            if call == "forward":
-                head._swapped_loss(hidden, targets, None, None)
-            else:
-                head.from_log_probs(hidden, targets, lambda log_probs: log_probs.sum())
+    head = build("swapped")[0]
+    head.vocab_shard = object()
+    with pytest.raises(ValueError, match="vocabulary is split over ranks"):
+        head(hidden, targets)
+
+
+def test_a_loss_function_takes_few_options() -> None:
+    hidden, targets = data()
+    head, *_ = build("own")
+
+    def total(tokens, rows):
+        return tokens.log_probs.sum()
+
+    for option in (
+        {"reduction": "sum"},
+        {"label_smoothing": 0.1},
+        {"top_k": 2},
+        {"token_weights": targets.float()},
+        {"return_token_loss": True},
+        {"num_items_in_batch": 3},
+    ):
+        name = "normalizer" if "num_items_in_batch" in option else next(iter(option))
+        with pytest.raises(ValueError, match=f"{name} cannot be combined with a loss_function"):
+            head(hidden, targets, loss_function=total, **option)
+    with pytest.raises(ValueError, match="group_size"):
+        head(hidden, targets, loss_function=total, group_size=0)
+    with pytest.raises(ValueError, match="loss_function: it needs whole rows"):
+        loss_of_parts(head, SequenceShard(None, 2, 0), hidden, targets, {"loss_function": total})

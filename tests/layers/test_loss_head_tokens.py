@@ -215,8 +215,7 @@ def test_skipping_ignored_targets(kind: str, reduction: str, max_valid: int | No
         head(hidden, targets, skip_ignored=True, max_valid=23)
 
 
-def test_token_stats_through_a_model() -> None:
-    """A wrapped model has only forward; its log-probabilities must have gradients, too."""
+def tiny_model() -> LigerLlama:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -227,7 +226,12 @@ def test_token_stats_through_a_model() -> None:
         num_key_value_heads=1,
         tie_word_embeddings=True,
     )
-    model = LigerLlama(config)
+    return LigerLlama(config)
+
+
+def test_token_stats_through_a_model() -> None:
+    """A wrapped model has only forward; its log-probabilities must have gradients, too."""
+    model = tiny_model()
     ids = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
     out = model(ids, labels=ids, reduction="none", return_token_stats=True)
     hidden = model(ids)
@@ -240,3 +244,28 @@ def test_token_stats_through_a_model() -> None:
     grads = torch.autograd.grad(out.token_log_probs, parameters, upstream)
     for grad, want in zip(grads, torch.autograd.grad(log_probs, parameters, upstream)):
         assert torch.equal(grad, want)
+
+
+def test_a_loss_function_through_a_model() -> None:
+    """The layers' own loss stays apart, as with reduction "none", and a plan's chunk is used."""
+    model = tiny_model()
+    block = model.layers[0].forward
+    model.layers[0].forward = lambda *args, **kwargs: (*block(*args, **kwargs), torch.tensor(0.5))
+    model.head.planned_chunk_size = 14
+    ids = torch.randint(0, VOCAB, (4, 7), generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def of_rows(tokens, rows):
+        seen.append(rows)
+        return tokens.log_probs.sum(1).square().sum() + tokens.entropy.sum()
+
+    stats = ("log_probs", "entropy")
+    out = model(ids, labels=ids, loss_function=of_rows, group_size=2, return_token_stats=stats)
+    assert seen == [slice(0, 2), slice(2, 4)]
+    assert out.auxiliary_loss == 0.5 and out.num_valid == 24 and out.token_log_probs is None
+    tokens = model(ids, labels=ids, reduction="none", return_token_stats=stats)
+    want = tokens.token_log_probs.sum(1).square().sum() + tokens.token_entropy.sum()
+    assert relative(out.loss, want) <= 1e-6
+    parameters = list(model.parameters())
+    for grad, expected in zip(*(torch.autograd.grad(x, parameters) for x in (out.loss, want))):
+        assert relative(grad, expected) <= 1e-5

@@ -56,6 +56,8 @@ def test_what_is_refused() -> None:
     a, b = vectors(4), vectors(5)
     with pytest.raises(ConfigError, match="temperature: must be more than 0"):
         info_nce(a, b, temperature=0)
+    with pytest.raises(ConfigError, match="documents: 4 for 5 queries"):
+        info_nce(b, a)
     with pytest.raises(ConfigError, match="symmetric: needs one document"):
         info_nce(a, b, symmetric=True)
     with pytest.raises(ConfigError, match=r"queries \(4, 6\) and documents \(5, 5\)"):

@@ -97,6 +97,35 @@ def test_advantages_of_each_token_equal_trl() -> None:
         loss = ours(tokens, advantages, **options).loss
         expected, _ = trl_own.grpo(tokens, advantages, **options)
         torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(
+            gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
+        )
+
+
+def test_options_together_equal_trl() -> None:
+    pytest.importorskip("trl", exc_type=ImportError)
+    together = {
+        "beta": 0.3,
+        "delta": 1.05,
+        "epsilon": 0.05,
+        "entropy_coef": 0.2,
+        "top_entropy_quantile": 0.4,
+        "off_policy_mask_threshold": 0.01,
+    }
+    for _, mask in masks(6):
+        tokens = random_tokens(mask)
+        ratio = importance_ratio(tokens.old, tokens.sampling, mask, mode="token_mask")
+        for base in BASES:
+            for level, corrects in (("token", True), ("sequence", False)):
+                more = {"importance_sampling_level": level, "use_bias_correction_kl": corrects}
+                options = base | together | more | {"importance_sampling_ratio": ratio}
+                loss, _ = ours(tokens, some_advantages(len(mask)), **options)
+                expected, _ = trl_own.grpo(tokens, some_advantages(len(mask)), **options)
+                torch.testing.assert_close(loss, expected)
+                torch.testing.assert_close(
+                    gradients(loss, tokens.log_probs, tokens.entropy),
+                    gradients(expected, tokens.log_probs, tokens.entropy),
+                )
 
 
 def test_rloo_equals_trl() -> None:

@@ -71,3 +71,6 @@ def test_what_is_refused() -> None:
         bradley_terry_loss(torch.ones(3), torch.ones(3), margin=torch.ones(3, 1))
     with pytest.raises(ConfigError, match="labels: the shape"):
         token_reward_loss(torch.ones(3, 2), torch.ones(3))
+    for odd in (2.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match=rf"labels: {odd}; expected 0 to 1"):
+            token_reward_loss(torch.ones(1, 2), torch.tensor([[1.0, odd]]))

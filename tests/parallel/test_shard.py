@@ -329,6 +329,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
     "tokens in chunks": {"reduction": "none", "return_token_stats": True, "chunk_size": 7},
     "sum": {"reduction": "sum"},
+    "of rows": {"loss_function": lambda tokens, _: tokens.log_probs.sum(1).square().sum()},
 }
 
 

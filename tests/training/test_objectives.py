@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import AutoLiger
 from ligermodels.errors import ConfigError
@@ -150,6 +151,51 @@ def test_micro_batches_equal_one_batch(folder: Path, tmp_path: Path, loss: str) 
         for key in found[0]:
             torch.testing.assert_close(other[key], found[0][key], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(grads, gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def learned(trainer: Trainer, batch, chunk_size: int | None = None, **normalizers):
+    """Return the loss, the metrics and the gradients of a batch, and its operations."""
+    trainer.model.head.loss_options["chunk_size"] = chunk_size
+    trainer.optimizer.zero_grad()
+    with FlopCounterMode(display=False) as counter:
+        loss, metrics = trainer.objective.loss(trainer.call, batch, **normalizers)
+        loss.backward()
+    del trainer.model.head.loss_options["chunk_size"]
+    values = {name: mean.value for name, mean in metrics.items()}
+    return (
+        loss,
+        values,
+        [p.grad.clone() for p in trainer.model.parameters()],
+    ), counter.get_total_flops()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo", "simpo", "sft", "aot"])
+def test_a_loss_takes_three_products_if_groups_fit(
+    folder: Path, tmp_path: Path, loss: str, monkeypatch
+) -> None:
+    """The chunks do not change it, nor does the way of four products for all rows at once."""
+    options = {"loss_type": "dft", "seq_len": 64} if loss == "sft" else {}
+    if loss == "aot":
+        loss, options = "dpo", {"loss_type": "aot"}
+    trainer = with_reference(trainer_of(folder, loss, 6, 1, **options), folder, tmp_path)
+    batches, _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
+    (batch,) = batches
+    normalizers = trainer._normalizers(batches)
+    product = 2 * batch.num_targets * 64 * 258  # width, vocabulary
+    # torch.compile gets no function of a batch, and so takes the way of four products.
+    config, compiled = trainer.objective.config, replace(trainer.objective.config, compile=True)
+    found = []
+    # 40 tokens are some groups, but not all rows, which aot needs.
+    for chunk_size, saved in ((None, product), (40, 0 if "aot" in options.values() else product)):
+        operations = []
+        for each in (config, compiled):
+            monkeypatch.setattr(trainer.objective, "config", each)
+            values, counted = learned(trainer, batch, chunk_size, **normalizers)
+            found.append(values)
+            operations.append(counted)
+        assert operations[0] == operations[1] - saved
+    for values in found[1:]:
+        torch.testing.assert_close(values, found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_every_reference_is_the_same_model(folder: Path, tmp_path: Path) -> None:
