@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
@@ -52,9 +52,10 @@ class PlannedModel(nn.Module):
                 f"activation checkpointing: the options are {options!r}; expected a dict or None"
             )
         if unknown := options.keys() - {"use_reentrant"}:
+            names = ", ".join(sorted(map(str, unknown)))
             raise ValueError(
-                f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; use the "
-                "only accepted option, use_reentrant=False, or none"
+                f"activation checkpointing: {names}: not implemented; use the only accepted "
+                "option, use_reentrant=False, or none"
             )
         if options.get("use_reentrant"):
             raise ValueError(
@@ -82,13 +83,15 @@ class PlannedModel(nn.Module):
 
         Args: plan: a plan for this number of layers. None means that every layer keeps all.
         Raises:
-            ConfigError: the plan has another number of layers.
+            ConfigError: what is given is no plan, it has another number of layers, or it keeps
+                tensors in host memory and the model's device has no pinned memory.
         """
         if plan is not None:
             if not isinstance(plan, MemoryPlan):
                 raise ConfigError(
-                    f"memory plan: {plan!r} is no MemoryPlan; make one with model.plan_memory, "
-                    "MemoryPlan.uniform or MemoryPlan.of"
+                    f"memory plan: {shown(plan)} is no MemoryPlan; make one with "
+                    "model.plan_memory(batch, seq, budget), MemoryPlan.uniform or MemoryPlan.of, "
+                    "or read a stored one with MemoryPlan.from_dict"
                 )
             _check_layers(plan, len(self.layers))
         device = self.embed_tokens.weight.device
