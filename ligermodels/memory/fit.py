@@ -266,7 +266,9 @@ class Planner:
         before = self.model.memory_plan
         self.model.apply_memory_plan(plan)
         try:
-            return self._simulate(self.model, batch, seq)
+            # A training step has gradients, also if it is planned where there are none.
+            with torch.inference_mode(False), torch.enable_grad():
+                return self._simulate(self.model, batch, seq)
         finally:
             self.model.apply_memory_plan(before)
 

@@ -225,7 +225,7 @@ def run_step(
 
 
 def simulate(
-    model: nn.Module,
+    model: Any,
     batch: int,
     seq: int,
     *,
@@ -295,7 +295,7 @@ def simulate(
 
     inputs: dict[str, Any] = dict(head_options or {})
     if labels:
-        inputs["labels"] = integers(batch, seq)
+        inputs["labels"] = model.meta_labels(batch, seq)
     if packed and max_seqlen is not None:
         if batch != 1:
             raise ConfigError(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, shown
 from ligermodels.kernels.checks import check_count
@@ -156,6 +156,10 @@ class PlannedModel(nn.Module):
     # Older transformers versions use these names.
     gradient_checkpointing_disable = activation_checkpointing_disable
     is_gradient_checkpointing = is_activation_checkpointing
+
+    def meta_labels(self, batch: int, seq: int) -> Tensor:
+        """Return labels without data, as forward takes them, for the simulation of a step."""
+        return torch.empty(batch, seq, dtype=torch.int64, device="meta")
 
     def _layer_plans(self) -> Sequence[LayerPlan]:
         """Return what each layer keeps for backward."""

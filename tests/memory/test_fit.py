@@ -120,6 +120,14 @@ def test_the_largest_batch_and_length_fit() -> None:
     assert model.largest_batch(128, "10kB") == 0
 
 
+def test_a_step_is_planned_with_gradients_also_where_there_are_none() -> None:
+    model = small()
+    expected = model.plan_memory(2, 64, 10**9)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert model.plan_memory(2, 64, 10**9) == expected
+
+
 def test_mistakes_are_named() -> None:
     model = small(1)
     with pytest.raises(ConfigError, match=r'"auto" needs a GPU.*pass the bytes'):
