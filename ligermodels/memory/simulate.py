@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ligermodels.errors import ConfigError, first_line
@@ -54,6 +55,8 @@ class Simulation:
 
 def _stand_in(x: Tensor) -> Tensor:
     """Return a meta tensor like x."""
+    if is_traceable_wrapper_subclass(x):  # such as a quantized weight, made of several tensors
+        return x.detach().to("meta").requires_grad_(x.requires_grad)
     if type(x) not in (nn.Parameter, Tensor):
         return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
     return torch.empty_strided(
