@@ -39,7 +39,7 @@ class Planner:
     """Plans training steps of a model.
 
     Call it on every rank of a distributed run. Rank 0 measures the device, the smallest budget of
-    all ranks counts, and every rank gets the same answers.
+    all ranks counts, also of host memory, and every rank gets the same answers.
 
     Args:
         model: a model that takes memory plans; its parameters and frozen parts count as they are.
@@ -143,13 +143,13 @@ class Planner:
             raise ConfigError(
                 f"memory plan: a step on a GPU is simulated with the Triton kernels, but {reason}"
             )
-        self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
-        self.host_budget = min(parse_bytes(host_budget, "host_budget"), NO_LIMIT)
-        if self.host_budget and self.device.type != "cuda":
+        own = _budget(budget, self.device), min(parse_bytes(host_budget, "host_budget"), NO_LIMIT)
+        if own[1] and self.device.type != "cuda":
             raise ConfigError(
                 f"memory plan: host_budget={shown(host_budget)}, but {self.device} has no pinned "
                 "host memory; leave it out, or plan for a GPU"
             )
+        self.budget, self.host_budget = _smallest_on_all_ranks(own)
         self.optimizer_bytes = _optimizer_bytes(
             model if around is None else around, optimizer_bytes
         )
@@ -386,12 +386,14 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _smallest_on_all_ranks(budget: int) -> int:
+def _smallest_on_all_ranks(budgets: tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest of each of two numbers of bytes."""
     if not _distributed():
-        return budget
-    budgets: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(budgets, budget)
-    return min(budgets)
+        return budgets
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, budgets)
+    first, second = zip(*given)
+    return min(first), min(second)
 
 
 def _from_rank_0(compute: Callable[[], Any]) -> Any:

@@ -55,7 +55,8 @@ class PlannedModel(nn.Module):
             names = ", ".join(sorted(map(str, unknown)))
             raise ValueError(
                 f"activation checkpointing: {names}: not implemented; use the only accepted "
-                "option, use_reentrant=False, or none"
+                "option, use_reentrant=False, or none. What a layer keeps is chosen by a memory "
+                'plan, such as model.set_memory_plan(MemoryPlan.uniform(num_layers, "attention"))'
             )
         if options.get("use_reentrant"):
             raise ValueError(

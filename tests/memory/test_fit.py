@@ -187,6 +187,23 @@ def test_the_other_ranks_get_an_answer_if_rank_0_is_interrupted(
         fit._from_rank_0(compute)
 
 
+def test_the_smallest_budgets_of_all_ranks_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fit, "_distributed", lambda: True)
+    monkeypatch.setattr(fit.dist, "get_world_size", lambda: 2)
+
+    def gather(given: list[Any], own: Any) -> None:
+        given[:] = own, (10**9, 2**20)
+
+    monkeypatch.setattr(fit.dist, "all_gather_object", gather)
+    for budget, host_budget, smallest in (
+        ("2GB", "1GiB", (10**9, 2**20)),
+        ("1MB", 0, (10**6, 0)),
+    ):
+        planner = Planner(small(1), budget, host_budget, device="cuda")
+        assert (planner.budget, planner.host_budget) == smallest
+
+
 def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
