@@ -266,8 +266,9 @@ class Planner:
         before = self.model.memory_plan
         self.model.apply_memory_plan(plan)
         try:
-            # A training step has gradients, also if it is planned where there are none.
-            with torch.inference_mode(False), torch.enable_grad():
+            # A training step has gradients, also if it is planned where there are none. This
+            # leaves torch.no_grad, too.
+            with torch.inference_mode(False):
                 return self._simulate(self.model, batch, seq)
         finally:
             self.model.apply_memory_plan(before)
