@@ -15,9 +15,9 @@ from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_c
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.buckets import Buckets
-from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.memory.byte_sizes import integer, parse_bytes
 from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
-from ligermodels.memory.plan import MemoryPlan
+from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, checked_integer
 from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
 from ligermodels.memory.sharding import Gradients, Sharding
@@ -39,7 +39,7 @@ class Planner:
     """Plans training steps of a model.
 
     Call it on every rank of a distributed run. Rank 0 measures the device, the smallest budget of
-    all ranks counts, and every rank gets the same answers.
+    all ranks counts, also of host memory, and every rank gets the same answers.
 
     Args:
         model: a model that takes memory plans; its parameters and frozen parts count as they are.
@@ -53,14 +53,14 @@ class Planner:
             the largest tensor of a layer takes, unless the allocator's segments are expandable.
         rates: the device's rates. By default they are measured, or come from a data sheet if the
             device is not a GPU of this machine.
-        device: the device to plan for. By default it is that of the parameters, and for a model on
-            the meta device a GPU.
+        device: the device to plan for; an integer is the number of a GPU. By default it is that of
+            the parameters, and for a model on the meta device a GPU.
         optimizer_bytes: bytes of the optimizer's states, or the optimizer itself, which need not
             have made a step: see `state_bytes`. Then what a step allocates counts, too. By default
             they are twice the bytes of the parameters that need gradients, as for a fused AdamW.
         autocast: the dtype of torch.autocast, if forward runs under it: bfloat16 or float16.
         packed: whether the rows contain several documents (position_ids).
-        max_seqlen: with cu_seqlens, the longest document.
+        max_seqlen: if they are told by cu_seqlens, the longest document.
         memory_seq: the keys of each row of the memory that layers with `CrossAttention` attend to.
             The memory and its gradient count, but not the encoder that computes them.
         head_options: options for the loss head.
@@ -86,7 +86,7 @@ class Planner:
         count: Literal["reserved", "allocated"] = "reserved",
         reserve: float | None = None,
         rates: Rates | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         optimizer_bytes: int | str | torch.optim.Optimizer | None = None,
         autocast: torch.dtype | None = None,
         packed: bool = False,
@@ -111,18 +111,29 @@ class Planner:
             or not isinstance(reserve, (int, float))
             or not 0 <= reserve < 1
         ):
-            raise ConfigError(f"memory plan: reserve={reserve!r}; expected a number in [0, 1)")
+            raise ConfigError(f"memory plan: reserve={shown(reserve)}; expected a number in [0, 1)")
         _check_choice("count", count, "reserved", "allocated")
         _check_choice("gradients", gradients, "new", "kept", "freed")
         _check_choice("ddp_buckets", ddp_buckets, None, "copies", "views")
         _check_choice("autocast", autocast, None, torch.bfloat16, torch.float16)
+        _check_choice("packed", packed, False, True)
         if max_seqlen is not None:
-            _check_length("max_seqlen", max_seqlen)
-        if not isinstance(head_options, (dict, NoneType)):
-            raise ConfigError(f"memory plan: head_options={head_options!r}; expected a dict")
+            max_seqlen = _length("max_seqlen", max_seqlen)
+            if not packed:
+                raise ConfigError(
+                    f"memory plan: max_seqlen={max_seqlen} without packed=True; it is the longest "
+                    "document of packed rows"
+                )
+        if not isinstance(head_options, (dict, NoneType)) or not all(
+            isinstance(name, str) for name in head_options or ()
+        ):
+            raise ConfigError(
+                f"memory plan: head_options={shown(head_options)}; expected a dict with the names "
+                "of options"
+            )
         if not isinstance(rates, (Rates, NoneType)):
             raise ConfigError(
-                f"memory plan: rates={rates!r}; expected a Rates, such as "
+                f"memory plan: rates={shown(rates)}; expected a Rates, such as "
                 'ligermodels.memory.rates.data_sheet("H100", torch.bfloat16)'
             )
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
@@ -132,8 +143,13 @@ class Planner:
             raise ConfigError(
                 f"memory plan: a step on a GPU is simulated with the Triton kernels, but {reason}"
             )
-        self.budget = _smallest_on_all_ranks(_budget(budget, self.device))
-        self.host_budget = parse_bytes(host_budget, "host_budget")
+        own = _budget(budget, self.device), min(parse_bytes(host_budget, "host_budget"), NO_LIMIT)
+        if own[1] and self.device.type != "cuda":
+            raise ConfigError(
+                f"memory plan: host_budget={shown(host_budget)}, but {self.device} has no pinned "
+                "host memory; leave it out, or plan for a GPU"
+            )
+        self.budget, self.host_budget = _smallest_on_all_ranks(own)
         self.optimizer_bytes = _optimizer_bytes(
             model if around is None else around, optimizer_bytes
         )
@@ -173,9 +189,10 @@ class Planner:
         Raises:
             ConfigError: the budget is too small; the message names the least bytes.
         """
+        batch, seq = _shape(batch, seq)
         return _from_rank_0(
             lambda: find_plan(
-                *self._spaces(*_shape(batch, seq)),
+                *self._spaces(batch, seq),
                 budget=self.budget,
                 optimizer_bytes=self.optimizer_bytes,
                 reserve=self.reserve,
@@ -186,21 +203,22 @@ class Planner:
 
     def least_bytes(self, batch: int, seq: int) -> int:
         """Return the smallest budget with which the step fits."""
+        batch, seq = _shape(batch, seq)
 
         def least() -> int:
-            spaces = self._spaces(*_shape(batch, seq))
+            spaces = self._spaces(batch, seq)
             return min(space.least_budget(self.optimizer_bytes, self.reserve) for space in spaces)
 
         return _from_rank_0(least)
 
     def largest_batch(self, seq: int) -> int:
         """Return the largest batch that fits, within 2%, or 0."""
-        _check_length("seq", seq)
+        seq = _length("seq", seq)
         return self._largest(lambda batch: (batch, seq), start=8)
 
     def largest_seq(self, batch: int) -> int:
         """Return the longest rows that fit, within 2%, or 0."""
-        _check_length("batch", batch)
+        batch = _length("batch", batch)
         return self._largest(lambda seq: (batch, seq), start=1024)
 
     def _largest(self, shape: Callable[[int], tuple[int, int]], start: int) -> int:
@@ -248,7 +266,10 @@ class Planner:
         before = self.model.memory_plan
         self.model.apply_memory_plan(plan)
         try:
-            return self._simulate(self.model, batch, seq)
+            # A training step has gradients, also if it is planned where there are none. This
+            # leaves torch.no_grad, too.
+            with torch.inference_mode(False):
+                return self._simulate(self.model, batch, seq)
         finally:
             self.model.apply_memory_plan(before)
 
@@ -275,16 +296,30 @@ def largest_seq(model: Any, batch: int, budget: int | str = "auto", **options: A
     return Planner(model, budget, **options).largest_seq(batch)
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
     """Return the device to plan for; a model without data is planned for a GPU."""
     if device is None:
         device = next(model.parameters()).device
-    device = torch.device(device)
-    return torch.device("cuda") if device.type == "meta" else device
+    # torch takes an integer only where there is a GPU.
+    number = integer(device)
+    try:
+        found = torch.device(device if number is None else f"cuda:{number}")
+    except (RuntimeError, TypeError):
+        raise ConfigError(
+            f"memory plan: device={shown(device)}; expected a device of torch, such as "
+            '"cuda", "cuda:1" or "cpu", or the number of a GPU'
+        ) from None
+    here = torch.cuda.device_count()
+    if found.type == "cuda" and here and (found.index or 0) >= here:
+        raise ConfigError(
+            f"memory plan: device={shown(device)}, but this machine has {here} "
+            f"GPU{'s' * (here > 1)}, counted from 0"
+        )
+    return torch.device("cuda") if found.type == "meta" else found
 
 
 def _budget(budget: int | str, device: torch.device) -> int:
-    if budget != "auto":
+    if not isinstance(budget, str) or budget != "auto":
         given = parse_bytes(budget, "budget")
         if given > _MOST_BYTES:
             raise ConfigError(f"budget: {shown(budget)} is more than any device has (at most 4TiB)")
@@ -301,7 +336,7 @@ def _budget(budget: int | str, device: torch.device) -> int:
 
 def _memory_seq(model: Any, given: int | None) -> int | None:
     if given is not None:
-        _check_length("memory_seq", given)
+        given = _length("memory_seq", given)
         if not any(isinstance(layer, CrossAttention) for layer in model.layers.modules()):
             raise ConfigError(
                 f"memory plan: memory_seq={given}, but no layer of {type(model).__name__} attends "
@@ -311,20 +346,18 @@ def _memory_seq(model: Any, given: int | None) -> int | None:
 
 
 def _check_choice(name: str, value: Any, *choices: object) -> None:
-    if value not in choices:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}"
-        raise ConfigError(f"memory plan: {name}={value!r}; expected {expected}")
+        raise ConfigError(f"memory plan: {name}={shown(value)}; expected {expected}")
 
 
-def _check_length(name: str, value: int) -> None:
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of 1 or more")
+def _length(name: str, value: int) -> int:
+    return checked_integer(name, value, 1, 2**31 - 1)
 
 
 def _shape(batch: int, seq: int) -> tuple[int, int]:
-    _check_length("batch", batch)
-    _check_length("seq", seq)
+    batch, seq = _length("batch", batch), _length("seq", seq)
     if _too_large(batch, seq):
         raise ConfigError(
             f"memory plan: {batch} rows of {seq} tokens are more than any device holds; lower "
@@ -342,7 +375,7 @@ def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer 
         return adam_bytes(model)
     if isinstance(given, torch.optim.Optimizer):
         return state_bytes(given)
-    if isinstance(given, (int, str)):
+    if isinstance(given, str) or integer(given) is not None:
         return parse_bytes(given, "optimizer_bytes")
     raise ConfigError(
         f"optimizer_bytes={shown(given)}: expected an optimizer, such as "
@@ -354,12 +387,14 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _smallest_on_all_ranks(budget: int) -> int:
+def _smallest_on_all_ranks(budgets: tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest of each of two numbers of bytes."""
     if not _distributed():
-        return budget
-    budgets: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(budgets, budget)
-    return min(budgets)
+        return budgets
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, budgets)
+    first, second = zip(*given)
+    return min(first), min(second)
 
 
 def _from_rank_0(compute: Callable[[], Any]) -> Any:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.checks import check_count
+from ligermodels.memory.byte_sizes import integer
 from ligermodels.memory.host_copies import Copies, CudaCopies, NoCopies
 from ligermodels.memory.pinned_pool import MIB, Piece, PinnedPool
 
@@ -67,7 +68,7 @@ class Offloader:
         on_copy: Callable[[bool, int], None] | None = None,
         copies: Copies | None = None,
     ) -> None:
-        if host_budget < MIB:
+        if (integer(host_budget) or 0) < MIB:
             raise ConfigError(
                 f"offload: host_budget={host_budget} bytes; expected {MIB} (1 MiB) or more, "
                 "or a plan without layers in host memory"

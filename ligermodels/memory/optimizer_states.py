@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.memory.tracker import plain
+
 # Two states of a parameter's shape and dtype: what AdamW keeps, and what is taken for granted of
 # an optimizer that is not known.
 _ADAM = 2
@@ -45,11 +47,7 @@ def _plain(values: list[Any]) -> Iterator[Tensor]:
     """Yield the tensors that hold the data of some values; one in 8 bits is made of several."""
     for value in values:
         if isinstance(value, Tensor):
-            value = local(value)
-            if hasattr(value, "__tensor_flatten__"):
-                yield from _plain([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-            else:
-                yield value
+            yield from plain(local(value))
 
 
 def _expected(optimizer: torch.optim.Optimizer) -> Iterator[int]:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 from typing_extensions import Self
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.layers.recompute import KEEPS, Keep
+from ligermodels.memory.byte_sizes import integer
 
 NO_LIMIT = 2**62  # bytes
 
@@ -28,11 +31,11 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
-            raise ConfigError(f"memory plan: keep={self.keep!r}; expected one of {KEEPS}")
+            raise ConfigError(f"memory plan: keep={shown(self.keep)}; expected one of {KEEPS}")
         if not isinstance(self.host, bool):
-            raise ConfigError(f"memory plan: host={self.host!r}; expected True or False")
+            raise ConfigError(f"memory plan: host={shown(self.host)}; expected True or False")
         if self.tile is not None:
-            _check_integer("tile", self.tile, 1)
+            _set(self, tile=checked_integer("tile", self.tile, 1))
 
     def __str__(self) -> str:
         where = ", in host memory" if self.host else ""
@@ -73,6 +76,12 @@ class Prediction:
     seconds: float
     gains: tuple[tuple[int, float], ...] = ()
 
+    def __post_init__(self) -> None:
+        numbers = [*vars(self).items(), *(("gains", x) for pair in self.gains for x in pair)]
+        for name, value in numbers:
+            if value is not self.gains and not isinstance(value, Real):
+                raise ConfigError(f"memory plan: {name}={shown(value)}; expected a number")
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -96,11 +105,17 @@ class MemoryPlan:
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
-        if wrong := [layer for layer in self.layers if not isinstance(layer, LayerPlan)]:
-            raise ConfigError(f"memory plan: layer {wrong[0]!r}; expected a LayerPlan")
-        _check_integer("host_budget", self.host_budget, 0)
+        layers = _sequence(self.layers)
+        if wrong := [layer for layer in layers if not isinstance(layer, LayerPlan)]:
+            raise ConfigError(f"memory plan: layer {shown(wrong[0])}; expected a LayerPlan")
+        host_budget = checked_integer("host_budget", self.host_budget, 0)
+        _set(self, layers=layers, host_budget=host_budget)
         if self.head_chunk is not None:
-            _check_integer("head_chunk", self.head_chunk, 1)
+            _set(self, head_chunk=checked_integer("head_chunk", self.head_chunk, 1))
+        if not isinstance(self.prediction, (Prediction, NoneType)):
+            raise ConfigError(
+                f"memory plan: prediction={shown(self.prediction)}; expected a Prediction or None"
+            )
 
     @classmethod
     def uniform(
@@ -113,7 +128,8 @@ class MemoryPlan:
         **options: Any,
     ) -> Self:
         """Return the plan in which all layers have the same level."""
-        return cls((LayerPlan(keep, host, mlp_tile),) * num_layers, **options)
+        count = checked_integer("num_layers", num_layers, 0)
+        return cls((LayerPlan(keep, host, mlp_tile),) * count, **options)
 
     @classmethod
     def of(
@@ -123,7 +139,7 @@ class MemoryPlan:
 
         Args: mlp_tile: the tile of the layers that are not given their own tile.
         """
-        layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in keeps)
+        layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in _sequence(keeps))
         if mlp_tile is not None:
             layers = (replace(x, tile=mlp_tile) if x.tile is None else x for x in layers)
         return cls(tuple(layers), **options)
@@ -189,9 +205,29 @@ class MemoryPlan:
             raise ConfigError(f"memory plan: not the values of a plan: {fault}") from None
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"memory plan: {name}={value!r}; expected an integer of {least} or more")
+def checked_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a Python or numpy integer as an int; raise ConfigError for other values."""
+    number = integer(value)
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ConfigError(f"memory plan: {name}={shown(value)}; expected an integer of {limits}")
+    return number
+
+
+def _sequence(layers: Any) -> tuple[Any, ...]:
+    """Return what is given for the layers, one by one."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise ConfigError(
+            f"memory plan: layers={shown(layers)}; expected one value for each layer, such as "
+            '["attention", "all"] of MemoryPlan.of, or use MemoryPlan.uniform(num_layers, "input")'
+        )
+    return tuple(layers)
+
+
+def _set(plan: Any, **values: Any) -> None:
+    """Set fields of a frozen dataclass that is being made."""
+    for name, value in values.items():
+        object.__setattr__(plan, name, value)
 
 
 def ranges(numbers: list[int]) -> str:

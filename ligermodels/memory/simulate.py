@@ -4,6 +4,7 @@ The model's own forward and backward run, under the memory plan that it has. Met
 data, so nothing is allocated and nothing is computed. `Tracker` counts.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, first_line
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
 from ligermodels.layers.cross_attention import CrossAttention
@@ -53,6 +55,8 @@ class Simulation:
 
 def _stand_in(x: Tensor) -> Tensor:
     """Return a meta tensor like x."""
+    if is_traceable_wrapper_subclass(x):  # such as a quantized weight, made of several tensors
+        return x.detach().to("meta").requires_grad_(x.requires_grad)
     if type(x) not in (nn.Parameter, Tensor):
         return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
     return torch.empty_strided(
@@ -224,7 +228,7 @@ def run_step(
 
 
 def simulate(
-    model: nn.Module,
+    model: Any,
     batch: int,
     seq: int,
     *,
@@ -251,7 +255,7 @@ def simulate(
         labels: whether forward gets labels and returns a loss. Without them, backward begins at the
             hidden states.
         packed: whether rows hold several documents, inferred from position_ids. If max_seqlen is
-            given and batch is 1, cu_seqlens gives documents of this length.
+            given, cu_seqlens gives documents of this length in the only row.
         memory_seq: keys of each row of the memory, for layers with `CrossAttention`. The memory and
             its gradient count.
         head_options: keyword arguments of the head.
@@ -266,7 +270,8 @@ def simulate(
             the loss. What else it holds and runs counts, too.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
-        ConfigError: the module returns no loss.
+        ConfigError: `around` cannot be called as the model is, the step reads the values of tensors
+            on the host, the module returns no loss, or max_seqlen is given for several rows.
         RuntimeError: a GPU is simulated and triton is not installed.
     """
     device = torch.device(device)
@@ -293,8 +298,13 @@ def simulate(
 
     inputs: dict[str, Any] = dict(head_options or {})
     if labels:
-        inputs["labels"] = integers(batch, seq)
-    if packed and max_seqlen is not None and batch == 1:
+        inputs["labels"] = model.meta_labels(batch, seq)
+    if packed and max_seqlen is not None:
+        if batch != 1:
+            raise ConfigError(
+                f"memory plan: max_seqlen={max_seqlen} with {batch} rows; it belongs to "
+                "cu_seqlens, which describes a single row: use batch=1, or leave it out"
+            )
         documents = -(-seq // max_seqlen)
         inputs |= {"cu_seqlens": integers(documents + 1, dtype=torch.int32)}
         inputs |= {"max_seqlen": max_seqlen}
@@ -306,6 +316,8 @@ def simulate(
         dtype = next(x.dtype for x in state.values() if x.is_floating_point())
         memory = torch.empty(batch, memory_seq, size, dtype=dtype, device="meta")
         inputs["memory"] = memory.requires_grad_()
+    if around is not None:
+        _check_call(around, inputs)
 
     def end_forward() -> None:
         casts.keeps = False
@@ -321,6 +333,7 @@ def simulate(
         stack.enter_context(_eagerly())
         if autocast is not None:
             stack.enter_context(casts)
+        stack.enter_context(_without_values(called))
         return run_step(
             model,
             tracker,
@@ -334,6 +347,34 @@ def simulate(
             around=around,
             **inputs,
         )
+
+
+def _check_call(around: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise ConfigError if a module does not take the arguments of the model."""
+    try:
+        inspect.signature(around.forward).bind(None, **inputs)
+    except TypeError as fault:
+        names = "".join(f", {name}=..." for name in inputs)
+        raise ConfigError(
+            f"memory plan: around is a {type(around).__name__}, which cannot be called in place of "
+            f"the model, as around(input_ids{names}): {fault}; pass a module whose forward takes "
+            "these arguments and returns the loss"
+        ) from None
+
+
+@contextmanager
+def _without_values(called: nn.Module) -> Iterator[None]:
+    """Raise ConfigError where a module asks for the values of tensors without data."""
+    try:
+        yield
+    except RuntimeError as fault:
+        if "meta tensor" not in str(fault):
+            raise
+        raise ConfigError(
+            f"memory plan: {type(called).__name__} reads the values of tensors in its forward or "
+            f"backward, which a simulation does not have ({first_line(fault)}); write a plan by "
+            "hand (MemoryPlan.of) and measure its peak"
+        ) from fault
 
 
 def _eagerly() -> AbstractContextManager[object]:

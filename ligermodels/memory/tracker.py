@@ -129,7 +129,8 @@ class Tracker(TorchDispatchMode):
         """Count the storages of tensors that exist already; return their bytes."""
         before = self.bytes
         for x in tensors:
-            self._allocate(x)
+            for part in plain(x):
+                self._allocate(part)
         return self.bytes - before
 
     @contextmanager
@@ -194,6 +195,8 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # its own operators follow
         if func.is_view and args[0].is_meta:  # most calls of a simulation; a view takes nothing
             return func(*args, **kwargs)
         if func is _aten.nonzero.default and args[0].is_meta:
@@ -250,6 +253,19 @@ def _accumulates(total: Tensor) -> bool:
     storage = total.untyped_storage()
     users = total._use_count()  # type: ignore[attr-defined]
     return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def _is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def plain(x: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the data of a tensor; a quantized one is made of several."""
+    if _is_wrapper(type(x)):
+        for name in x.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from plain(getattr(x, name))
+    else:
+        yield x
 
 
 def _bytes(x: Tensor) -> int:

@@ -131,6 +131,15 @@ class SequenceClassifier(DecoderModel):
         kind = self.config.extra.get("problem_type")
         return ClassifierOutput(classification_loss(logits, labels, kind), logits)
 
+    def meta_labels(self, batch: int, seq: int) -> Tensor:
+        """Return labels of rows without data, for the simulation of a step."""
+        count, kind = num_labels(self.config), self.config.extra.get("problem_type")
+        if kind is None:
+            kind = PROBLEM_TYPES[1 if count > 1 else 0]
+        if kind == "single_label_classification":
+            return torch.empty(batch, dtype=torch.int64, device="meta")
+        return torch.empty(batch, count, device="meta")
+
     def token_scores(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Return the head's numbers at every token, (batch, seq, num_labels): process rewards."""
         hidden = super().forward(input_ids, **inputs)

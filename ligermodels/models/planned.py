@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, shown
 from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
@@ -52,9 +52,11 @@ class PlannedModel(nn.Module):
                 f"activation checkpointing: the options are {options!r}; expected a dict or None"
             )
         if unknown := options.keys() - {"use_reentrant"}:
+            names = ", ".join(sorted(map(str, unknown)))
             raise ValueError(
-                f"activation checkpointing: {', '.join(sorted(unknown))}: not implemented; use the "
-                "only accepted option, use_reentrant=False, or none"
+                f"activation checkpointing: {names}: not implemented; use the only accepted "
+                "option, use_reentrant=False, or none. What a layer keeps is chosen by a memory "
+                'plan, such as model.set_memory_plan(MemoryPlan.uniform(num_layers, "attention"))'
             )
         if options.get("use_reentrant"):
             raise ValueError(
@@ -82,13 +84,15 @@ class PlannedModel(nn.Module):
 
         Args: plan: a plan for this number of layers. None means that every layer keeps all.
         Raises:
-            ConfigError: the plan has another number of layers.
+            ConfigError: what is given is no plan, it has another number of layers, or it keeps
+                tensors in host memory and the model's device has no pinned memory.
         """
         if plan is not None:
             if not isinstance(plan, MemoryPlan):
                 raise ConfigError(
-                    f"memory plan: {plan!r} is no MemoryPlan; make one with model.plan_memory, "
-                    "MemoryPlan.uniform or MemoryPlan.of"
+                    f"memory plan: {shown(plan)} is no MemoryPlan; make one with "
+                    "model.plan_memory(batch, seq, budget), MemoryPlan.uniform or MemoryPlan.of, "
+                    "or read a stored one with MemoryPlan.from_dict"
                 )
             _check_layers(plan, len(self.layers))
         device = self.embed_tokens.weight.device
@@ -153,6 +157,10 @@ class PlannedModel(nn.Module):
     # Older transformers versions use these names.
     gradient_checkpointing_disable = activation_checkpointing_disable
     is_gradient_checkpointing = is_activation_checkpointing
+
+    def meta_labels(self, batch: int, seq: int) -> Tensor:
+        """Return labels without data, as forward takes them, for the simulation of a step."""
+        return torch.empty(batch, seq, dtype=torch.int64, device="meta")
 
     def _layer_plans(self) -> Sequence[LayerPlan]:
         """Return what each layer keeps for backward."""

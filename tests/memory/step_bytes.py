@@ -46,9 +46,11 @@ def error_of_prediction(
         options: those of `simulate`.
     """
     ids = torch.ones(2, seq, dtype=torch.int64)
+    like = model.meta_labels(2, seq)
+    labels = ids if like.shape == ids.shape else torch.ones_like(like, device="cpu")
 
     def step() -> None:
-        (wrapped or model)(ids, labels=ids).loss.backward()
+        (wrapped or model)(ids, labels=labels).loss.backward()
 
     for _ in range(2):  # the first ones also allocate what stays
         step()

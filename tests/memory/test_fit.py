@@ -6,6 +6,7 @@ import copy
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,14 @@ def test_the_largest_batch_and_length_fit() -> None:
     assert model.largest_batch(128, "10kB") == 0
 
 
+def test_a_step_is_planned_with_gradients_also_where_there_are_none() -> None:
+    model = small()
+    expected = model.plan_memory(2, 64, 10**9)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert model.plan_memory(2, 64, 10**9) == expected
+
+
 def test_mistakes_are_named() -> None:
     model = small(1)
     with pytest.raises(ConfigError, match=r'"auto" needs a GPU.*pass the bytes'):
@@ -178,6 +187,23 @@ def test_the_other_ranks_get_an_answer_if_rank_0_is_interrupted(
         fit._from_rank_0(compute)
 
 
+def test_the_smallest_budgets_of_all_ranks_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fit, "_distributed", lambda: True)
+    monkeypatch.setattr(fit.dist, "get_world_size", lambda: 2)
+
+    def gather(given: list[Any], own: Any) -> None:
+        given[:] = own, (10**9, 2**20)
+
+    monkeypatch.setattr(fit.dist, "all_gather_object", gather)
+    for budget, host_budget, smallest in (
+        ("2GB", "1GiB", (10**9, 2**20)),
+        ("1MB", 0, (10**6, 0)),
+    ):
+        planner = Planner(small(1), budget, host_budget, device="cuda")
+        assert (planner.budget, planner.host_budget) == smallest
+
+
 def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
@@ -207,6 +233,18 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, 16, {"max_seqlen": "x"}, "max_seqlen='x'; expected an integer of 1"),
         (1, 16, {"head_options": [1]}, r"head_options=\[1\]; expected a dict"),
         (1, 16, {"rates": "H100"}, "rates='H100'; expected a Rates"),
+        (np.True_, 16, {}, "batch=.*True.*; expected an integer of 1"),
+        (torch.tensor(1), 16, {}, r"batch=tensor\(1\); expected an integer of 1"),
+        (1, 16, {"budget": np.array([1, 2])}, "budget=array.*expected a number of bytes"),
+        (1, 16, {"autocast": np.array([1, 2])}, "autocast=array.*expected None, torch.bfloat16"),
+        (1, 16, {"packed": "documents"}, "packed='documents'; expected False or True"),
+        (1, 16, {"max_seqlen": 8}, "max_seqlen=8 without packed=True"),
+        (2, 16, {"max_seqlen": 8, "packed": True}, "max_seqlen=8 with 2 rows; .* a single row"),
+        (1, 16, {"head_options": {1: 2}}, "head_options={1: 2}; expected a dict with the names"),
+        (1, 16, {"host_budget": "1GiB"}, "host_budget='1GiB', but cpu has no pinned host memory"),
+        (1, 16, {"device": "gpu"}, "device='gpu'; expected a device of torch"),
+        (1, 16, {"device": True}, "device=True; expected a device of torch"),
+        (1, 16, {"device": [0]}, r"device=\[0\]; expected a device of torch"),
     ],
 )
 def test_impossible_requests_are_refused(
@@ -230,6 +268,44 @@ def test_what_else_fits_is_asked_with_integers() -> None:
         model.largest_batch("x", "1GiB")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="batch='x'; expected an integer"):
         model.largest_seq("x", "1GiB")  # type: ignore[arg-type]
+
+
+def test_numpy_integers_are_integers() -> None:
+    model = tiny_model()
+    plan = model.plan_memory(1, 16, 2**30, optimizer_bytes=5)
+    assert plan == model.plan_memory(
+        np.int64(1), np.int32(16), np.int64(2**30), np.int64(0), optimizer_bytes=np.uint8(5)
+    )
+    assert json.loads(json.dumps(plan.to_dict()))["prediction"]["batch"] == 1
+    assert model.largest_batch(np.int64(16), "10kB") == model.largest_seq(np.int64(1), "10kB") == 0
+
+
+def test_an_integer_is_the_number_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    assert Planner(tiny_model(), "1GiB", device=1).device == torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="device=1, but this machine has 1 GPU"):
+        Planner(tiny_model(), "1GiB", device=1)
+
+
+class Reads(torch.nn.Module):
+    """Looks at the loss on the host."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        loss = self.model(*args, **options).loss
+        return loss if loss.item() > 0 else -loss
+
+
+def test_a_module_around_the_model_is_called_as_the_model() -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match=r"around is a Sequential, .*around\(input_ids, labels="):
+        model.plan_memory(1, 16, budget="1GiB", around=torch.nn.Sequential(model))
+    with pytest.raises(ConfigError, match=r"Reads reads the values of tensors .*MemoryPlan.of"):
+        model.plan_memory(1, 16, budget="1GiB", around=Reads(model))
 
 
 class InADict(torch.nn.Module):

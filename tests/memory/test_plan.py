@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ligermodels import ConfigError, LayerPlan, MemoryPlan
+from ligermodels.memory.plan import Prediction
 from tests.models.pairs import tiny_model
 
 
@@ -56,6 +59,10 @@ def test_other_values_are_refused(values: dict[str, Any]) -> None:
     [
         ({"layers": (LayerPlan(),), "host_budget": "4GiB"}, "host_budget='4GiB'"),
         ({"layers": ("input",)}, "layer 'input'; expected a LayerPlan"),
+        ({"layers": 3}, "layers=3; expected one value for each layer"),
+        ({"layers": "input"}, "layers='input'; expected one value for each layer"),
+        ({"layers": (), "head_chunk": 0}, "head_chunk=0; expected an integer of 1"),
+        ({"layers": (), "prediction": {}}, "prediction={}; expected a Prediction or None"),
     ],
 )
 def test_impossible_plans_are_refused(values: dict[str, Any], complaint: str) -> None:
@@ -71,10 +78,43 @@ def test_impossible_tiles_are_refused(tile: Any) -> None:
         MemoryPlan.uniform(2, "all", mlp_tile=tile)
 
 
+def test_levels_are_given_for_each_layer() -> None:
+    for levels in (3, None, "input"):
+        with pytest.raises(ConfigError, match=r"expected one value for each layer.*MemoryPlan.uni"):
+            MemoryPlan.of(levels)  # type: ignore[arg-type]
+    for count in (-1, 3.0, "3", True):
+        with pytest.raises(ConfigError, match=f"num_layers={count!r}; expected an integer of 0"):
+            MemoryPlan.uniform(count, "all")  # type: ignore[arg-type]
+
+
+def test_numpy_integers_are_integers() -> None:
+    two, tile = np.int64(2), np.int32(8)
+    plan = MemoryPlan.uniform(two, "input", mlp_tile=tile, host_budget=two, head_chunk=tile)
+    assert plan == MemoryPlan.uniform(2, "input", mlp_tile=8, host_budget=2, head_chunk=8)
+    assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_layers_may_be_any_sequence() -> None:
+    plan = MemoryPlan((LayerPlan(), LayerPlan("input")))
+    for layers in (list(plan.layers), iter(plan.layers)):
+        same = MemoryPlan(layers)  # type: ignore[arg-type]
+        assert same == plan and hash(same) == hash(plan)
+
+
+def test_a_stored_prediction_has_numbers() -> None:
+    names = [field.name for field in dataclasses.fields(Prediction)][:-1]
+    good = {"layers": [{}], "prediction": dict.fromkeys(names, 1) | {"gains": [[1, 0.5]]}}
+    assert "1 GiB more" not in str(MemoryPlan.from_dict(good))
+    for name, wrong in (("seconds", "x"), ("peak_bytes", None), ("gains", [[1, "x"]])):
+        values = good | {"prediction": good["prediction"] | {name: wrong}}
+        with pytest.raises(ConfigError, match=f"{name}=.*expected a number"):
+            MemoryPlan.from_dict(values)
+
+
 def test_what_is_no_plan_is_refused() -> None:
     model = tiny_model()
-    for plan in ("input", {"layers": []}, ["input"] * 3):
-        with pytest.raises(ConfigError, match="is no MemoryPlan"):
+    for plan in ("auto", "input", 3, True, {"layers": []}, ["input"] * 3, MemoryPlan):
+        with pytest.raises(ConfigError, match="is no MemoryPlan; make one with model"):
             model.set_memory_plan(plan)
     with pytest.raises(ConfigError, match="host='x'; expected True or False"):
         LayerPlan("all", host="x")  # type: ignore[arg-type]

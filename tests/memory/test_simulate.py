@@ -11,9 +11,12 @@ from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.simulate import run_step, simulate
-from ligermodels.memory.tracker import Tracker
+from ligermodels.memory.tracker import Tracker, plain
 from ligermodels.models.auto import families
+from ligermodels.training.adapters import add_adapters
+from ligermodels.training.lora_options import LoraOptions
 from tests.families import DECODERS, OWN
+from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import VOCAB, random_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -43,6 +46,23 @@ def freeze_half(model) -> None:
 
 CASES = ["plain", "packed", "frozen", "tied", "autocast", "no_gate_up", "attention", "input"]
 CASES += ["input autocast", "attention autocast"]
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_are_made_of_several_tensors(name: str) -> None:
+    """Those of torchao's quantization, under adapters."""
+    quantization = pytest.importorskip("torchao.quantization")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    model = random_model("llama", num_hidden_layers=2, **sizes).requires_grad_(False)
+    floats = sum(p.nbytes for p in model.parameters())
+    quantization.quantize_(model.layers, getattr(quantization, name)())
+    parts = [part for x in (*model.parameters(), *model.buffers()) for part in plain(x)]
+    found = simulate(model, BATCH, SEQ, device=CPU).weight_bytes
+    assert found == sum(part.nbytes for part in parts) < floats
+    add_adapters(model, LoraOptions(4, 8.0, 0.0))
+    for keep in ("all", "input"):
+        model.set_memory_plan(MemoryPlan.uniform(2, keep))
+        assert abs(error_of_prediction(model, 32)) < 0.005
 
 
 # Blocks of the other families hold the same tensors as one of these.

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ligermodels.cli import main
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger, families
 from ligermodels.models.classifier import (
     LigerClassifier,
@@ -22,6 +23,7 @@ from ligermodels.models.classifier import (
     last_valid,
 )
 from tests.families import DECODERS, windows
+from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import VOCAB, random_model
 
 PAD = 0
@@ -160,6 +162,21 @@ def test_it_trains_like_its_family() -> None:
     assert "rms_norm" in reward.kernels() and "linear_cross_entropy" not in reward.kernels()
     with pytest.raises(ConfigError, match="generates no text"):
         reward.generate(ids)
+
+
+@pytest.mark.parametrize(
+    "labels, problem_type",
+    [(1, None), (3, None), (3, "multi_label_classification"), (3, "regression")],
+)
+def test_a_memory_plan_is_made_for_its_labels(labels: int, problem_type: str | None) -> None:
+    model = random_model("llama", num_hidden_layers=2)
+    cls = classifier_class(type(model))
+    classifier = cls.from_model(model, labels, problem_type=problem_type)
+    plan = classifier.plan_memory(2, 64, "1GiB")
+    assert plan.prediction is not None and not plan.recomputes
+    for keep in ("all", "input"):
+        classifier.set_memory_plan(MemoryPlan.uniform(2, keep))
+        assert abs(error_of_prediction(classifier, 64)) < 0.005
 
 
 def test_the_last_token() -> None:

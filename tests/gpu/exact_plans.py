@@ -1,0 +1,94 @@
+"""Count the gradients that a memory plan changes where attention is deterministic, on a GPU.
+
+python -m tests.gpu.exact_plans FAMILY...
+
+It prints a JSON object: for each family, plan -> the parameters whose gradients differ in any bit
+from those of no plan. The process is one of its own, because cuBLAS must be told before its first
+product, and because torch fills all memory that it allocates with NaN meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+
+import torch
+from torch import Tensor
+
+from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
+from ligermodels.models.auto import families
+from ligermodels.models.base import DecoderModel
+from tests.families import DECODERS
+
+LAYERS, ROWS, SEQ, VOCAB = 6, 2, 1024, 512
+RANDOM_PLANS = 4
+HOST = 2**30
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "pad_token_id": None,
+    "max_position_embeddings": SEQ,
+}
+
+
+def make(family: str, device: str) -> DecoderModel:
+    torch.manual_seed(0)
+    cls = families()[family]
+    own = DECODERS[family]
+    sizes = SIZES if own.takes_head_dim else {k: v for k, v in SIZES.items() if k != "head_dim"}
+    return cls(cls.config_class(**{**sizes, **own.gpu})).to(device, torch.bfloat16)
+
+
+def plans() -> dict[str, MemoryPlan]:
+    """Return every level with and without host memory, and plans with random levels."""
+    found = {}
+    for keep in KEEPS:
+        for host in (False, True):
+            plan = MemoryPlan.uniform(LAYERS, keep, host=host, host_budget=HOST)
+            found[f"{keep}{', host' * host}"] = plan
+    generator = random.Random(0)
+    for number in range(RANDOM_PLANS):
+        layers = [
+            LayerPlan(generator.choice(KEEPS), generator.random() < 0.5) for _ in range(LAYERS)
+        ]
+        found[f"random {number}"] = MemoryPlan(tuple(layers), host_budget=HOST)
+    return found
+
+
+def gradients(model: DecoderModel, ids: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(grad is not None and grad.isfinite().all() for grad in grads.values())
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def differing(family: str, device: str) -> dict[str, list[str]]:
+    """Return the names of the gradients that each plan changes."""
+    model = make(family, device)
+    ids = torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1)).to(device)
+    expected = gradients(model, ids)
+    found: dict[str, list[str]] = {}
+    for name, plan in {"no plan": None, **plans()}.items():
+        model.set_memory_plan(plan)
+        grads = gradients(model, ids)
+        found[name] = [key for key in expected if not torch.equal(grads[key], expected[key])]
+        if plan is not None and plan.uses_host:
+            (offloader,) = model._offloaders.values()
+            stats = offloader.stats()
+            assert stats.in_use == 0 < stats.peak and stats.refused == 0, stats
+    return found
+
+
+if __name__ == "__main__":
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    print("RESULT", json.dumps({family: differing(family, "cuda") for family in sys.argv[1:]}))
