@@ -8,6 +8,7 @@ import torch
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers import Attention, CrossAttention, RMSNorm, pre_norm
 from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory import attention_buffers
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.simulate import run_step, simulate
@@ -190,6 +191,29 @@ def test_bytes_that_a_layer_keeps(triton, keep, numbers, scalars) -> None:
     phase = simulate(model, 1, 16384, device=GPU).phases["forward of layer 5"]
     kept = (phase.after - phase.before) / 16384  # with two numbers of the random generator
     assert kept == pytest.approx(2 * numbers + 4 * scalars, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "preset, batch, seq",
+    [("llama-3.2-1b", 1, 524288), ("llama-3.2-1b", 8, 2048), ("gemma-7b", 1, 32768)],
+)
+def test_the_gradient_of_the_embedding_does_not_set_the_peak(
+    triton, preset, batch, seq, monkeypatch
+) -> None:
+    """Even if every layer keeps as little as it can, and all other gradients exist already."""
+    model = real_size(preset)
+    tile = batch * seq // 8
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "input", mlp_tile=tile))
+    usual = simulate(model, batch, seq, device=GPU)
+    last = usual.phases["backward of layer 0"].peak
+    operator = torch.ops.aten.embedding_dense_backward.default
+    size = 2 * batch * seq * model.config.hidden_size  # of the hidden states
+    monkeypatch.setitem(attention_buffers.SCRATCH, operator, lambda *_: 20 * size)
+    more = simulate(model, batch, seq, device=GPU)
+    assert more.phases["backward of layer 0"].peak > last, "this is where it is counted"
+    monkeypatch.setitem(attention_buffers.SCRATCH, operator, lambda *_: 0)
+    without = simulate(model, batch, seq, device=GPU)
+    assert without.phases["backward of layer 0"].peak == last <= usual.peak_bytes
 
 
 @pytest.mark.parametrize("keep", KEEPS)
