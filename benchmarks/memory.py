@@ -247,6 +247,14 @@ def host_bytes() -> int:
     return torch.cuda.host_memory_stats().get("active_bytes.current", 0)
 
 
+def stored_bytes(model: Any) -> int:
+    """Return the most bytes that the layers of a model have had in host memory at any time.
+
+    The bytes that torch's allocator has handed out may be those of an earlier model, too.
+    """
+    return sum(offloader.stats().peak for offloader in model._offloaders.values())
+
+
 def release() -> None:
     """Give free memory back to the GPU and to the host."""
     release_memory()
@@ -400,7 +408,7 @@ def run_levels(deadline: float, emit: Callable[[str, Row], None]) -> None:
                     budget = 24 * GIB if host else 0
                     model.set_memory_plan(MemoryPlan((level,) * count, host_budget=budget))
                     times[count], kept[count] = level_figures(model, ids, grad)
-                    pinned[count] = host_bytes()
+                    pinned[count] = stored_bytes(model)
                     model.set_memory_plan(None)
                     release()
                 layers = many - few

@@ -159,7 +159,7 @@ class MemoryPlan:
         groups: dict[LayerPlan, list[int]] = {}
         for index, layer in enumerate(self.layers):
             groups.setdefault(layer, []).append(index)
-        lines = [f"{len(at):4} layers keep {plan}: {ranges(at)}" for plan, at in groups.items()]
+        lines = [f"{len(at):4} {keeping(len(at))} {x}: {ranges(at)}" for x, at in groups.items()]
         if self.head_chunk is not None:
             lines.append(f"the loss head handles {self.head_chunk} tokens at once")
         if (said := self.prediction) is not None:
@@ -228,6 +228,11 @@ def _set(plan: Any, **values: Any) -> None:
     """Set fields of a frozen dataclass that is being made."""
     for name, value in values.items():
         object.__setattr__(plan, name, value)
+
+
+def keeping(count: int) -> str:
+    """Return the subject and the verb of what a number of layers keep."""
+    return "layer keeps" if count == 1 else "layers keep"
 
 
 def ranges(numbers: list[int]) -> str:

@@ -9,7 +9,7 @@ import torch
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.fit import Planner
-from ligermodels.memory.plan import MemoryPlan
+from ligermodels.memory.plan import MemoryPlan, keeping
 from ligermodels.memory.rates import data_sheet, gpu_bytes
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
@@ -61,7 +61,7 @@ def summary(plan: MemoryPlan) -> str:
     said = plan.prediction
     assert said is not None
     counts = Counter(map(str, plan.layers))
-    levels = ", ".join(f"{count} layers keep {level}" for level, count in counts.most_common())
+    levels = ", ".join(f"{count} {keeping(count)} {level}" for level, count in counts.most_common())
     return (
         f"{levels}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
         f"{said.budget / GIB:.2f} GiB for {said.batch} x {said.seq} tokens"

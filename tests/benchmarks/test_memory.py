@@ -15,7 +15,10 @@ from torch import nn
 from benchmarks import memory, memory_cases
 from benchmarks.memory import Models
 from benchmarks.memory_works import GIB, HF, LIGER, OURS, WORKS, Setting, Work
+from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers.recompute import KEEPS
+from ligermodels.memory.offload import Offloader
+from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import MemoryPlan, Prediction
 
 TINY = {
@@ -271,3 +274,16 @@ def test_a_case_computes_a_finite_loss_and_its_gradients(number):
     assert ("embed_tokens.weight" in trained) == (case.trainable == "all")
     assert ("layers.0.mlp.down_proj.weight" in trained) == (case.trainable != "the upper half")
     assert memory_cases.step(case, model, arguments, "cpu").isfinite()
+
+
+def test_the_host_memory_of_a_model_is_not_that_of_the_model_before() -> None:
+    model = LigerLlama(LlamaConfig(**TINY))
+    assert memory.stored_bytes(model) == 0
+    for sizes in ((3 * MIB,), (MIB, MIB)):
+        store = Offloader("meta", GIB)
+        taken = [store.pool.take(size) for size in sizes]
+        for pieces in taken:
+            assert pieces is not None
+            store.pool.give_back(pieces)
+        model._offloaders = {store.device: store}
+        assert memory.stored_bytes(model) == sum(sizes)

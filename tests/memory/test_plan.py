@@ -35,7 +35,7 @@ def test_a_plan_that_was_written_with_one_tile_for_all_layers_means_the_same() -
 def test_the_printed_plan_shows_the_tiles_of_layers() -> None:
     plan = MemoryPlan.of([LayerPlan("input", tile=64), *["input", "all"] * 2])
     assert str(plan).splitlines() == [
-        "   1 layers keep input, MLP in tiles of 64 tokens: 0",
+        "   1 layer keeps input, MLP in tiles of 64 tokens: 0",
         "   2 layers keep input: 1, 3",
         "   2 layers keep all: 2, 4",
     ]

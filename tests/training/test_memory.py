@@ -50,6 +50,8 @@ def test_the_summary_is_one_line() -> None:
     text = summary(run.plan(2, 64))
     assert "\n" not in text
     assert text.startswith("2 layers keep all; predicted peak 0.")
+    mixed = MemoryPlan.of(["all", "input", "all"], prediction=run.plan(2, 64).prediction)
+    assert summary(mixed).startswith("2 layers keep all, 1 layer keeps input; predicted")
     assert text.endswith("of 1.00 GiB for 2 x 64 tokens")
 
 
