@@ -15,7 +15,11 @@ from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
 )
-from ligermodels.kernels.linear_cross_entropy.groups import GroupLoss
+from ligermodels.kernels.linear_cross_entropy.groups import (
+    GroupLoss,
+    checked_group_size,
+    checked_loss,
+)
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
     GatherClasses,
     SumGradient,
@@ -202,8 +206,8 @@ class LossHead(nn.Module):
                 precision rounds float tensors: pass a number or an integer tensor there.)
         Raises:
             TypeError: an option is unknown.
-            ValueError: both normalizer and num_items_in_batch are given; or an option cannot be
-                combined with a teacher or a loss_function.
+            ValueError: both normalizer and num_items_in_batch are given; an option cannot be
+                combined with a teacher or a loss_function; or group_size is given without one.
             RuntimeError: the head is tied, and it is called under FSDP2 outside the model's forward
                 or its weight is offloaded.
             Also everything that `ligermodels.kernels.linear_cross_entropy` raises.
@@ -238,11 +242,13 @@ class LossHead(nn.Module):
                 targets,
                 loss_function,
                 group_size=group_size,
-                return_token_stats=loss_options.get("return_token_stats", ("log_probs",)),
+                return_token_stats=options.get("return_token_stats", ("log_probs",)),
                 alternatives=alternatives,
                 **{name: x for name, x in options.items() if name in LOG_PROB_OPTIONS},  # type: ignore[arg-type]
             )
             return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
+        if group_size != 1:
+            raise ValueError(f"LossHead: group_size={group_size} is only for a loss_function")
         if teacher is not None:
             given = {**loss_options, "alternatives": alternatives}
             _check_combined("teacher", given, return_token_loss, _TAUGHT_OPTIONS)
@@ -389,6 +395,7 @@ class LossHead(nn.Module):
                 alternatives=alternatives,
                 **given,
             )
+        checked_group_size(hidden, group_size)
         given |= {"reduction": "none", "return_token_stats": return_token_stats}
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
@@ -400,7 +407,7 @@ class LossHead(nn.Module):
             )
         else:
             made = self._swapped_loss(hidden, targets, None, alternatives, **given)
-        return loss_function(made, slice(0, len(targets)))
+        return checked_loss(loss_function(made, slice(0, len(targets))))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return softcap(logit_scale * projection(hidden)): (..., hidden) -> (..., vocab).

@@ -172,6 +172,8 @@ class Objective:
 
         An evaluation measures the loss of the next token alone, because its exponential is the
         perplexity: without what layers add, and without the weights of a loss_type.
+
+        Args: batch: on the device of the model.
         """
         if not torch.is_grad_enabled():
             return LossOutput(call(batch, reduction="sum").loss / normalizer, {})
@@ -184,8 +186,7 @@ class Objective:
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
             log_probs = log_probs_of(tokens)
-            here = mask[rows].to(log_probs.device)
-            return sft_loss(log_probs, here, loss_type=kind, normalizer=normalizer)
+            return sft_loss(log_probs, mask[rows], loss_type=kind, normalizer=normalizer)
 
         share = self.counts(batch)["normalizer"] / normalizer
         return self.loss_of_rows(call, batch, of_rows, share)
@@ -206,28 +207,16 @@ class Objective:
         That costs three matrix products of the head and not four, if a group's logits fit.
 
         Args:
-            of_rows: the loss of the token outputs of some rows, and the numbers of these rows in
-                the batch. What it returns for several parts of the batch is added up.
+            of_rows: a function of the token outputs of some rows, and of the numbers that these
+                rows have in the batch, in ascending order. What it returns for several parts of the
+                batch is added up.
             share: the batch's fraction of the step, which scales what layers add to the loss, such
                 as the balance of experts; the fractions of the micro-batches add up to 1.
             stats: of each token, beside the loss, which is -log p.
             group_size: of a batch of group_size * n rows, rows i, n + i, 2n + i, ... are a group.
             divisible: whether the loss of a batch is the sum of those of its groups.
         """
-        # The head takes groups of neighbours.
-        order = torch.arange(len(batch.labels)).view(group_size, -1).T.flatten()
-        metrics: dict[str, Mean] = {}
-
-        def of_neighbours(tokens: CrossEntropyOutput, rows: slice) -> Tensor:
-            def as_in_batch(x: Tensor) -> Tensor:
-                return x.unflatten(0, (-1, group_size)).transpose(0, 1).flatten(0, 1)
-
-            placed: list[Any] = [None if x is None else as_in_batch(x) for x in tokens]
-            loss, found = of_rows(CrossEntropyOutput(*placed), as_in_batch(order[rows]))
-            for name, mean in found.items():
-                metrics[name] = metrics[name] + mean if name in metrics else mean
-            return loss
-
+        numbers = torch.arange(len(batch.labels), device=batch.labels.device)
         if self.config.compile or self.config.context_parallel > 1:
             # A function that is new for each batch would be compiled for each batch, and a rank
             # that has a part of each row has no whole ones.
@@ -239,8 +228,22 @@ class Objective:
                 sum_sq_probs=out.token_sum_sq_probs,
                 mean_logits=out.token_mean_logits,
             )
-            loss, metrics = of_rows(tokens, torch.arange(len(batch.labels)))
+            loss, metrics = of_rows(tokens, numbers)
         else:
+            # The head wants the rows of a group beside each other: 0, n, 1, n + 1, ... for pairs.
+            order = numbers.view(group_size, -1).T.flatten()
+            metrics = {}
+
+            def of_neighbours(tokens: CrossEntropyOutput, part: slice) -> Tensor:
+                def ascending(x: Tensor) -> Tensor:
+                    return x.unflatten(0, (-1, group_size)).transpose(0, 1).flatten(0, 1)
+
+                sorted_tokens: list[Any] = [None if x is None else ascending(x) for x in tokens]
+                loss, found = of_rows(CrossEntropyOutput(*sorted_tokens), ascending(order[part]))
+                for name, mean in found.items():
+                    metrics[name] = metrics[name] + mean if name in metrics else mean
+                return loss
+
             out = call(
                 batch.in_order(order),
                 loss_function=of_neighbours,
@@ -331,15 +334,12 @@ class PairObjective(Objective):
             reference = reference_log_probs(call, batch, self.reference_model)
 
         def of_pairs(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
-            log_probs = log_probs_of(tokens)
-            mask = batch.mask[rows].to(log_probs.device)
+            log_probs, mask = log_probs_of(tokens), batch.mask[rows]
             if config.loss == "orpo":
-                nll_here = nll_mask[rows].to(log_probs.device)
-                loss, metrics = orpo_loss(log_probs, mask, nll_mask=nll_here, **options)
+                loss, metrics = orpo_loss(log_probs, mask, nll_mask=nll_mask[rows], **options)
             elif config.loss == "dpo":
                 of_dpo = self._dpo_options(tokens.sum_sq_probs, mask)
-                ref = reference[rows].to(log_probs.device)
-                loss, metrics = dpo_loss(log_probs, ref, mask, **options, **of_dpo)
+                loss, metrics = dpo_loss(log_probs, reference[rows], mask, **options, **of_dpo)
             else:
                 more = given(config, "simpo_gamma")
                 loss, metrics = cpo_loss(log_probs, mask, **options, **more)
@@ -414,18 +414,16 @@ class JudgedObjective(PairObjective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of the completions of a batch, and its metrics."""
-        labels = torch.tensor([group.label for group in batch.groups])
+        labels = [group.label for group in batch.groups]
+        desirable = torch.tensor(labels, device=batch.mask.device)
         reference = reference_log_probs(call, batch, self.reference_model)
         names = "beta", "loss_type", "desirable_weight", "undesirable_weight"
         options = given(self.config, *names) | {"normalizer": normalizer}
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
-            log_probs = log_probs_of(tokens)
-            mask, label, ref = (
-                x[rows].to(log_probs.device) for x in (batch.mask, labels, reference)
-            )
+            log_probs, mask, label = log_probs_of(tokens), batch.mask[rows], desirable[rows]
             kl = 0.0 if batch.kl is None else batch.kl
-            loss, metrics = kto_loss(log_probs, ref, mask, label, kl, **options)
+            loss, metrics = kto_loss(log_probs, reference[rows], mask, label, kl, **options)
             metrics |= token_metrics(mask, entropy=tokens.entropy)
             assert tokens.mean_logits is not None
             for name, some in (("chosen", label), ("rejected", ~label)):

@@ -213,8 +213,11 @@ class GroupObjective(Objective):
 
     def counts(self, batch: GroupBatch) -> dict[str, int]:
         """Count rows or tokens, as the type of the loss divides by them."""
+        return {"normalizer": int(self._count(batch))}
+
+    def _count(self, batch: GroupBatch) -> Tensor:
         kind, longest = self.config.loss_type or "dapo", self.config.max_completion_length
-        return {"normalizer": int(grpo_normalizer(batch.mask, kind, longest))}
+        return grpo_normalizer(batch.mask, kind, longest)
 
     def loss(  # type: ignore[override]
         self, call: Call, batch: GroupBatch, normalizer: Tensor
@@ -226,16 +229,14 @@ class GroupObjective(Objective):
         options["normalizer"] = normalizer
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
-            log_probs = log_probs_of(tokens)
-            device = log_probs.device
-            mask = batch.mask[rows].to(device)
-            ref = None if reference is None else reference[rows].to(device)
+            mask = batch.mask[rows]
+            ref = None if reference is None else reference[rows]
             loss, metrics = grpo_loss(
-                log_probs, advantages[rows].to(device), mask, ref_log_probs=ref, **options
+                log_probs_of(tokens), advantages[rows], mask, ref_log_probs=ref, **options
             )
             return LossOutput(loss, metrics | token_metrics(mask, entropy=tokens.entropy))
 
-        share = self.counts(batch)["normalizer"] / normalizer
+        share = self._count(batch) / normalizer
         return self.loss_of_rows(self._tempered(call), batch, of_rows, share, stats=("entropy",))
 
     def _tempered(self, call: Call) -> Call:

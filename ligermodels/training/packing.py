@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,6 +40,13 @@ class Batch:
     def uncounted(self) -> Self:
         """Return these rows as a batch that counts for nothing."""
         return replace(self, num_tokens=0, num_targets=0)
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch with all its tensors on a device."""
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)
+        }
+        return replace(self, **moved)
 
     def in_order(self, order: torch.Tensor) -> Batch:
         """Return the same rows in another order."""

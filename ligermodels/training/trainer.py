@@ -222,7 +222,8 @@ class Trainer:
 
     def _loss(self, batch: Batch, normalizers: dict[str, Tensor]) -> LossOutput:
         """Return the loss of a batch and its metrics: zeros for one that counts for nothing."""
-        loss, metrics = self.objective.loss(self.call, batch, **normalizers)
+        # A loss reads the masks of a batch in many parts, so they are moved once and not by part.
+        loss, metrics = self.objective.loss(self.call, batch.to(self.device), **normalizers)
         if batch.num_targets:
             return LossOutput(loss, metrics)
         zeros = {k: Mean(0 * mean.total, 0 * mean.count) for k, mean in metrics.items()}

@@ -277,5 +277,15 @@ def test_a_loss_function_takes_few_options() -> None:
             head(hidden, targets, loss_function=total, **option)
     with pytest.raises(ValueError, match="group_size"):
         head(hidden, targets, loss_function=total, group_size=0)
+    with pytest.raises(ValueError, match="group_size=2 is only for a loss_function"):
+        head(hidden, targets, group_size=2)
+    for kind in ("own", "swapped"):
+        head, *_ = build(kind, return_token_stats=True)  # a default, which reaches the function
+        entropies = head(hidden, targets, loss_function=lambda tokens, _: tokens.entropy.sum())
+        assert entropies.loss > 0
+        with pytest.raises(ValueError, match=f"whole groups of group_size={len(hidden) + 1}"):
+            head(hidden, targets, loss_function=total, group_size=len(hidden) + 1)
+        with pytest.raises(ValueError, match="expected a scalar tensor"):
+            head(hidden, targets, loss_function=lambda tokens, _: tokens.log_probs)
     with pytest.raises(ValueError, match="loss_function: it needs whole rows"):
         loss_of_parts(head, SequenceShard(None, 2, 0), hidden, targets, {"loss_function": total})

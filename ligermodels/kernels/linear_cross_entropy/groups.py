@@ -82,12 +82,7 @@ def linear_group_loss(
     options = check_options(options, temperature=temperature)
     chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, None)
     request = token_request(return_token_stats, 0, alternatives)
-    group_size = check_count("loss head", "group_size", group_size, 1)
-    if hidden.dim() != 3 or len(hidden) % group_size:
-        raise ValueError(
-            f"loss head: hidden {tuple(hidden.shape)}; expected (batch, seq, in), with a batch of "
-            f"whole groups of group_size={group_size}"
-        )
+    group_size = checked_group_size(hidden, group_size)
     head = make_head(
         hidden, weight, targets, bias, None, None, options, chunking, request, True, False
     )
@@ -96,9 +91,20 @@ def linear_group_loss(
         pieces = _pieces(head, targets, group_size)
     if pieces is None:
         everything = slice(0, len(targets))
-        return _checked_loss(loss_function(token_outputs(head, targets), everything))
+        return checked_loss(loss_function(token_outputs(head, targets), everything))
     with without_autocast(head.hidden):
         return _GroupGradsInForward.apply(*head, targets, pieces, loss_function)
+
+
+def checked_group_size(hidden: Tensor, group_size: int) -> int:
+    """Return group_size as an int; raise ValueError unless hidden consists of whole groups."""
+    group_size = check_count("loss head", "group_size", group_size, 1)
+    if hidden.dim() != 3 or len(hidden) % group_size:
+        raise ValueError(
+            f"loss head: hidden {tuple(hidden.shape)}; expected (batch, seq, in), with a batch of "
+            f"whole groups of group_size={group_size}"
+        )
+    return group_size
 
 
 def _pieces(head: Head, targets: Tensor, group_size: int) -> list[tuple[slice, slice]] | None:
@@ -157,7 +163,7 @@ class _GroupGradsInForward(torch.autograd.Function):
                 leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
                 loss, *others = (_placed(x, args, chunk, targets, sequences) for x in leaves)
                 tokens = token_output(loss, torch.zeros_like(loss), loss, request, others)
-                part = _checked_loss(loss_function(tokens, sequences))
+                part = checked_loss(loss_function(tokens, sequences))
                 total += part.detach()
                 if any(args.needs_grad) and part.requires_grad:
                     wanted = [x for x in leaves if x.requires_grad]
@@ -193,7 +199,8 @@ def _placed(
     return scatter(values, index, targets[sequences], args.options.ignore_index)
 
 
-def _checked_loss(loss: object) -> Tensor:
+def checked_loss(loss: object) -> Tensor:
+    """Return what a loss_function returned; raise ValueError unless it is a scalar tensor."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss head: loss_function returned {shape}; expected a scalar tensor")
