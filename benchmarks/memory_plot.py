@@ -180,10 +180,11 @@ def draw(result: dict[str, Any], file: Path) -> None:
         for name, (color, marker) in STYLES.items():
             for label, own in kinds(name, rows).items():
                 face = "none" if label.endswith("host memory") else color
+                shape = marker if label.startswith(PLANS) or name != OURS else "^"
                 # Only the plans without host memory are one family of settings, and are joined.
                 line = "-" if label == PLANS else "none"
                 points = sorted((row["peak GiB"], row["tokens/s"]) for row in own)
-                style = {"marker": marker, "markerfacecolor": face, "linestyle": line}
+                style = {"marker": shape, "markerfacecolor": face, "linestyle": line}
                 axis.plot(*zip(*points), color=color, label=label, **style)
         axis.set(title=f"{work}\n{gpu}", xlabel="peak of allocated memory, GiB", ylabel="tokens/s")
         axis.set_ylim(0, 1.1 * max(row["tokens/s"] for row in rows))

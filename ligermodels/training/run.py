@@ -360,6 +360,11 @@ class Run:
 
     def _budget(self) -> str:
         """Return "off", or the memory that the run may take."""
+        if self.config.memory == "auto" and self.device.type != "cuda":
+            raise ConfigError(
+                f'memory: "auto" is what is free on a GPU, and this run is on {self.device}; leave '
+                'it out, or give a number of bytes, such as "8GiB"'
+            )
         if self.config.memory is not None:
             return self.config.memory
         if self.config.medusa_heads is not None and self.config.medusa_stage == 1:
