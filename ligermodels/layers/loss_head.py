@@ -32,11 +32,9 @@ from ligermodels.kernels.loss_options import (
     LossOptions,
     TokenInputs,
     check_classes,
-    loss_divisor,
     split_options,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
-from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.layers.swapped_loss import swapped_loss
 from ligermodels.layers.teacher import HeadParameters, Teacher, teacher_loss
 
@@ -476,37 +474,6 @@ class LossHead(nn.Module):
         return swapped_loss(
             self.proj, self.vocab_size, hidden, targets, token_weights, alternatives, **given
         )
-
-
-def loss_of_parts(
-    head: LossHead, shard: SequenceShard, hidden: Tensor, targets: Tensor, options: HeadOptions
-) -> HeadOutput:
-    """Return the head's output for whole rows, of which each rank has a part.
-
-    Args: hidden (batch, seq / ranks, hidden), of this rank; targets (batch, seq), of whole rows.
-    """
-    given: dict[str, Any] = {**options}
-    if given.get("loss_function") is not None:
-        raise ValueError(
-            "loss_function: it needs whole rows, and each rank has a part of them (context "
-            "parallelism); ask for return_token_stats with reduction='none' instead"
-        )
-    for name in ("token_weights", "alternatives"):
-        if given.get(name) is not None:
-            given[name] = shard.split(given[name])
-    merged = {"class_weights": head.class_weights, **head.loss_options, **given}
-    if merged.get("reduction", "mean") == "mean" and all(
-        merged.get(name) is None for name in ("normalizer", "num_items_in_batch")
-    ):
-        given["normalizer"] = loss_divisor(
-            *(targets, "mean", None, merged["class_weights"], merged.get("ignore_index", -100)),
-            dtype=torch.float32,
-        )
-    output = head(hidden, shard.split(targets), **given)
-    joined: list[Any] = [
-        x if x is None else shard.whole(x) if x.dim() else shard.total(x) for x in output
-    ]
-    return HeadOutput(*joined)
 
 
 def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:

@@ -9,13 +9,17 @@ over all ranks.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather, reduce_scatter
+from ligermodels.kernels.loss_options import loss_divisor
+
+if TYPE_CHECKING:  # what needs a shard of the rows, such as masks, needs no loss head
+    from ligermodels.layers.loss_head import HeadOptions, HeadOutput, LossHead
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,38 @@ def _sum(x: Tensor, group: Any) -> Tensor:
     if not x.is_meta:
         dist.all_reduce(x, group=group)
     return x
+
+
+def loss_of_parts(
+    head: "LossHead",
+    shard: SequenceShard,
+    hidden: Tensor,
+    targets: Tensor,
+    options: "HeadOptions",
+) -> "HeadOutput":
+    """Return the head's output for whole rows, of which each rank has a part.
+
+    Args: hidden (batch, seq / ranks, hidden), of this rank; targets (batch, seq), of whole rows.
+    """
+    given: dict[str, Any] = {**options}
+    if given.get("loss_function") is not None:
+        raise ValueError(
+            "loss_function: it needs whole rows, and each rank has a part of them (context "
+            "parallelism); ask for return_token_stats with reduction='none' instead"
+        )
+    for name in ("token_weights", "alternatives"):
+        if given.get(name) is not None:
+            given[name] = shard.split(given[name])
+    merged = {"class_weights": head.class_weights, **head.loss_options, **given}
+    if merged.get("reduction", "mean") == "mean" and all(
+        merged.get(name) is None for name in ("normalizer", "num_items_in_batch")
+    ):
+        given["normalizer"] = loss_divisor(
+            *(targets, "mean", None, merged["class_weights"], merged.get("ignore_index", -100)),
+            dtype=torch.float32,
+        )
+    output = head(hidden, shard.split(targets), **given)
+    joined: list[Any] = [
+        x if x is None else shard.whole(x) if x.dim() else shard.total(x) for x in output
+    ]
+    return output._make(joined)

@@ -24,9 +24,9 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.loss_head import HeadOptions, loss_of_parts
+from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.inputs import (

@@ -13,8 +13,7 @@ import torch
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS, TOKEN_INPUTS
 from ligermodels.layers import LossHead
-from ligermodels.layers.loss_head import loss_of_parts
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
 from tests.layers.heads import HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ligermodels.layers.loss_head import loss_of_parts
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
 from tests.layers.heads import BATCH, SEQ, VOCAB, data, make
 
 
