@@ -2,9 +2,7 @@
 
     python -m tests.attack [GROUP ...] --runs 1000 [--seed 0] [--only NAME] [--out counts.json]
 
-To attack an older version, check it out into a folder and name that folder with --package; with
---limit, what hangs there costs a few seconds each. `python -m tests.attack.table` compares two
-counts. The exit code is 1 if anything broke.
+The exit code is 1 if anything broke.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="start no run after this time")
     parser.add_argument("--limit", type=float, default=1e9, help="end each run after these seconds")
     parser.add_argument("--only", default="", help="only attacks whose name has this expression")
-    parser.add_argument("--package", help="attack the ligermodels in this folder")
     parser.add_argument("--out", type=Path, help="write the counts here as JSON")
     options = parser.parse_args()
 
@@ -67,14 +64,6 @@ def main() -> int:
     import torch
     import torch._dynamo  # optimizers import it on first use; this way each fork has it already
 
-    if options.package:
-        sys.path.insert(0, os.path.abspath(options.package))
-    import ligermodels
-
-    if options.package:
-        del sys.path[0]
-        if not Path(ligermodels.__file__).is_relative_to(os.path.abspath(options.package)):
-            parser.error(f"--package {options.package}: there is no ligermodels in it")
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # A fork would find the lock of tqdm's thread held for ever.
     load_attacks()
@@ -85,7 +74,6 @@ def main() -> int:
     ]
     # The slow ones are spread, and what there is no time for is of all attacks alike.
     random.Random(options.seed).shuffle(jobs)
-    print(f"ligermodels from {Path(ligermodels.__file__).parent}, {len(ATTACKS)} attacks")
     deadline = float("inf") if options.seconds is None else time.monotonic() + options.seconds
     run = partial(run_numbered, limit=options.limit, deadline=deadline)
     counts: dict[int, Count] = defaultdict(Count)

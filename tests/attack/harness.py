@@ -5,8 +5,7 @@ lets ligermodels do something, and raises `Fault` if a promise was broken. Each 
 process that has imported torch already, so a run costs milliseconds, and a crash, a signal or a
 hang ends that run alone and counts as a fault. CUDA does not survive a fork, so GPUs are hidden.
 
-An attack uses only the public names and the command line of ligermodels, so that
-`python -m tests.attack --package FOLDER` can attack an older version, too.
+An attack uses only the public names and the command line of ligermodels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test.
-
-tests/attack uses this module with older versions of ligermodels, too: at its head it imports public
-names alone.
-"""
+"""Make a checkpoint, a tokenizer and texts that are small enough to fine-tune in a test."""
 
 from __future__ import annotations
 
