@@ -88,15 +88,14 @@ def native(device: str, tiny: bool) -> Any:
 
 
 def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: bool) -> Any:
-    from ligermodels.training.adapters import add_adapters, quantize
-    from ligermodels.training.lora_options import LoraOptions
+    from ligermodels.adapters.adapted_model import add_adapters, quantize
 
     with phase("build", device):
         model = native(device, tiny)
     with phase("quantize", device):
         quantize(model, 8 if "8bit" in row else 4, torch.device(device))
     with phase("adapters", device):
-        add_adapters(model, LoraOptions(16, 32.0))
+        add_adapters(model, 16, 32.0)
     if recomputes == "blocks":
         model.activation_checkpointing_enable()
     elif device == "cuda":
@@ -232,7 +231,7 @@ def run_sft(
 
 def import_all(kind: str) -> None:
     """Import what an implementation needs, so that it does not take time on the GPU."""
-    modules = ["ligermodels.training.adapters", "ligermodels.memory.fit"]
+    modules = ["ligermodels.adapters.adapted_model", "ligermodels.memory.fit"]
     if kind == UNSLOTH:
         modules = ["unsloth", "ligermodels", "benchmarks.qlora_sft"]
     elif kind != OURS:
@@ -270,7 +269,7 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
 def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> list[dict[str, Any]]:
     """Time the conversion of gate_up's weight to bfloat16, by this library and by others."""
     from benchmarks.common import device_times
-    from ligermodels.layers import QuantizedLinear
+    from ligermodels.adapters import QuantizedLinear
 
     linear = torch.nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16)
     layer = QuantizedLinear(linear, 4)

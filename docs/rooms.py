@@ -23,15 +23,19 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "losses": ("layers",),
     "models": ("memory", "losses", "converters"),
     "text": ("converters",),
-    "generation": ("models", "text"),
+    "generation": ("heads", "text"),
+    "heads": ("models",),
+    "adapters": ("models",),
     "parallel": ("models",),
-    "training": ("generation", "parallel", "losses"),
+    "training": ("generation", "adapters", "parallel", "losses"),
     "integrations": ("training",),
-    "cli": ("integrations",),
+    "checks": ("integrations",),
+    "cli": ("checks",),
 }
 # Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
+    ("models/auto.py", "adapters"): "AutoLiger.from_hf on the folder of an adapter",
     ("training/reports.py", "integrations"): "loggers by name",
     ("training/data_sources.py", "integrations"): "data sets of the hub",
 }

@@ -1,4 +1,4 @@
-"""Train heads that guess the tokens after the next one, and generate with them.
+"""Train heads that draft the tokens after the next one, and generate with them.
 
     python -m examples.medusa build/smollm2 --output-dir runs/medusa
 
@@ -16,9 +16,9 @@ import torch
 
 from examples.command import call
 from ligermodels import AutoLiger, DecoderModel, Tokenizer
-from ligermodels.generation import generate_ahead
-from ligermodels.models.heads import MedusaHeads
-from ligermodels.models.heads_file import load_heads
+from ligermodels.generation import generate_drafted
+from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.heads.medusa_file import load_heads
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 
@@ -51,7 +51,7 @@ def tokens_per_forward(
     options = {"max_new_tokens": new, "repetition_penalty": 1.0}
     for prompt in prompts:
         ids = tokenizer.encode(prompt)
-        made = generate_ahead(model, heads, [ids], **options)
+        made = generate_drafted(model, heads, [ids], **options)
         greedy = model.generate([ids], **options)
         given, passes = given + sum(made.tokens_per_forward), passes + len(made.tokens_per_forward)
         length = min(made.ids.shape[1], greedy.shape[1])

@@ -3,6 +3,9 @@
 Each import has the form `X as X`, which tells type checkers that the name is exported from here.
 """
 
+from ligermodels.adapters.reference import adapters_off as adapters_off
+from ligermodels.adapters.reference import frozen_copy as frozen_copy
+from ligermodels.adapters.reference import token_log_probs as token_log_probs
 from ligermodels.converters.weight_map import Entry as Entry
 from ligermodels.converters.weight_map import Span as Span
 from ligermodels.converters.weight_map import Towers as Towers
@@ -15,6 +18,9 @@ from ligermodels.errors import ConfigError as ConfigError
 from ligermodels.errors import DataError as DataError
 from ligermodels.errors import LigerError as LigerError
 from ligermodels.errors import SaveError as SaveError
+from ligermodels.heads.classifier import LigerClassifier as LigerClassifier
+from ligermodels.heads.classifier import classifier_class as classifier_class
+from ligermodels.heads.embedding import EmbeddingModel as EmbeddingModel
 from ligermodels.layers.kv_cache import KVCache as KVCache
 from ligermodels.memory.plan import LayerPlan as LayerPlan
 from ligermodels.memory.plan import MemoryPlan as MemoryPlan
@@ -22,13 +28,10 @@ from ligermodels.models.auto import AutoLiger as AutoLiger
 from ligermodels.models.auto import families as families
 from ligermodels.models.auto import register as register
 from ligermodels.models.base import DecoderModel as DecoderModel
-from ligermodels.models.classifier import LigerClassifier as LigerClassifier
-from ligermodels.models.classifier import classifier_class as classifier_class
 from ligermodels.models.config import ModelConfig as ModelConfig
 from ligermodels.models.decoder_weight_map import attention_entries as attention_entries
 from ligermodels.models.decoder_weight_map import decoder_weight_map as decoder_weight_map
 from ligermodels.models.decoder_weight_map import mlp_entries as mlp_entries
-from ligermodels.models.embedding import EmbeddingModel as EmbeddingModel
 from ligermodels.models.gemma import GemmaConfig as GemmaConfig
 from ligermodels.models.gemma import LigerGemma as LigerGemma
 from ligermodels.models.gemma2 import Gemma2Config as Gemma2Config
@@ -45,9 +48,6 @@ from ligermodels.models.qwen2 import LigerQwen2 as LigerQwen2
 from ligermodels.models.qwen2 import Qwen2Config as Qwen2Config
 from ligermodels.models.qwen3 import LigerQwen3 as LigerQwen3
 from ligermodels.models.qwen3 import Qwen3Config as Qwen3Config
-from ligermodels.models.reference import adapters_off as adapters_off
-from ligermodels.models.reference import frozen_copy as frozen_copy
-from ligermodels.models.reference import token_log_probs as token_log_probs
 from ligermodels.parallel.shard import clip_grad_norm_ as clip_grad_norm_
 from ligermodels.parallel.shard import mean_over_ranks as mean_over_ranks
 from ligermodels.parallel.shard import no_sync as no_sync

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.cases.base import Case, Op, Random, compiled, liger, liger_ops, peer, sizes
 from ligermodels import kernels
+from ligermodels.heads.medusa import MedusaHeads, draft_targets
 from ligermodels.layers import LossHead
-from ligermodels.models.heads import MedusaHeads, ahead_targets
 
 liger_losses = peer("liger_kernel.chunked_loss")
 trl_log_probs = peer("trl.kernels.chunked_logprob")
@@ -201,7 +201,7 @@ def medusa(
     head.proj.weight.data = random.normal(vocab, width, scale=width**-0.5).detach()
     module = MedusaHeads(head, heads).to(random.device, random.dtype)
     labels = random.targets(rows, vocab).view(-1, seq)
-    targets = [ahead_targets(labels, i + 1, None, -100).flatten() for i in range(heads)]
+    targets = [draft_targets(labels, i + 1, None, -100).flatten() for i in range(heads)]
 
     def each(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def function(hidden: Tensor, *_: Tensor) -> Tensor:

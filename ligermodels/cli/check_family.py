@@ -44,8 +44,8 @@ def run(given: argparse.Namespace) -> None:
     """Print the table of checks."""
     from dataclasses import asdict
 
+    from ligermodels.checks.check_family import MEANINGS, check_family
     from ligermodels.converters.hub import resolve
-    from ligermodels.integrations.check_family import MEANINGS, check_family
     from ligermodels.models.auto import families, family_of
     from ligermodels.training.finetune import pick_device
 

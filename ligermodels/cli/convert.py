@@ -67,8 +67,8 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.verify import compare, verify
+    from ligermodels.heads.medusa_file import read_heads, tensors_of
     from ligermodels.models.auto import AutoLiger, family_of
-    from ligermodels.models.heads_file import read_heads, tensors_of
     from ligermodels.training.trained_model import checkpoint_step, load_checkpoint
 
     target = None if given.target is None else Path(given.target)
@@ -152,7 +152,7 @@ def _write(
     target: Path,
 ) -> None:
     """Save a model, and the tensors of its heads."""
-    from ligermodels.models.heads_file import write_heads
+    from ligermodels.heads.medusa_file import write_heads
 
     dtype = loading_options(given)["dtype"]
 

@@ -14,8 +14,8 @@ from ligermodels.errors import LigerError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ligermodels.heads.medusa import MedusaHeads
     from ligermodels.models.base import DecoderModel
-    from ligermodels.models.heads import MedusaHeads
     from ligermodels.text.tokenizer import Tokenizer
 
 HELP = "generate text from a prompt, or chat"
@@ -79,8 +79,8 @@ def run(given: argparse.Namespace) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
     from ligermodels.converters.atomic_dir import read_one_version
     from ligermodels.converters.hub import resolve
+    from ligermodels.heads.medusa_file import load_heads
     from ligermodels.models.auto import AutoLiger, tokenizer_folder
-    from ligermodels.models.heads_file import load_heads
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.finetune import pick_device
 

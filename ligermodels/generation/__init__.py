@@ -1,7 +1,7 @@
 """Generate text: continue prompts token by token."""
 
-from ligermodels.generation.ahead import AheadResult, generate_ahead
+from ligermodels.generation.draft import DraftResult, generate_drafted
 from ligermodels.generation.generate import generate, stream, stream_text
 from ligermodels.generation.sampling import Sampling
 
-__all__ = ["AheadResult", "Sampling", "generate", "generate_ahead", "stream", "stream_text"]
+__all__ = ["DraftResult", "Sampling", "generate", "generate_drafted", "stream", "stream_text"]

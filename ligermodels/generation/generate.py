@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, did_you_mean, shown
-from ligermodels.generation.ahead import Heads, generate_ahead, passes_ahead
+from ligermodels.generation.draft import Heads, drafted_passes, generate_drafted
 from ligermodels.generation.generation_config import (
     checked_generation_config,
     resolve_eos_token_ids,
@@ -69,9 +69,9 @@ def generate(
             repetition_penalty.
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
-        heads: a trained `MedusaHeads` or `MultiTokenModel` that guesses further tokens, for one
-            prompt without sampling: see `ligermodels.generation.generate_ahead`, which also returns
-            how many tokens each forward pass gave. callback then gets all tokens of a pass.
+        heads: a trained `MedusaHeads` or `MultiTokenModel` that drafts further tokens, for one
+            prompt without sampling. `ligermodels.generation.generate_drafted` also returns how many
+            tokens each forward pass gave. callback then gets all tokens of a pass.
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
             Generation ends earlier if every row has stopped.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
@@ -130,7 +130,7 @@ def _with_heads(
     options: GenerateOptions,
 ) -> Tensor:
     ids, given = _checked_with_heads(input_ids, options)
-    return generate_ahead(model, heads, ids, callback=callback, **given).ids
+    return generate_drafted(model, heads, ids, callback=callback, **given).ids
 
 
 def _checked_with_heads(
@@ -161,7 +161,7 @@ def stream(
     _check_names("stream", options)
     if heads is not None:
         ids, given = _checked_with_heads(input_ids, options)
-        _, passes = passes_ahead(model, heads, ids, **given)
+        _, passes = drafted_passes(model, heads, ids, **given)
         return (token for new in passes for token in new.tolist())
     prompt_BS, steps = _start(model, input_ids, **options)
     if prompt_BS.shape[0] != 1:

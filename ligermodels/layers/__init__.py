@@ -7,11 +7,9 @@ from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import ScaledEmbedding
 from ligermodels.layers.fusion import PreNormed, pre_norm
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.lora import LoraLinear
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import LayerNorm, RMSNorm
-from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -24,10 +22,8 @@ __all__ = [
     "HeadOutput",
     "KVCache",
     "LayerNorm",
-    "LoraLinear",
     "LossHead",
     "PreNormed",
-    "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "SandwichBlock",

@@ -28,7 +28,6 @@ from ligermodels.kernels.loss_options import (
     split_options,
 )
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.layers.lora import LoraLinear
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -122,8 +121,6 @@ def swapped_loss(
 
 def _drops(module: nn.Module) -> bool:
     """Return whether a module draws which of its inputs it drops."""
-    if isinstance(module, LoraLinear):
-        return module.training and module.dropout > 0
     return isinstance(module, _DROPOUTS) and module.training and module.p > 0
 
 

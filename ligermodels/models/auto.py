@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ligermodels import models
-from ligermodels.converters import adapters, hf_config, hub
+from ligermodels.converters import hf_config, hub
 from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
@@ -196,10 +196,11 @@ def _base_of(where: Path, config: dict[str, Any]) -> Path:
 
 def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
     """Return the model of an adapter with the adapter added to its weights."""
+    from ligermodels.adapters import peft_format
 
     def read(real: Path) -> tuple[Any, ...]:
         generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
-        return *adapters.read_adapter(real), copied_files(real), generation
+        return *peft_format.read_adapter(real), copied_files(real), generation
 
     weights, config, files, generation_config = read_one_version(folder, read)
     where = folder / ADAPTER_CONFIG_NAME
@@ -212,7 +213,7 @@ def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
     model = AutoLiger.from_hf(source, **options)
     weight_map = model.weight_map(model.built_from)
     try:
-        adapters.add_lora(dict(model.named_parameters()), weights, config, weight_map)
+        peft_format.add_lora(dict(model.named_parameters()), weights, config, weight_map)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     if _TOKENIZERS & files.keys():  # It may have learned other tokens.

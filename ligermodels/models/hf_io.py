@@ -94,7 +94,7 @@ class HFModel(nn.Module):
             raise CheckpointError(
                 f"state dict: {theirs!r} is a name of HF's model, and this model's names differ; "
                 "load a checkpoint with from_hf, and convert an adapter with "
-                "ligermodels.converters.adapters.pack_adapter"
+                "ligermodels.adapters.peft_format.pack_adapter"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ligermodels.converters.adapters import linears
+from ligermodels.adapters.peft_format import linears
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.packing import IGNORE_INDEX, Batch
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.heads.medusa import MedusaHeads, MedusaModel
+from ligermodels.heads.medusa_file import load_heads, save_heads
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import MedusaHeads, MedusaModel
-from ligermodels.models.heads_file import load_heads, save_heads
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.inputs import weights_hash
 from ligermodels.training.objectives import Call, Objective
@@ -52,7 +52,7 @@ class MedusaObjective(Objective):
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of the stage, and as metrics that of each head."""
-        out: Any = call(batch, normalizer=normalizer)  # an AheadOutput
+        out: Any = call(batch, normalizer=normalizer)  # an DraftOutput
         # A head's loss was divided by the normalizer of the step, and counts few targets less.
         metrics = {
             f"head_{i}_loss": Mean(loss * normalizer, count)

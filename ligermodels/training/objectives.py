@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.adapters.reference import WithoutAdapters, frozen_copy
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.layers import HeadOutput
@@ -35,7 +36,6 @@ from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import local_tensor, reshard
 from ligermodels.models.ranks import gathered
-from ligermodels.models.reference import WithoutAdapters, frozen_copy
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig

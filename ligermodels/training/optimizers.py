@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.converters.adapters import linears
+from ligermodels.adapters import LoraLinear
+from ligermodels.adapters.peft_format import linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
-from ligermodels.layers import LoraLinear
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.config import FinetuneConfig

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__
+from ligermodels.adapters.adapted_model import export_adapter, merged
 from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, LigerError, SaveError, shown
@@ -33,7 +34,6 @@ from ligermodels.models.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.adapters import export_adapter, merged
 from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
 from ligermodels.training.config_file import config_text

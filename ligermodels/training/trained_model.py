@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
+from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import MedusaHeads
-from ligermodels.training.adapters import add_adapters, merged, quantize
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.inputs import check_unchanged, weights_hash
@@ -53,8 +53,16 @@ def load_model(
         if config.load_in is not None:
             stored = weights_hash(model)
             quantize(model, int(config.load_in[0]), device)
-        options, adapter_dtype = parse_lora(config.lora), weight_dtype(precision)
-        add_adapters(model, options, config.lora_targets, dtype=adapter_dtype, seed=config.seed)
+        options = parse_lora(config.lora)
+        add_adapters(
+            model,
+            options.r,
+            options.alpha,
+            options.dropout,
+            targets=config.lora_targets,
+            dtype=weight_dtype(precision),
+            seed=config.seed,
+        )
     elif patterns := config.freeze or config.train_only:
         freeze(model, patterns, only=config.train_only is not None)
     return model, stored

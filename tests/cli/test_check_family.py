@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ligermodels.integrations import check_family as module
-from ligermodels.integrations.check_family import Cell, FamilyReport
+from ligermodels.checks import check_family as module
+from ligermodels.checks.check_family import Cell, FamilyReport
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 from tests.cli.helpers import assert_one_line
 

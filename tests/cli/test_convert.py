@@ -10,14 +10,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
+from ligermodels.adapters import LoraLinear
+from ligermodels.adapters.adapted_model import add_adapters, export_adapter, merged
 from ligermodels.cli.options import byte_size
 from ligermodels.converters.checkpoint_files import HEADS_NAME
-from ligermodels.layers import LoraLinear
+from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.heads.medusa_file import save_heads
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import MedusaHeads
-from ligermodels.models.heads_file import save_heads
-from ligermodels.training.adapters import add_adapters, export_adapter, merged
-from ligermodels.training.lora_options import LoraOptions
 from tests.cli.helpers import SMALL, assert_one_line
 from tests.training.tiny_run import same
 
@@ -251,7 +250,7 @@ def test_a_checkpoint_of_a_run_with_heads_is_converted(call, checkpoint, text, t
 
 def test_an_adapter_brings_its_tokenizer(call, checkpoint, tmp_path):
     model = AutoLiger.from_hf(checkpoint)
-    add_adapters(model, LoraOptions(2, 4.0))
+    add_adapters(model, 2, 4.0)
     export_adapter(model, adapter := tmp_path / "adapter", str(checkpoint), None)
     (adapter / "chat_template.jinja").write_text("hello")
     assert call("convert", adapter, tmp_path / "out")[0] == 0
@@ -262,7 +261,7 @@ def test_an_adapter_brings_its_tokenizer(call, checkpoint, tmp_path):
 
 def test_an_adapter_is_converted_to_a_whole_checkpoint(call, checkpoint, tmp_path):
     model = AutoLiger.from_hf(checkpoint)
-    add_adapters(model, LoraOptions(2, 4.0))
+    add_adapters(model, 2, 4.0)
     for module in model.modules():
         if isinstance(module, LoraLinear):
             torch.nn.init.normal_(module.lora_b)

@@ -11,8 +11,8 @@ from importlib import import_module
 import pytest
 
 from ligermodels import AutoLiger
-from ligermodels.models.heads import MedusaHeads
-from ligermodels.models.heads_file import save_heads
+from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.heads.medusa_file import save_heads
 from ligermodels.text.tokenizer import Tokenizer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
@@ -52,8 +52,10 @@ def test_generate_uses_heads_that_the_folder_holds(call, checkpoint, monkeypatch
     model = AutoLiger.from_hf(folder)
     save_heads(MedusaHeads(model.head, 2), folder)
     used = []
-    passes = GENERATE.passes_ahead
-    monkeypatch.setattr(GENERATE, "passes_ahead", lambda *a, **b: used.append(a) or passes(*a, **b))
+    passes = GENERATE.drafted_passes
+    monkeypatch.setattr(
+        GENERATE, "drafted_passes", lambda *a, **b: used.append(a) or passes(*a, **b)
+    )
     base = ["generate", folder, "the cat", "--max-new-tokens", "8", "--device", "cpu"]
     plain = call(*base, "--no-heads")
     assert not used and call(*base) == plain and len(used) == 1

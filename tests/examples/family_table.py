@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.integrations.check_family import BOUNDS, FamilyReport, _randomize, check_family
+from ligermodels.checks.check_family import BOUNDS, FamilyReport, _randomize, check_family
 from tests import outside
 from tests.models.pairs import relative
 from tests.models.parity import BFLOAT16_MEAN, BFLOAT16_WORST

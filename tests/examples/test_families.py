@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ligermodels import AutoLiger, cli
-from ligermodels.integrations.check_family import BOUNDS, check_family
+from ligermodels.checks.check_family import BOUNDS, check_family
 from tests import outside
 from tests.cli.helpers import SMALL
 from tests.examples import family_table

@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from ligermodels import LigerLlama
-from ligermodels.layers import QuantizedLinear
-from ligermodels.training.adapters import add_adapters, quantize
-from ligermodels.training.lora_options import LoraOptions
+from ligermodels.adapters import QuantizedLinear
+from ligermodels.adapters.adapted_model import add_adapters, quantize
 from tests.training.tiny_run import make_checkpoint, make_text, run, tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +62,7 @@ def test_a_plan_and_compiled_layers_give_the_same_gradients(bits) -> None:
     torch.manual_seed(0)
     model = LigerLlama(tiny_config()).to("cuda", torch.bfloat16)
     quantize(model, bits, torch.device("cuda"))
-    add_adapters(model, LoraOptions(4, 8.0))
+    add_adapters(model, 4, 8.0)
     ids = torch.randint(258, (2, 128), device="cuda")
 
     def gradients() -> list[torch.Tensor]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger
-from ligermodels.generation import generate_ahead
+from ligermodels.generation import generate_drafted
+from ligermodels.heads.medusa_file import load_heads
 from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss, sft_loss
 from ligermodels.losses.preference import DPO_LOSS_TYPES
-from ligermodels.models.heads_file import load_heads
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from tests.gpu.synchronisation import no_synchronisation
@@ -112,5 +112,5 @@ def test_a_short_run_with_another_model(kind: str, tmp_path: Path) -> None:
     if kind != "teacher":
         model = AutoLiger.from_hf(result.model_dir, dtype=torch.float32, device="cuda")
         heads = load_heads(model, result.model_dir)
-        made = generate_ahead(model, heads, [1, 2, 3], max_new_tokens=16, eos_token_id=[])
+        made = generate_drafted(model, heads, [1, 2, 3], max_new_tokens=16, eos_token_id=[])
         assert torch.equal(made.ids, model.generate([1, 2, 3], max_new_tokens=16, eos_token_id=[]))

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ligermodels.adapters.adapted_model import add_adapters
 from ligermodels.layers import AttentionMask
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.adapters import add_adapters
-from ligermodels.training.lora_options import LoraOptions
 from tests.families import DECODERS
 from tests.gpu.synchronisation import no_synchronisation
 
@@ -232,7 +231,7 @@ def test_recomputation_in_a_cuda_graph(level, dropout):
     """A recomputed layer also draws the random numbers of its forward again."""
     model = make()
     if dropout is not None:
-        add_adapters(model, LoraOptions(4, 8.0, dropout))
+        add_adapters(model, 4, 8.0, dropout)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
                 torch.nn.init.normal_(parameter, std=0.02)

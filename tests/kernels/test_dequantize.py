@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ligermodels.adapters.quantized import NF4
 from ligermodels.kernels.dequantize import dequantize
-from ligermodels.layers.quantized import NF4
 
 
 def codes_and_scales(rows: int, columns: int, block: int):

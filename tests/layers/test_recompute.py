@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ligermodels.adapters.lora import LoraLinear
 from ligermodels.layers import attention, recompute
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.lora import LoraLinear
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel

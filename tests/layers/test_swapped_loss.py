@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ligermodels.layers import LoraLinear, LossHead
+from ligermodels.adapters import LoraLinear
+from ligermodels.layers import LossHead
 from ligermodels.layers import swapped_loss as module
 from tests.kernels.scratch import peak_scratch
 from tests.layers.heads import (

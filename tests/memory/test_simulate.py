@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.adapters.adapted_model import add_adapters
 from ligermodels.layers import Attention, CrossAttention, RMSNorm, pre_norm
 from ligermodels.layers.recompute import KEEPS
 from ligermodels.memory import attention_buffers
@@ -14,8 +15,6 @@ from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.simulate import run_step, simulate
 from ligermodels.memory.tracker import Tracker, plain
 from ligermodels.models.auto import families
-from ligermodels.training.adapters import add_adapters
-from ligermodels.training.lora_options import LoraOptions
 from tests.families import DECODERS, OWN
 from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import VOCAB, random_model
@@ -60,7 +59,7 @@ def test_weights_that_are_made_of_several_tensors(name: str) -> None:
     parts = [part for x in (*model.parameters(), *model.buffers()) for part in plain(x)]
     found = simulate(model, BATCH, SEQ, device=CPU).weight_bytes
     assert found == sum(part.nbytes for part in parts) < floats
-    add_adapters(model, LoraOptions(4, 8.0, 0.0))
+    add_adapters(model, 4, 8.0)
     for keep in ("all", "input"):
         model.set_memory_plan(MemoryPlan.uniform(2, keep))
         assert abs(error_of_prediction(model, 32)) < 0.005

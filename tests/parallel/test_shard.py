@@ -32,8 +32,8 @@ from ligermodels import (
     sharded_state,
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
+from ligermodels.heads.classifier import classifier_class
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.classifier import classifier_class
 from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN

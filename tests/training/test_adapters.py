@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
+from ligermodels.adapters import LoraLinear, QuantizedLinear
+from ligermodels.adapters.adapted_model import add_adapters, factors_of, merged, quantize
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.layers import LoraLinear, QuantizedLinear
 from ligermodels.models.auto import families
-from ligermodels.training.adapters import add_adapters, factors_of, merged, quantize
-from ligermodels.training.lora_options import LoraOptions
 from tests.tiny_models import VOCAB, random_model
 from tests.training.tiny_run import make_checkpoint, run, same, tensors, timeless, tiny_config
 
@@ -97,7 +96,7 @@ def test_training_equals_peft(checkpoint):
     """Three steps of AdamW from the same adapters, on transformers' model and on ours."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     ours = AutoLiger.from_hf(checkpoint)
-    add_adapters(ours, LoraOptions(4, 8.0))
+    add_adapters(ours, 4, 8.0)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(**options))
@@ -126,13 +125,13 @@ def test_training_equals_peft(checkpoint):
 def test_only_linears_of_the_layers_get_adapters():
     torch.manual_seed(0)
     model = LigerLlama(tiny_config(tie_word_embeddings=False))
-    add_adapters(model, LoraOptions(2, 4.0), ["layers.1.self_attn.v_proj"])
+    add_adapters(model, 2, 4.0, targets=["layers.1.self_attn.v_proj"])
     adapted = {name for name, each in model.named_modules() if isinstance(each, LoraLinear)}
     assert adapted == {"layers.1.self_attn.qkv_proj"}
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained == {f"layers.1.self_attn.qkv_proj.lora_{end}" for end in "ab"}
     with pytest.raises(ConfigError, match=r"'lm_head' is no linear .* down_proj, gate_proj, k_pr"):
-        add_adapters(LigerLlama(tiny_config()), LoraOptions(2, 4.0), ["q_proj", "lm_head"])
+        add_adapters(LigerLlama(tiny_config()), 2, 4.0, targets=["q_proj", "lm_head"])
 
 
 def test_a_linear_that_4_bits_cannot_hold_is_named(tmp_path):
@@ -146,7 +145,7 @@ def test_the_values_of_new_adapters_follow_from_the_seed(checkpoint):
     states = []
     for seed in (0, 0, 1):
         model = AutoLiger.from_hf(checkpoint)
-        add_adapters(model, LoraOptions(2, 4.0), seed=seed)
+        add_adapters(model, 2, 4.0, seed=seed)
         states.append(model.layers[0].mlp.down_proj.lora_a)
     assert states[0].equal(states[1]) and not states[0].equal(states[2])
 
@@ -160,7 +159,7 @@ def test_quantised_models_train_and_are_merged_into_the_checkpoints_weights(chec
         QuantizedLinear
     }
     torch.testing.assert_close(loss_of(model), loss_of(exact), rtol=0.01, atol=0)
-    add_adapters(model, LoraOptions(2, 4.0))
+    add_adapters(model, 2, 4.0)
     assert same(merged(model).state_dict(), exact.state_dict())
 
 
@@ -190,7 +189,7 @@ def test_adapters_are_not_added_to_weights_that_were_replaced(text, tmp_path, bi
     model = AutoLiger.from_hf(base, dtype=torch.float32)
     if bits is not None:
         quantize(model, bits, torch.device("cpu"))
-    add_adapters(model, LoraOptions(2, 4.0))
+    add_adapters(model, 2, 4.0)
     merged(model)
     file = base / "model.safetensors"
     changes = {name: -x if changed in name else x for name, x in load_file(file).items()}
@@ -206,7 +205,7 @@ def test_every_family_takes_adapters_on_quantised_linears(family):
     model = random_model(family)
     whole = copy.deepcopy(model)
     ids = torch.randint(VOCAB, (2, 9))
-    add_adapters(model, LoraOptions(2, 4.0))
+    add_adapters(model, 2, 4.0)
     adapters = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
     linears = {name for name, m in whole.layers.named_modules() if type(m) is torch.nn.Linear}
     assert {f"layers.{name}" for name in linears} == adapters.keys()

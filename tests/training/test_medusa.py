@@ -11,8 +11,8 @@ import torch
 
 from ligermodels import AutoLiger
 from ligermodels.errors import ConfigError
-from ligermodels.generation import generate_ahead
-from ligermodels.models.heads_file import load_heads
+from ligermodels.generation import generate_drafted
+from ligermodels.heads.medusa_file import load_heads
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from tests.parallel.ranks import Case, check, run_ranks
@@ -65,7 +65,7 @@ def test_both_stages(folder: Path, tmp_path: Path) -> None:
     model = AutoLiger.from_hf(two.model_dir)
     heads = load_heads(model, two.model_dir)
     prompt = list(b"the cat saw")
-    made = generate_ahead(model, heads, prompt, max_new_tokens=24, eos_token_id=[])
+    made = generate_drafted(model, heads, prompt, max_new_tokens=24, eos_token_id=[])
     assert torch.equal(made.ids, model.generate(prompt, max_new_tokens=24, eos_token_id=[]))
 
 

@@ -12,12 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.common import release_memory
 from ligermodels import ConfigError, LigerLlama, shard
 from ligermodels.generation import generate
+from ligermodels.heads.medusa import MedusaHeads, MedusaModel
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.rates import gpu_bytes
 from ligermodels.memory.simulate import simulate
-from ligermodels.models.heads import MedusaHeads, MedusaModel
 from ligermodels.training.memory import outlook, planner, summary, weight_dtype
 from ligermodels.training.online import SampledModel
 from ligermodels.training.teacher import TaughtModel, TeacherModel

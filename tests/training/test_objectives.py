@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import AutoLiger
+from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import ConfigError
 from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, orpo_loss
-from ligermodels.models.reference import token_log_probs
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import LOSS_TYPES, FinetuneConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import ConfigError, DataError, LigerError
-from ligermodels.models.reference import token_log_probs
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.online import GroupObjective, load_reward

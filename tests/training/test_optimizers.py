@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ligermodels import LigerLlama
+from ligermodels.adapters.adapted_model import add_adapters, quantize
 from ligermodels.errors import ConfigError
-from ligermodels.training.adapters import add_adapters, quantize
 from ligermodels.training.config import OPTIMIZERS, FinetuneConfig
-from ligermodels.training.lora_options import LoraOptions
 from ligermodels.training.optimizers import (
     Muon,
     _set_rate,
@@ -103,7 +102,7 @@ def test_muon_takes_each_factor_of_an_adapter_by_itself(load_in):
     model = LigerLlama(tiny_config())
     if load_in is not None:
         quantize(model, load_in, torch.device("cpu"))
-    add_adapters(model, LoraOptions(4, 8.0), ["q_proj", "v_proj", "down_proj"])
+    add_adapters(model, 4, 8.0, targets=["q_proj", "v_proj", "down_proj"])
     qkv = model.layers[0].self_attn.qkv_proj
     optimizer = make("muon", model=model)[1]
     for parameter in model.parameters():

@@ -38,7 +38,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class AheadOutput(NamedTuple):
+class DraftOutput(NamedTuple):
     """The losses of several heads."""
 
     loss: Tensor  # the weighted sum, differentiable
@@ -113,7 +113,7 @@ class MedusaHeads(nn.Module):
         labels: Tensor,
         document_ids: Tensor | None = None,
         **options: Unpack[HeadOptions],
-    ) -> AheadOutput:
+    ) -> DraftOutput:
         """Return the sum of the heads' losses.
 
         Args:
@@ -130,7 +130,7 @@ class MedusaHeads(nn.Module):
         """
         count, normalizer = len(self.blocks), _take_normalizer(options)
         ignore_index = options.get("ignore_index", self.ignore_index)
-        targets = [ahead_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
+        targets = [draft_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
         divisors = loss_divisors(valid, normalizer)
         divisors = divisors.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
@@ -152,19 +152,19 @@ class MedusaHeads(nn.Module):
                 ]
             )
             loss = sums.sum()
-        return AheadOutput(loss, sums.detach() / decays, valid)
+        return DraftOutput(loss, sums.detach() / decays, valid)
 
     @property
-    def num_ahead(self) -> int:
+    def num_drafts(self) -> int:
         """How many tokens after the next one are predicted."""
         return len(self.blocks)
 
-    def guesser(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function that guesses tokens in generation, for one row of so many tokens.
+    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that drafts tokens in generation, for one row of so many tokens.
 
         Its arguments are the hidden states (1, new, hidden) of the tokens since the last call, and
         the tokens after each of them (1, new). It returns the tokens after the last one, (1,
-        num_ahead).
+        num_drafts).
         """
         return lambda hidden, _: self.logits(hidden[:, -1]).argmax(-1).view(1, -1)
 
@@ -204,7 +204,7 @@ def loss_divisors(valid: Tensor, normalizer: float | Tensor | None) -> Tensor:
     return torch.where(divisors == 0, 1, divisors)
 
 
-def ahead_targets(
+def draft_targets(
     labels: Tensor, ahead: int, document_ids: Tensor | None, ignore_index: int
 ) -> Tensor:
     """Return the label `ahead` + 1 places later (batch, seq), in the same document."""
@@ -291,7 +291,7 @@ class MedusaModel(nn.Module):
         *,
         position_ids: Tensor | None = None,
         **options: Unpack[HeadOptions],
-    ) -> AheadOutput:
+    ) -> DraftOutput:
         """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
 
         Args: position_ids: as in `DecoderModel.forward`: no head predicts a token of another

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.heads.classifier import last_valid
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.classifier import last_valid
 
 POOLINGS = ("mean", "last")
 

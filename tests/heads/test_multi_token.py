@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
-from ligermodels.models.multi_token import MultiTokenModel
+from ligermodels.heads.multi_token import MultiTokenModel
 from tests.models.pairs import relative
 from tests.models.test_base import tokens, with_third
 

@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from ligermodels.converters.adapters import add_lora, pack_adapter, unpack_adapter
+from ligermodels.adapters.peft_format import add_lora, pack_adapter, unpack_adapter
 from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import AutoLiger
 from tests.models import hf_models, zoo

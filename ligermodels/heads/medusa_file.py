@@ -19,8 +19,8 @@ from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.files import names_if_present, sync_file
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, SaveError, first_line
+from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import MedusaHeads
 
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 

@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from ligermodels.adapters import LoraLinear, QuantizedLinear
+from ligermodels.adapters.reference import (
+    WithoutAdapters,
+    adapters_off,
+    frozen_copy,
+    token_log_probs,
+)
 from ligermodels.errors import ConfigError
-from ligermodels.layers import LoraLinear, QuantizedLinear
 from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.reference import WithoutAdapters, adapters_off, frozen_copy, token_log_probs
 from tests.tiny_models import VOCAB, random_model
 
 

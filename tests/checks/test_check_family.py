@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig
-from ligermodels.integrations import check_family as module
-from ligermodels.integrations.check_family import BOUNDS, FamilyReport, check_family, shrunk
+from ligermodels.checks import check_family as module
+from ligermodels.checks.check_family import BOUNDS, FamilyReport, check_family, shrunk
 from ligermodels.layers import RMSNorm
 from ligermodels.models.gemma3 import Gemma3Config
 from tests import outside

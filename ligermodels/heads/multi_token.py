@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.layers import AttentionContext
-from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import (
-    AheadOutput,
-    ahead_targets,
+from ligermodels.heads.medusa import (
+    DraftOutput,
+    draft_targets,
     loss_divisors,
     shared_head_loss,
 )
+from ligermodels.layers import AttentionContext
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.models.base import DecoderModel
 from ligermodels.models.inputs import next_token_targets
 
 
@@ -63,7 +63,7 @@ class MultiTokenModel(nn.Module):
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, normalizer: float | Tensor | None = None
-    ) -> AheadOutput:
+    ) -> DraftOutput:
         """Return the loss for (batch, seq) ids and labels; `losses` are the body's, the modules'.
 
         All losses go through one chunk loop of the head, with one sum of its weight gradient. What
@@ -81,7 +81,7 @@ class MultiTokenModel(nn.Module):
             # The last k positions have no later token, and no target either.
             later = F.pad(later[:, 1:], (0, 0, 0, 1))
             states.append(module(states[-1], later, context))
-            targets.append(ahead_targets(labels, k, None, ignore_index))
+            targets.append(draft_targets(labels, k, None, ignore_index))
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
         share = self.weight / max(len(self.mtp), 1)
         shares = torch.tensor([1.0, *[share] * len(self.mtp)]).to(embeds.device, non_blocking=True)
@@ -91,15 +91,15 @@ class MultiTokenModel(nn.Module):
         )
         if (auxiliary := model._auxiliary(extras, None)) is not None:
             loss = loss + valid[0] / divisors[0] * auxiliary
-        return AheadOutput(loss, parts / shares, valid)
+        return DraftOutput(loss, parts / shares, valid)
 
     @property
-    def num_ahead(self) -> int:
+    def num_drafts(self) -> int:
         """How many tokens after the next one are predicted."""
         return len(self.mtp)
 
-    def guesser(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function that guesses tokens in generation, as `MedusaHeads.guesser` does."""
+    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that drafts tokens in generation, as `MedusaHeads.drafter` does."""
         return _Guesser(self, max_length)
 
 
@@ -107,7 +107,7 @@ class _Guesser:
     """The modules with a cache each.
 
     Module k reads at position i a hidden state of the module before it and the token i + k. At the
-    last k - 1 positions those are guesses, so they are computed again when the tokens are known.
+    last k - 1 positions those are drafts, so they are computed again when the tokens are known.
     """
 
     def __init__(self, model: MultiTokenModel, max_length: int) -> None:

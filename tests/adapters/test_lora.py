@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ligermodels.layers import LoraLinear
-from ligermodels.layers.lora import Rows
+from ligermodels.adapters import LoraLinear
+from ligermodels.adapters.lora import Rows
 
 
 def adapted(parts=None, **options) -> LoraLinear:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.errors import ConfigError
-from ligermodels.layers import QuantizedLinear
 from ligermodels.models.base import DecoderModel
 
 COPY_DTYPES = ("float32", "bfloat16", "float16", "int8")

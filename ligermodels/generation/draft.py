@@ -1,8 +1,4 @@
-"""Greedy generation with heads that guess the tokens after the next one (arXiv:2401.10774).
-
-Each forward pass checks the guesses of the last one: those that greedy generation would have
-chosen are accepted, so the tokens are those of `generate`, for fewer passes.
-"""
+"""Greedy generation with heads that draft the tokens after the next one (arXiv:2401.10774)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -16,23 +12,19 @@ from ligermodels.generation.generation_config import (
     resolve_repetition_penalty,
 )
 from ligermodels.generation.prompts import Prompts, batch_prompts
+from ligermodels.heads.drafting import Heads, check_heads, passes
 from ligermodels.kernels.checks import check_count
-from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.heads import MedusaHeads
-from ligermodels.models.multi_token import MultiTokenModel
-
-Heads = MedusaHeads | MultiTokenModel
 
 
-class AheadResult(NamedTuple):
-    """The result of `generate_ahead`."""
+class DraftResult(NamedTuple):
+    """The result of `generate_drafted`."""
 
     ids: Tensor  # (1, prompt + new) int64; the stop token is kept
     tokens_per_forward: list[int]  # how many new tokens each forward pass gave, the prompt's first
 
 
-def generate_ahead(
+def generate_drafted(
     model: DecoderModel,
     heads: Heads,
     input_ids: Prompts,
@@ -41,7 +33,7 @@ def generate_ahead(
     eos_token_id: int | Iterable[int] | None = None,
     repetition_penalty: float | None = None,
     callback: Callable[[Tensor], object] | None = None,
-) -> AheadResult:
+) -> DraftResult:
     """Continue one prompt with the likeliest tokens, several for each forward pass.
 
     The tokens are those of greedy `generate`, where rounding does not decide between two logits: a
@@ -57,7 +49,7 @@ def generate_ahead(
     Raises:
         ValueError: there is more than one prompt, or an argument is wrong.
     """
-    ids, passes = passes_ahead(
+    ids, drafted = drafted_passes(
         model,
         heads,
         input_ids,
@@ -66,14 +58,14 @@ def generate_ahead(
         repetition_penalty=repetition_penalty,
     )
     found = [ids[0]]
-    for new in passes:
+    for new in drafted:
         found.append(new)
         if callback is not None:
             callback(new)
-    return AheadResult(torch.cat(found)[None], [len(new) for new in found[1:]])
+    return DraftResult(torch.cat(found)[None], [len(new) for new in found[1:]])
 
 
-def passes_ahead(
+def drafted_passes(
     model: DecoderModel,
     heads: Heads,
     input_ids: Prompts,
@@ -82,7 +74,7 @@ def passes_ahead(
     eos_token_id: int | Iterable[int] | None = None,
     repetition_penalty: float | None = None,
 ) -> tuple[Tensor, Iterator[Tensor]]:
-    """Check the arguments of `generate_ahead`.
+    """Check the arguments of `generate_drafted`.
 
     Returns: the prompt (1, seq), and an iterator over the new tokens (new,) of each forward pass.
     """
@@ -98,52 +90,6 @@ def passes_ahead(
     ids, _ = batch_prompts(input_ids, None, 0, model.config.vocab_size)
     if len(ids) != 1:
         raise ValueError(f"generate with heads: got {len(ids)} prompts; expected one")
-    if isinstance(heads, MultiTokenModel) and heads.model is not model:
-        raise ValueError("generate with heads: the modules belong to another model")
-    if isinstance(heads, MedusaHeads):
-        theirs = heads.head(0).vocab_size, heads.hidden_size
-        own = model.head.vocab_size, model.config.hidden_size
-        if theirs != own:
-            raise ValueError(
-                f"generate with heads: they are for a vocabulary of {theirs[0]} and hidden states "
-                f"of {theirs[1]}, but the model has {own[0]} and {own[1]}"
-            )
+    check_heads(model, heads)
     ids = ids.to(model.rotary_emb.inv_freq.device)
-    return ids, _passes(model, heads, ids, max_new_tokens, stops)
-
-
-@torch.no_grad()
-def _passes(
-    model: DecoderModel, heads: Heads, prompt: Tensor, max_new_tokens: int, stops: list[int]
-) -> Iterator[Tensor]:
-    ahead, left = heads.num_ahead, max_new_tokens
-    # A pass may write this many tokens that are rejected.
-    longest = prompt.shape[1] + max_new_tokens + ahead
-    cache = KVCache.of(model, 1, longest, extra=ahead)
-    guess = heads.guesser(longest)
-    fed, known = prompt, prompt.shape[1]  # the first `known` of the tokens fed are not guesses
-    while True:
-        hidden = model(fed, cache=cache)
-        chosen = model.head.logits(hidden[:, known - 1 :]).argmax(-1)[0]
-        agrees = (chosen[:-1] == fed[0, known:]).long()
-        accepted = int(agrees.cumprod(0).sum())
-        cache.truncate(cache.length - (len(agrees) - accepted))
-        new = _until_stop(chosen[: accepted + 1], stops, left)
-        yield new
-        left -= len(new)
-        if not left or int(new[-1]) in stops:
-            return
-        # The tokens that were fed and are right, and the token after each of them.
-        right = known + accepted
-        after = torch.cat((fed[0, 1:right], new[-1:]))[None]
-        fed = torch.cat((new[-1:][None], guess(hidden[:, :right], after)), 1)
-        known = 1
-
-
-def _until_stop(tokens: Tensor, stops: list[int], most: int) -> Tensor:
-    """Return the tokens up to the first stop token, and at most `most`."""
-    tokens = tokens[:most]
-    for i, token in enumerate(tokens.tolist()):
-        if token in stops:
-            return tokens[: i + 1]
-    return tokens
+    return ids, passes(model, heads, ids, max_new_tokens, stops)

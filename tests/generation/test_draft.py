@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
-from ligermodels.generation import generate_ahead
+from ligermodels.generation import generate_drafted
 from ligermodels.generation.generate import stream
+from ligermodels.heads.medusa import MedusaHeads, MedusaModel
+from ligermodels.heads.multi_token import MultiTokenModel
 from ligermodels.layers import LossHead
-from ligermodels.models.heads import MedusaHeads, MedusaModel
-from ligermodels.models.multi_token import MultiTokenModel
 
 VOCAB = 40
 
@@ -63,7 +63,7 @@ def test_the_tokens_are_the_greedy_ones(make) -> None:
     for seed in range(4):
         prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(seed))
         greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
-        out = generate_ahead(model, heads, prompt, max_new_tokens=30, eos_token_id=[])
+        out = generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=[])
         assert torch.equal(out.ids, greedy)
         assert sum(out.tokens_per_forward) == 30
         assert torch.equal(
@@ -71,7 +71,7 @@ def test_the_tokens_are_the_greedy_ones(make) -> None:
         )
 
 
-def guess_greedily(model, heads, prompt: torch.Tensor, count: int) -> None:
+def draft_greedily(model, heads, prompt: torch.Tensor, count: int) -> None:
     """Train the heads on a greedy continuation, until they know it by heart."""
     ids = model.generate(prompt, max_new_tokens=count, eos_token_id=[])
     trained = MedusaModel(model, heads)
@@ -86,9 +86,9 @@ def guess_greedily(model, heads, prompt: torch.Tensor, count: int) -> None:
 def test_trained_heads_need_fewer_passes(make) -> None:
     model, heads = with_heads(make)
     prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(5))
-    guess_greedily(model, heads, prompt, 40)
+    draft_greedily(model, heads, prompt, 40)
     passes = []
-    out = generate_ahead(
+    out = generate_drafted(
         model, heads, prompt, max_new_tokens=37, eos_token_id=[], callback=passes.append
     )
     assert torch.equal(out.ids, model.generate(prompt, max_new_tokens=37, eos_token_id=[]))
@@ -100,27 +100,27 @@ def test_trained_heads_need_fewer_passes(make) -> None:
 def test_it_ends_at_a_stop_token() -> None:
     model, heads = with_heads(llama)
     prompt = torch.tensor([[1, 2, 3]])
-    guess_greedily(model, heads, prompt, 40)
+    draft_greedily(model, heads, prompt, 40)
     greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
     for stop in greedy[0, 3:].unique().tolist():
         wanted = model.generate(prompt, max_new_tokens=30, eos_token_id=stop)
         assert torch.equal(
-            generate_ahead(model, heads, prompt, max_new_tokens=30, eos_token_id=stop).ids, wanted
+            generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=stop).ids, wanted
         )
 
 
 def test_refusals() -> None:
     model, heads = with_heads(llama)
     with pytest.raises(ValueError, match="got 2 prompts; expected one"):
-        generate_ahead(model, heads, torch.ones(2, 3, dtype=torch.int64))
+        generate_drafted(model, heads, torch.ones(2, 3, dtype=torch.int64))
     prompt = torch.tensor([[1, 2]])
     for vocab, size in ((VOCAB + 1, 32), (VOCAB, 16)):  # a GPU would look up tokens out of bounds
         other = MedusaHeads(LossHead(size, vocab), 1)
         with pytest.raises(ValueError, match=f"vocabulary of {vocab} and hidden states of {size}"):
-            generate_ahead(model, other, prompt)
+            generate_drafted(model, other, prompt)
     model.source_generation_config = {"repetition_penalty": 1.3}
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.3, given or from"):
-        generate_ahead(model, heads, prompt)
+        generate_drafted(model, heads, prompt)
     found = model.generate(prompt, heads=heads, repetition_penalty=1.0, max_new_tokens=9)
     assert torch.equal(found, model.generate(prompt, repetition_penalty=1.0, max_new_tokens=9))
     with pytest.raises(ValueError, match="heads take input_ids and"):
@@ -154,19 +154,19 @@ def test_multi_token_modules(make, prompt_length: int) -> None:
         modules(greedy, labels=greedy).loss.backward()
         optimizer.step()
         modules.zero_grad()
-    guesser, length = modules.guesser(64), 1
+    drafter, length = modules.drafter(64), 1
     with torch.no_grad():
         hidden = model(greedy)
         for new in (prompt_length, 1, 3, 1, 2):  # tokens that are known since the last call
             part = slice(length - 1, length - 1 + new)
             after = slice(length, length + new)
-            found = guesser(hidden[:, part], greedy[:, after])
+            found = drafter(hidden[:, part], greedy[:, after])
             length += new
             assert found[0].tolist() == guesses_of_a_whole_forward(modules, greedy[:, :length])
-    out = generate_ahead(model, modules, prompt, max_new_tokens=30, eos_token_id=[])
+    out = generate_drafted(model, modules, prompt, max_new_tokens=30, eos_token_id=[])
     assert torch.equal(out.ids, greedy)
     assert len(out.tokens_per_forward) <= 20
     streamed = stream(model, prompt, heads=modules, max_new_tokens=30, eos_token_id=[])
     assert [*streamed] == greedy[0, prompt_length:].tolist()
     with pytest.raises(ValueError, match="belong to another model"):
-        generate_ahead(make(), modules, prompt)
+        generate_drafted(make(), modules, prompt)

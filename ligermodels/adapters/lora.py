@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.kernels.dispatch import outputs_are_stored
@@ -59,7 +58,7 @@ class LoraLinear(nn.Module):
         self.in_features: int = base.in_features  # type: ignore[assignment]
         self.out_features: int = base.out_features  # type: ignore[assignment]
         self.parts = [Rows(0, self.out_features)] if parts is None else [*parts]
-        self.rank, self.dropout = rank, dropout
+        self.rank, self.dropout = rank, nn.Dropout(dropout)
         self.alpha = 2.0 * rank if alpha is None else alpha
         self.disable_adapters = False
         rows = sum(part.size for part in self.parts)
@@ -102,13 +101,13 @@ class LoraLinear(nn.Module):
         out: Tensor = self.base_layer(x)
         if self.disable_adapters:
             return out
-        x = F.dropout(cast(x, out.dtype), self.dropout, self.training)
+        x = self.dropout(cast(x, out.dtype))
         a, b = cast(self.lora_a, out.dtype), cast(self.lora_b, out.dtype)
         return _Add.apply(out, x, a, b, self.parts, self.scaling)
 
     def extra_repr(self) -> str:
         """Return the text that `print` shows."""
-        return f"rank={self.rank}, alpha={self.alpha:g}, dropout={self.dropout:g}"
+        return f"rank={self.rank}, alpha={self.alpha:g}"
 
 
 class _Add(torch.autograd.Function):

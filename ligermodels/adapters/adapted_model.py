@@ -11,27 +11,29 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ligermodels.converters.adapters import Part, adapter_of_hf, linears
+from ligermodels.adapters.lora import LoraLinear, Rows
+from ligermodels.adapters.peft_format import Part, adapter_of_hf, linears
+from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.converters.export import save_adapter
 from ligermodels.errors import CheckpointError, ConfigError, shown
-from ligermodels.layers import LoraLinear, QuantizedLinear
-from ligermodels.layers.lora import Rows
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.lora_options import LoraOptions
 
 
 def add_adapters(
     model: DecoderModel,
-    options: LoraOptions,
-    targets: list[str] | None = None,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
     *,
+    targets: list[str] | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> None:
     """Freeze a model, and put new adapters on linears of its layers.
 
     Args:
+        rank, alpha, dropout: as `LoraLinear` takes them.
         targets: HF's names of projections, such as q_proj, or of single modules, such as
             layers.0.mlp.up_proj. By default, all linears of the layers.
         dtype: of the adapters.
@@ -51,9 +53,7 @@ def add_adapters(
         if chosen:
             base = model.get_submodule(name)
             rows = [Rows(part.row, part.rows) for part in chosen]
-            adapted = LoraLinear(
-                base, rows, rank=options.r, alpha=options.alpha, dropout=options.dropout
-            )
+            adapted = LoraLinear(base, rows, rank=rank, alpha=alpha, dropout=dropout)
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
             for end in ("lora_a", "lora_b"):
@@ -134,7 +134,7 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
         SaveError: the files cannot be written.
     """
     first = next(each for each in model.modules() if isinstance(each, LoraLinear))
-    settings = {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": first.dropout}
+    settings = {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": first.dropout.p}
     weights, config = adapter_of_hf(factors_of(model), model.weight_map(model.built_from), settings)
     if dtype is not None:
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ligermodels.errors import ConfigError
+from ligermodels.heads.embedding import EmbeddingModel, pool
 from ligermodels.losses import info_nce
-from ligermodels.models.embedding import EmbeddingModel, pool
 from tests.tiny_models import VOCAB, random_model
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ligermodels.layers import QuantizedLinear
-from ligermodels.layers.quantized import NF4
+from ligermodels.adapters import QuantizedLinear
+from ligermodels.adapters.quantized import NF4
 
 
 def linear(inputs: int = 128, outputs: int = 24, **options) -> nn.Linear:

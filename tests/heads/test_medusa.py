@@ -10,8 +10,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.errors import ConfigError
+from ligermodels.heads.medusa import MedusaHeads, MedusaModel, draft_targets
 from ligermodels.layers import LossHead
-from ligermodels.models.heads import MedusaHeads, MedusaModel, ahead_targets
 from tests.kernels.scratch import CpuTrace, running
 from tests.layers.heads import swap
 from tests.models.pairs import relative
@@ -108,10 +108,10 @@ def test_the_upstream_gradient_is_not_rounded() -> None:
 def test_targets_stay_in_their_document() -> None:
     labels = torch.arange(8)[None]
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
-    assert ahead_targets(labels, 1, None, -1).tolist() == [[2, 3, 4, 5, 6, 7, -1, -1]]
-    assert ahead_targets(labels, 1, documents, -1).tolist() == [[2, -1, -1, 5, 6, -1, -1, -1]]
+    assert draft_targets(labels, 1, None, -1).tolist() == [[2, 3, 4, 5, 6, 7, -1, -1]]
+    assert draft_targets(labels, 1, documents, -1).tolist() == [[2, -1, -1, 5, 6, -1, -1, -1]]
     for given in (None, documents):  # further ahead than the row is long
-        assert ahead_targets(labels, 9, given, -1).tolist() == [[-1] * 8]
+        assert draft_targets(labels, 9, given, -1).tolist() == [[-1] * 8]
 
 
 class Flops(TorchDispatchMode):

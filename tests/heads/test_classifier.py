@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from ligermodels.cli import main
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.memory.plan import MemoryPlan
-from ligermodels.models.auto import AutoLiger, families
-from ligermodels.models.classifier import (
+from ligermodels.heads.classifier import (
     LigerClassifier,
     classification_loss,
     classifier_class,
     last_tokens,
     last_valid,
 )
+from ligermodels.memory.plan import MemoryPlan
+from ligermodels.models.auto import AutoLiger, families
 from tests.families import DECODERS, windows
 from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import VOCAB, random_model

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels import LigerLlama
 from ligermodels.errors import CheckpointError, SaveError
-from ligermodels.models.heads import MedusaHeads
-from ligermodels.models.heads_file import HEADS_NAME, load_heads, save_heads
+from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.heads.medusa_file import HEADS_NAME, load_heads, save_heads
 from tests.training.tiny_run import tiny_config
 
 
