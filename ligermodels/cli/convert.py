@@ -62,10 +62,10 @@ def run(given: argparse.Namespace) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
-    from ligermodels.converters.atomic_dir import read_one_version
     from ligermodels.converters.checkpoint_files import CONFIG_NAME, files_left_out, is_adapter
     from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
+    from ligermodels.converters.save_dir import read_one_version
     from ligermodels.converters.verify import compare, verify
     from ligermodels.heads.medusa_file import read_heads, tensors_of
     from ligermodels.models.auto import AutoLiger, family_of

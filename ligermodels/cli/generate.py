@@ -77,8 +77,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
-    from ligermodels.converters.atomic_dir import read_one_version
     from ligermodels.converters.hub import resolve
+    from ligermodels.converters.save_dir import read_one_version
     from ligermodels.heads.medusa_file import load_heads
     from ligermodels.models.auto import AutoLiger, tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.converters.atomic_dir import check_replaceable, replace_dir
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
@@ -30,6 +29,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import read_json, sync_file, sync_folder, write_json
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
+from ligermodels.converters.save_dir import check_replaceable, replace_dir
 from ligermodels.converters.weight_map import Entry, Span, WeightMap
 from ligermodels.errors import CheckpointError, SaveError, shown
 

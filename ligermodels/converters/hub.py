@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.atomic_dir import recover_dir
 from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
     CHAT_TEMPLATE_FILE,
@@ -20,6 +19,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import read_json
 from ligermodels.converters.hub_snapshot import COMMIT, Snapshot, is_damaged
+from ligermodels.converters.save_dir import recover_dir
 from ligermodels.errors import CheckpointError, first_line, listing, printable, shown
 
 logger = logging.getLogger(__name__)

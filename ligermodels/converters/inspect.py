@@ -6,10 +6,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import read_config, unknown_keys
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Family
 
 

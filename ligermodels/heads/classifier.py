@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ligermodels.converters import hub
-from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.hf_config import to_hf
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, linear_entries
 from ligermodels.errors import ConfigError, shown
 from ligermodels.models.auto import family_of

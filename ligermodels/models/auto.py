@@ -13,7 +13,6 @@ import torch
 
 from ligermodels import models
 from ligermodels.converters import hf_config, hub
-from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -21,6 +20,7 @@ from ligermodels.converters.checkpoint_files import (
     is_adapter,
 )
 from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig

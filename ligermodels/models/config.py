@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config, hf_rope, hub
-from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.files import is_int
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import ConfigError, shown
 
 # The sizes of a model that is fast to build and to compare. They differ from each other, so that no

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from typing_extensions import Self
 
 from ligermodels.converters import export, hf_config, hub, huge_pages
-from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
@@ -26,6 +25,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.layers import LossHead, RotaryEmbedding

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligermodels.converters import hub, huge_pages
-from ligermodels.converters.atomic_dir import read_one_version
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Entry
 from ligermodels.errors import CheckpointError, listing
 from ligermodels.layers import Attention

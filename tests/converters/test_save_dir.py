@@ -1,5 +1,6 @@
+"""A folder is replaced whole or not at all, one save at a time; what is not the save's stays."""
+
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -10,13 +11,31 @@ from unittest.mock import Mock
 
 import pytest
 
-from ligermodels.converters import atomic_dir as atomic
-from ligermodels.converters.atomic_dir import read_one_version, recover_dir, replace_dir
-from ligermodels.converters.folders import LockedFolder
+from ligermodels.converters import save_dir
+from ligermodels.converters.save_dir import (
+    FolderLock,
+    read_one_version,
+    recover_dir,
+    replace_dir,
+    wait_for,
+)
 from ligermodels.errors import CheckpointError
 from tests import sandbox
-from tests.converters.replaced import NEW, OLD, content, fill, in_a_fork, owned, replace
+from tests.converters.replaced import NEW, OLD, content, content_of, fill, in_a_fork, owned, replace
 from tests.system_calls import leave
+
+
+def users_folder(target):
+    """Make a subfolder with a file, which is not the save's own."""
+    (target / "runs" / "deep").mkdir(parents=True)
+    (target / "runs" / "deep" / "log").write_text("mine, too")
+
+
+def check_replaced(target, beside=("out",)):
+    assert content_of(target) == NEW
+    if (target / "runs").exists():
+        assert (target / "runs" / "deep" / "log").read_text() == "mine, too"
+    assert sorted(os.listdir(target.parent)) == sorted(beside)
 
 
 def test_replaces_and_leaves_nothing_beside(tmp_path, way):
@@ -24,9 +43,19 @@ def test_replaces_and_leaves_nothing_beside(tmp_path, way):
     replace(target)
     assert content(target) == {k: NEW[k] for k in ("config.json", "weights")}
     fill(target, OLD)
+    users_folder(target)
+    (target / "link").symlink_to("nowhere")
+    os.mkfifo(target / "pipe")
+    target.chmod(0o750)
+    inode = (target / "notes").stat().st_ino
     replace(target)
-    assert content(target) == NEW
-    assert os.listdir(tmp_path) == ["out"]
+    assert os.readlink(target / "link") == "nowhere" and (target / "pipe").is_fifo()
+    assert target.stat().st_mode & 0o777 == 0o750
+    assert (target / "notes").stat().st_ino == inode
+    (target / "link").unlink()
+    (target / "pipe").unlink()
+    check_replaced(target)
+    assert (target / "runs").exists()
 
 
 def test_a_new_link_to_nowhere_keeps_its_name(tmp_path, way):
@@ -54,11 +83,11 @@ def replace_and_die(target, after):
 
     for name in ("mkdir", "link", "rename", "open", "unlink", "rmdir", "fsync", "scandir", "chmod"):
         setattr(os, name, dies(getattr(os, name)))
-    atomic._exchange = dies(atomic._exchange)
+    save_dir._exchange_names = dies(save_dir._exchange_names)
     replace(target)
 
 
-def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
+def test_after_a_kill_the_folder_is_old_or_new_and_the_next_save_tidies_up(tmp_path, way):
     """For every n, a process is killed before its n-th call that reads or changes the disk."""
     seen = set()
     for after in range(100):
@@ -66,6 +95,7 @@ def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
         place.mkdir()
         target = place / "out"
         fill(target, OLD)
+        users_folder(target)
         child = os.fork()
         if child == 0:
             try:
@@ -75,12 +105,12 @@ def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
             leave(0)
         status = os.waitpid(child, 0)[1]
         recover_dir(target)
-        now = content(target)
+        now = content_of(target)
         assert now in (OLD, NEW), f"after a kill at call {after} the folder holds {now}"
         seen.add(now["weights"])
         replace(target)
-        assert content(target) == NEW
-        assert os.listdir(place) == ["out"], "files of the killed save are left"
+        check_replaced(target)
+        assert (target / "runs").exists()
         if status == 0:
             break
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -89,32 +119,45 @@ def test_after_a_kill_the_folder_is_old_or_new(tmp_path, way):
     assert after > 8 and seen == {"old weights", "new weights"}
 
 
-def test_an_error_in_the_last_rename_brings_the_old_folder_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rename", range(1, 6))
+@pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_failing_rename_leaves_the_old_folder_or_the_new(
+    tmp_path, way, monkeypatch, rename, fault
+):
+    """The renames are those of the new folder, of the two folders, and of a subfolder."""
     target = tmp_path / "out"
     fill(target, OLD)
-    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
-    rename = os.rename
+    users_folder(target)
+    original, count = os.rename, 0
 
     def fails(a, b):
-        if ".saving-" in str(a):
-            raise OSError(5, "Input/output error")
-        rename(a, b)
+        nonlocal count
+        count += 1
+        if count == rename:
+            raise fault
+        original(a, b)
 
     monkeypatch.setattr(os, "rename", fails)
-    with pytest.raises(OSError, match="Input/output error"):
+    failed = False
+    try:
         replace(target)
-    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
+    except (OSError, KeyboardInterrupt):
+        failed = True
+    assert failed == (count >= rename)
+    assert content_of(target) == (OLD if failed else NEW)
+    assert (target / "runs" / "deep" / "log").read_text() == "mine, too"
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_save_under_way_elsewhere_is_left_alone(tmp_path):
     """A thread, and a process that is killed later, are each in the middle of a save."""
     target = tmp_path / "out"
     fill(target, OLD)
-    here, lock = atomic._new_folder(target)
+    here, lock = save_dir._new_folder(target)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writing, os.fsencode(atomic._new_folder(target)[0]))
+        os.write(writing, os.fsencode(save_dir._new_folder(target)[0]))
         signal.pause()
     there = Path(os.fsdecode(os.read(reading, 1000)))
     foreign = [tmp_path / ".out.saving-mine", tmp_path / f".outer.saving-{'0' * 16}"]
@@ -129,17 +172,33 @@ def test_a_save_under_way_elsewhere_is_left_alone(tmp_path):
     assert not here.exists() and not there.exists() and all(map(Path.is_dir, foreign))
 
 
-def test_the_old_folders_mode_is_kept(tmp_path):
+def test_what_others_write_during_the_save_stays(tmp_path, way, before_the_swap):
+    """It is written to the old folder after its files were linked."""
     target = tmp_path / "out"
-    fill(target, OLD)
-    target.chmod(0o750)
+    fill(target, OLD | {"log": "one"})
+
+    def others():
+        (target / "late").write_text("late")
+        (target / "folder").mkdir()
+        (target / "aside").write_text("replaced")
+        os.rename(target / "aside", target / "notes")
+        with (target / "log").open("a") as log:
+            log.write(" two")
+
+    before_the_swap(others)
     replace(target)
-    assert target.stat().st_mode & 0o777 == 0o750
+    assert (target / "late").read_text() == "late"
+    assert (target / "notes").read_text() == "replaced"
+    assert (target / "log").read_text() == "one two"
+    left = [name for name in os.listdir(tmp_path) if name != "out"]
+    assert (target / "folder").is_dir() or len(left) == 1
+    replace(target)
+    assert (target / "folder").is_dir() and os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("where", ["", "data", "runs/deep/data", "file"])
-@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
-def test_a_mount_in_the_folder_is_refused_and_not_emptied(tmp_path, where, kind):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_mount_in_the_folder_is_refused_and_not_emptied(tmp_path, where, late):
     def test():
         if not sandbox.own_mounts():
             return False
@@ -152,34 +211,19 @@ def test_a_mount_in_the_folder_is_refused_and_not_emptied(tmp_path, where, kind)
         else:
             volume.mkdir()
             place.mkdir(parents=True, exist_ok=True)
-        mounted = kind == "tmpfs" and where != "file" and sandbox.mount_tmpfs(place)
-        if not (mounted or sandbox.mount_folder(volume, place)):
-            return False
         mine = place if where == "file" else place / "mine"
-        mine.write_text("mine")
         message = f"volume is mounted in the folder, at {place};" if where else "is a mount point"
-        with pytest.raises(OSError, match=message):
-            replace(target)
-        assert mine.read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["out", "volume"]
-
-    in_a_fork(test)
-
-
-def test_a_volume_mounted_during_the_save_is_not_emptied(tmp_path):
-    def test():
-        if not sandbox.own_mounts():
+        if not late and not sandbox.mount_folder(volume, place):
             return False
-        target = tmp_path / "out"
-        fill(target, OLD)
-        (target / "data").mkdir()
-        with pytest.raises(OSError, match="volume is mounted in the folder"):
+        with pytest.raises(OSError, match=message):
             with replace_dir(target, owned) as fresh:
                 (fresh / "weights").write_text("new")
-                if not sandbox.mount_tmpfs(target / "data"):
+                if not sandbox.mount_folder(volume, place):
                     return False
-                (target / "data" / "mine").write_text("mine")
-        assert (target / "data" / "mine").read_text() == "mine"
-        assert (target / "weights").read_text() == OLD["weights"]
+                mine.write_text("mine")
+        if not late:
+            mine.write_text("mine")
+        assert mine.read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["out", "volume"]
 
     in_a_fork(test)
 
@@ -187,8 +231,7 @@ def test_a_volume_mounted_during_the_save_is_not_emptied(tmp_path):
 def test_threads_that_replace_one_folder_each_succeed(tmp_path, way):
     target = tmp_path / "out"
     fill(target, OLD)
-    (target / "runs").mkdir()
-    (target / "runs" / "log").write_text("mine")
+    users_folder(target)
     errors = []
 
     def work(number):
@@ -207,80 +250,121 @@ def test_threads_that_replace_one_folder_each_succeed(tmp_path, way):
     for thread in threads:
         thread.join()
     assert errors == [] and os.listdir(tmp_path) == ["out"]
-    assert (target / "runs" / "log").read_text() == (target / "notes").read_text() == "mine"
+    assert (target / "runs" / "deep" / "log").read_text() == "mine, too"
     assert (target / "config.json").read_text() == (target / "weights").read_text()
     assert sorted(os.listdir(target)) == ["config.json", "notes", "runs", "weights"]
 
 
-def test_a_folder_that_has_no_name_for_a_moment_is_not_refused(tmp_path, monkeypatch):
-    target, writable = tmp_path / "out", atomic.is_writable
-    fill(target, OLD)
-    looks = []
-
-    def others(path):
-        looks.append(path)
-        if len(looks) > 1:
-            return writable(path)
-        shutil.rmtree(path)  # the folder is absent during this look, and another one after it
-        absent = writable(path)
-        (tmp_path / "holds the old inode number").mkdir()
-        fill(path, OLD)
-        return absent
-
-    monkeypatch.setattr(atomic, "is_writable", others)
-    atomic.check_replaceable(target)
-    assert len(looks) == 2
-
-
-@pytest.mark.parametrize("rename", [1, 2])
-def test_ctrl_c_around_a_rename_leaves_the_old_folder(tmp_path, monkeypatch, rename):
+def test_another_save_inside_the_folder_is_refused(tmp_path, way):
     target = tmp_path / "out"
     fill(target, OLD)
-    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
-    original, count = os.rename, 0
-
-    def interrupted(a, b):
-        nonlocal count
-        count += 1
-        if count == rename == 2:
-            raise KeyboardInterrupt
-        original(a, b)
-        if count == rename:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    users_folder(target)
+    inner, lock = save_dir._new_folder(target / "runs" / "model")
+    with pytest.raises(OSError, match=r"another save is at work in .*runs; try again later"):
         replace(target)
+    assert content_of(target) == OLD and inner.is_dir()
+    lock.close()
+    replace(target)
+    check_replaced(target)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two users")
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_belongs_to_another_user_is_left_to_them(tmp_path, monkeypatch, kind):
+    def test():
+        target = tmp_path / "out"
+        fill(target, OLD)
+        for folder in (tmp_path, target):
+            folder.chmod(0o777)
+        if kind == "folder":
+            users_folder(target)
+            match = "runs cannot be moved: there is no permission to write to it"
+        else:
+            monkeypatch.setattr(os, "link", lambda *_, **__: os.close(10**6))  # no hard links
+            match = "notes belongs to another user, who would lose access to it"
+        for parent in [*tmp_path.parents][:3]:
+            parent.chmod(0o755)
+        os.seteuid(12345)
+        with pytest.raises(OSError, match=match):
+            replace(target)
+        os.seteuid(0)
+        assert content_of(target) == OLD and os.listdir(tmp_path) == ["out"]
+
+    in_a_fork(test)
+
+
+def test_files_are_copied_where_links_are_not_possible(tmp_path, monkeypatch, before_the_swap):
+    monkeypatch.setattr(os, "link", lambda *_, **__: os.close(10**6))
+    target = tmp_path / "out"
+    fill(target, OLD | {"log": "one"})
+    before_the_swap(lambda: (target / "log").write_text("one two"))
+    replace(target)
+    assert content(target) == NEW | {"log": "one two"}
+    os.mkfifo(target / "pipe")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        replace(target)  # a copy would read from the pipe
+    assert (target / "pipe").is_fifo() and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_save_waits_for_another_and_then_fails(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    fill(target, OLD)
+    monkeypatch.setattr(save_dir, "_PATIENCE", 0.05)
+    with FolderLock(target):
+        with pytest.raises(TimeoutError, match=r"another save to .*out has not ended"):
+            replace(target)
     assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_load_between_two_renames_waits_for_the_second(tmp_path):
+def test_a_folder_is_locked_once_and_known_after_a_rename(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    with FolderLock(folder) as lock:
+        assert lock.held and lock.is_at(folder)
+        with pytest.raises(BlockingIOError):
+            FolderLock(folder)
+        os.rename(folder, tmp_path / "c")
+        assert lock.is_at(tmp_path / "c") and not lock.is_at(folder)
+    with wait_for(tmp_path / "c") as there, wait_for(folder) as gone:
+        assert there and not gone
+
+
+@pytest.mark.parametrize("lack", ["module", "error"])
+def test_without_locks_a_save_works_and_removes_nothing_of_others(tmp_path, way, monkeypatch, lack):
+    if lack == "module":
+        monkeypatch.setattr(save_dir, "fcntl", None)
+    else:
+        monkeypatch.setattr(save_dir.fcntl, "flock", lambda *_: os.close(10**6))  # as on NFS
+    target = tmp_path / "out"
+    fill(target, OLD)
+    left, _ = save_dir._new_folder(target)
+    replace(target)
+    assert content(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
+    monkeypatch.setattr(save_dir, "_RENAMES", 0.01)
+    os.rename(target, tmp_path / f".out.replaced-{'0' * 16}")
+    assert recover_dir(target) and content(target) == NEW
+
+
+def test_a_killed_replacement_is_undone_by_a_load(tmp_path):
     target, aside = tmp_path / "out", tmp_path / f".out.replaced-{'a' * 16}"
-    fill(aside, OLD)
     link = tmp_path / "link"
     link.symlink_to("out")
     for path in (target, link):
-        lock = LockedFolder(aside)
-        found = []
+        fill(aside, OLD)
+        lock, found = FolderLock(aside), []
         waiting = threading.Thread(target=lambda p=path, f=found: f.append(recover_dir(p)))
         waiting.start()
         time.sleep(0.02)
-        assert found == [] and not target.exists()
-        fill(target, NEW)
-        waiting.join()
+        assert found == [] and not target.exists()  # another process is between its two renames
         lock.close()
-        assert found == [True] and content(target) == NEW and aside.exists()
+        waiting.join()
+        assert found == [True] and content(target) == OLD and not aside.exists()
         shutil.rmtree(target)
-    assert recover_dir(link) and content(target) == OLD and not aside.exists()
 
 
 def test_an_absent_folder_is_not_waited_for(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / f".absent.replaced-{'0' * 16}").touch()
-    (tmp_path / f".locked.replaced-{'0' * 16}").mkdir()
-    monkeypatch.setattr(os, "rename", lambda a, b: os.close(10**6))  # as if it were not allowed
-    assert not recover_dir(tmp_path / "locked")
-    monkeypatch.undo()
     for name in ("absent", "file", "absent/deep", "a\0b", "\ud800"):
         assert not recover_dir(tmp_path / name)
 
@@ -334,32 +418,13 @@ def test_an_error_of_an_unchanged_folder_is_raised_and_endless_changes_are_refus
         read_one_version(tmp_path, lambda folder: (folder / f"{time.monotonic_ns()}").touch())
 
 
-@pytest.mark.parametrize("number", [2, 3])  # the looks just before the swap and just after it
-def test_a_mount_that_comes_around_the_swap_brings_the_old_folder_back(
-    tmp_path, way, monkeypatch, number
-):
-    target, looks = tmp_path / "out", []
-
-    def refuse(folder):
-        looks.append(folder)
-        if len(looks) == number:
-            raise OSError(errno.EBUSY, "a volume is mounted in the folder")
-
-    fill(target, OLD)
-    monkeypatch.setattr(atomic, "_refuse_mounts", refuse)
-    with pytest.raises(OSError, match="a volume is mounted in the folder"):
-        replace(target)
-    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
-
-
 def test_a_target_that_comes_and_goes(tmp_path, monkeypatch):
     """Another process makes it just before it is made here, once or again and again."""
     target, renames = tmp_path / "out", []
-    locks = atomic.wait_for
 
     @contextlib.contextmanager
     def others(path):
-        with locks(path) as exists:
+        with wait_for(path) as exists:
             if path == tmp_path and len(renames) < times:
                 renames.append(path)
                 fill(target, OLD)
@@ -368,8 +433,8 @@ def test_a_target_that_comes_and_goes(tmp_path, monkeypatch):
             else:
                 yield exists
 
-    monkeypatch.setattr(atomic, "wait_for", others)
-    monkeypatch.setattr(atomic, "ATTEMPTS", 5)
+    monkeypatch.setattr(save_dir, "wait_for", others)
+    monkeypatch.setattr(save_dir, "_ATTEMPTS", 5)
     times = 2
     replace(target)
     assert len(renames) == 2 and content(target) == {k: NEW[k] for k in ("config.json", "weights")}
@@ -380,37 +445,17 @@ def test_a_target_that_comes_and_goes(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_new_folder_that_others_take_for_abandoned_is_made_again(tmp_path, monkeypatch):
-    target, locks = tmp_path / "out", []
-
-    class Taken(LockedFolder):
-        def is_at(self, path):
-            locks.append(path)
-            return len(locks) > 1 and super().is_at(path)
-
-    monkeypatch.setattr(atomic, "LockedFolder", Taken)
-    fresh, lock = atomic._new_folder(target)
-    assert len(locks) == 2 and os.listdir(tmp_path) == [fresh.name]
-    lock.close()
-    fresh.rmdir()
-    monkeypatch.setattr(atomic, "LockedFolder", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        atomic._new_folder(target)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_current_directory_that_is_gone_is_no_error(tmp_path, monkeypatch):
+def test_systems_without_a_table_of_mounts_or_an_exchange_of_names(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.setattr(save_dir.Path, "read_bytes", lambda _: os.close(10**6))
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("b"))
+    assert save_dir._mounts_in(tmp_path) == [tmp_path / "a" / "b"]
+    monkeypatch.undo()
+    monkeypatch.setattr(save_dir.ctypes, "CDLL", Mock(spec=[], return_value=object()))
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    here.rmdir()
-    fill(tmp_path / "out", OLD)
-    replace(tmp_path / "out")
-    assert content(tmp_path / "out") == NEW
-
-
-def test_a_system_without_an_exchange_of_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic.ctypes, "CDLL", Mock(spec=[], return_value=object()))
+    here.rmdir()  # a current directory that is gone is no error
     fill(tmp_path / "out", OLD)
     replace(tmp_path / "out")
     assert content(tmp_path / "out") == NEW
