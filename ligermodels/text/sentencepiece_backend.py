@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import CheckpointError, first_line, shown
-from ligermodels.text.growth import check_growth, growth_of_model
 from ligermodels.text.tokenizer_config import AddedToken
 
 # The characters that the `tokenizers` package takes for spaces (Unicode's White_Space).
@@ -64,8 +63,6 @@ class SentencePieceBackend:
                 f"{path}: the file is not a sentencepiece model; if it is a tiktoken file, as "
                 "Llama 3 has, the checkpoint needs its tokenizer.json"
             ) from error
-        self.growth = growth_of_model(raw)
-        check_growth(self.growth, path, "the normalizer")
         if config.get("add_prefix_space") is False:
             self.prefixing = self.plain
         self.legacy = bool(config.get("legacy", False))

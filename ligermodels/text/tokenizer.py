@@ -15,7 +15,6 @@ from ligermodels.text.chat_template import (
     read_chat_template,
     render_template,
 )
-from ligermodels.text.growth import check_length
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from ligermodels.text.tokenizer_config import (
     is_unicode,
@@ -91,7 +90,6 @@ class Tokenizer:
                 character and no unk token.
         """
         _check_text(text)
-        check_length(text, self.backend.growth, self.backend.path)
         return self.backend.encode(text, add_special_tokens)
 
     def decode(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = True) -> str:

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from ligermodels.converters.files import parse_json
 from ligermodels.errors import CheckpointError, first_line, shown
-from ligermodels.text.growth import check_growth, growth_of
 from ligermodels.text.tokenizer_config import FLAGS, added_tokens
 
 T = TypeVar("T")
@@ -43,10 +42,6 @@ class TokenizersBackend:
         read = tokenizers.Tokenizer.from_buffer
         self.tokenizer = tokenizer = self._call("this is not a tokenizer file", read, raw)
         _check_ids(path, content)
-        for what in ("post_processor", "decoder", "normalizer"):
-            growth = self._call(f"the {what} cannot be read", growth_of, content.get(what))
-            check_growth(growth, path, f"the {what}")
-        self.growth = growth  # of the normalizer
         # A file may have been saved with settings for training: truncation, padding, and dropout,
         # which leaves out merges at random.
         tokenizer.no_truncation()

@@ -684,7 +684,6 @@ HUGE = [
     START + "{% for _ in range(DEPTH) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
     START + "{% for _ in range(DEPTH) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
     START + "{% for _ in range(DEPTH) %}{% set ns.l = ns.l + ns.l %}{% endfor %}{{ ns.l }}",
-    START + "{% for _ in range(DEPTH) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
     START + "{% for _ in range(DEPTH) %}{% set ns.s = ns.s | replace('x', 'xx') %}{% endfor %}",
     "{{ 'x' * LARGE }}",
     "{{ [0] * LARGE }}",
@@ -696,7 +695,6 @@ HUGE = [
     "{{ '{:{w}}'.format(1, w='LARGE') }}",
     "{{ messages | tojson(indent=LARGE) }}",
     "{{ 'a\nb' | indent(LARGE) }}",
-    "{{ ([('a' * 99999)] * 99999) | join }}",
     "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
     "{{ ('\t' * 999999).expandtabs(999999) }}",
     "{{ (5).to_bytes(LARGE, 'big') }}",
@@ -706,11 +704,6 @@ HUGE = [
 ENDLESS_OPERATIONS = [
     "{{ 9 ** (9 ** 9) }}",
     START + EVER + "{% set ns.n = ns.n * ns.n %}{% endfor %}",
-    "{% set s = 'x' * 9000000 %}" + EVER + "{% set t = s[::-1] %}{% endfor %}",
-    "{% set s = 'x' * 9000000 %}" + EVER + "{% if 'y' in s %}{% endif %}{% endfor %}",
-    "{% set s = range(99999) | list %}" + EVER + "{% set t = s | sort(reverse=true) %}{% endfor %}",
-    "{{ ([[0]] * 99999) | sum(start=[]) }}",
-    "{{ ('ab' * 999999).strip('c' * 999999 ~ 'ab') }}",
     "{{ ('<!--' * 999999) | striptags }}",
     "{{ 1.5 | round(LARGE, 'ceil') }}",
 ]
@@ -814,30 +807,3 @@ def files_that_never_end(case: Case) -> None:
                 pipe.write(b"x" * 65536)
     with _limited_memory():
         _refused(f"{name} as {kind}", lambda: _use(case.folder), Path(name).name)
-
-
-@attack("C", 16, weight=2)
-def normalizers_that_are_bombs(case: Case) -> None:
-    """Steps that make a text longer and longer are refused before they work."""
-    draw, folder = case.draw, case.folder
-    make_tokenizer(folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    letter, times = draw.choice("ate"), draw.choice([2, 3, 9])
-    pattern = draw.choice([{"String": letter}, {"Regex": letter}, {"Regex": f"[{letter}x]"}])
-    step = {"type": "Replace", "pattern": pattern, "content": letter * times}
-    steps = [step] * draw.randint(40, 90)
-    kind = case.turn(["normalizer", "decoder", "nested normalizers", "post-processor"])
-    if kind == "normalizer":
-        content["normalizer"] = {"type": "Sequence", "normalizers": steps}
-    elif kind == "decoder":
-        content["decoder"] = {"type": "Sequence", "decoders": steps}
-    elif kind == "nested normalizers":
-        inner = {"type": "Sequence", "normalizers": steps[:20]}
-        content["normalizer"] = {"type": "Sequence", "normalizers": [inner] * 4}
-    else:
-        single = [_sequence()] * 200_000
-        content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": []}
-        content["post_processor"]["special_tokens"] = {}
-    _write(folder / "tokenizer.json", content)
-    with _limited_memory():
-        _refused(f"a bomb as {kind}", lambda: _use(folder, "a late tea " * 99))
