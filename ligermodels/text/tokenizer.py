@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Unpack
+
 from ligermodels.converters.files import read_if_present
-from ligermodels.converters.hub import resolve
+from ligermodels.converters.hub import HubOptions, resolve
 from ligermodels.errors import CheckpointError, DataError
 from ligermodels.text.chat_template import (
     ChatTemplate,
@@ -58,14 +60,22 @@ class Tokenizer:
         self.source = source
 
     @classmethod
-    def from_hf(cls, path: str | os.PathLike[str], revision: str | None = None) -> "Tokenizer":
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        revision: str | None = None,
+        **hub_options: Unpack[HubOptions],
+    ) -> "Tokenizer":
         """Read the tokenizer of a local folder or a hub id.
 
+        Args:
+            revision: branch, tag or commit of a hub id.
+            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
         Raises:
             CheckpointError: the checkpoint does not exist, it has neither a tokenizer.json nor a
                 sentencepiece tokenizer.model, or a file is damaged.
         """
-        folder = resolve(path, revision, weights=False)
+        folder = resolve(path, revision, weights=False, **hub_options)
         config = read_tokenizer_config(folder)
         special = special_tokens(config)
         backend: Backend
