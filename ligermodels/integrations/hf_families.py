@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import find_adapter_config_file

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -234,6 +235,33 @@ class HFModel(nn.Module):
         model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype
         return model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the embedding. Other parameters may be elsewhere, as in a `device_map`."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embedding. Other parameters may have another one."""
+        return self.embed_tokens.weight.dtype
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return how many numbers the parameters have, over all ranks of a sharded model.
+
+        A tied head has no parameter of its own, so its weight counts once.
+
+        Args:
+            only_trainable: whether to leave out frozen parameters.
+            exclude_embeddings: whether to leave out the embedding, and with it a tied head.
+        """
+        embedding = self.embed_tokens.weight if exclude_embeddings else None
+        shards = self.tensor_shards
+        return sum(
+            math.prod(shards[name].shape if name in shards else weight.shape)
+            for name, weight in self.named_parameters()
+            if weight is not embedding and (weight.requires_grad or not only_trainable)
+        )
 
     @property
     def is_unread(self) -> bool:
