@@ -183,9 +183,10 @@ def save_tokenizer(folder: str | os.PathLike[str], files: Mapping[str, bytes]) -
     Raises:
         SaveError: the files cannot be written. The old content of `folder` is unchanged.
     """
+    target = _resolve(folder)
     owned = {*COPIED_FILES, CHAT_TEMPLATE_DIR} - {GENERATION_CONFIG_NAME}
     try:
-        with replace_dir(_resolve(folder), owned.__contains__) as fresh:
+        with replace_dir(target, owned.__contains__) as fresh:
             _write_files(fresh, files)
     except OSError as fault:
         raise SaveError(

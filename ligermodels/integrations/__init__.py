@@ -1,5 +1,6 @@
 """Code that uses other libraries, such as transformers. No other room imports them."""
 
+import sys
 from importlib.util import find_spec
 
 # Library -> the extra of this package that installs it.
@@ -19,7 +20,7 @@ def require(*libraries: str) -> None:
         ModuleNotFoundError: one is not; the message says how to install it.
     """
     for name in libraries:
-        if find_spec(name) is None:
+        if (sys.modules[name] if name in sys.modules else find_spec(name)) is None:
             raise ModuleNotFoundError(
                 f"{name} is not installed, and this part of ligermodels needs it: "
                 f'pip install "ligermodels[{EXTRAS[name]}]"',

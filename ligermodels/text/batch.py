@@ -85,7 +85,7 @@ def padded(rows: Sequence[list[int]], length: int | None, pad: int | None, side:
                 "the tokenizer has no pad_token; set one, such as "
                 "tokenizer.pad_token = tokenizer.eos_token"
             )
-        more, hidden = [pad] * count, [0] * count
+        more, hidden = [pad or 0] * count, [0] * count
         seen = [1] * len(row)
         ids.append(more + row if side == "left" else row + more)
         masks.append(hidden + seen if side == "left" else seen + hidden)

@@ -15,7 +15,7 @@ from ligermodels.converters.checkpoint_files import (
     GENERATION_CONFIG_NAME,
     copied_files,
 )
-from ligermodels.converters.files import is_int, parse_json
+from ligermodels.converters.files import parse_json
 from ligermodels.converters.hub import HubOptions, resolve
 from ligermodels.errors import CheckpointError, DataError, SaveError, shown
 from ligermodels.text.batch import Encoding, as_tensors, check_options, cut, padded
@@ -132,7 +132,7 @@ class Tokenizer:
         tokenizer.padding_side = config.get("padding_side") or side
         tokenizer.truncation_side = config.get("truncation_side") or "right"
         limit = config.get("model_max_length")  # transformers writes 1e30 for none
-        tokenizer.model_max_length = limit if is_int(limit) and 0 < limit < 2**31 else None
+        tokenizer.model_max_length = limit if isinstance(limit, int) and 0 < limit < 2**31 else None
         return tokenizer
 
     def __call__(

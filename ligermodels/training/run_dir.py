@@ -154,10 +154,15 @@ class RunDir:
                 "choose a folder for the run alone (--output-dir)"
             )
         for what, source in inputs:
-            if not os.path.exists(source):  # a hub id, or a name that no path can have
+            try:
+                real = Path(os.path.realpath(source))
+            except ValueError:  # No path can have this name, so it is refused where it is read.
                 continue
-            real = Path(os.path.realpath(source))
-            if what == "model" and source.is_dir() and real == Path(os.path.realpath(self.path)):
+            if (
+                what == "model"
+                and os.path.isdir(source)
+                and real == Path(os.path.realpath(self.path))
+            ):
                 raise LigerError(
                     f"{self.path}: this is the checkpoint to start from; choose another folder for "
                     "the run, so that their files do not mix"
