@@ -1,5 +1,6 @@
 """Convert text to token ids and back with the tokenizer of an HF folder, without transformers."""
 
+import copy
 import json
 import os
 import re
@@ -94,7 +95,7 @@ class Tokenizer:
         self.source_files: dict[str, bytes] = {}
         self.padding_side = self.truncation_side = "right"
         self.model_max_length: int | None = None
-        self._as_read = (dict(self.special_tokens), chat_template)
+        self._as_read = copy.copy(self.special_tokens), copy.copy(chat_template)
 
     @classmethod
     def from_hf(

@@ -123,7 +123,11 @@ def test_a_save_holds_the_files_and_what_was_changed(both, tmp_path):
         assert read.apply_chat_template(talk, tokenize=False) == "the dog"
     ours.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
     ours.save_hf(out)
-    assert Tokenizer.from_hf(out).chat_template == ours.chat_template
+    again = Tokenizer.from_hf(out)
+    assert again.chat_template == ours.chat_template
+    again.chat_template["tool_use"] = "{{ 3 }}"
+    again.save_hf(out)
+    assert Tokenizer.from_hf(out).chat_template["tool_use"] == "{{ 3 }}"
     ours.chat_template = ours.pad_token = None
     ours.save_hf(out)
     again = Tokenizer.from_hf(out)
