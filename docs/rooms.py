@@ -41,6 +41,7 @@ EXCEPTIONS = {
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.
 FINDERS = {
+    "__init__.py",
     "kernels/reference/__init__.py",
     "kernels/triton/__init__.py",
     "models/auto.py",

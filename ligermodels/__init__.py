@@ -8,8 +8,20 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+# Public names that are imported alone: they need a library that is optional, or most of this one.
+_LATER = {
+    "FinetuneConfig": "ligermodels.training.config",
+    "LigerForCausalLM": "ligermodels.integrations.hf_model",
+    "finetune": "ligermodels.training.finetune",
+    "get_peft_model": "ligermodels.integrations.peft_adapters",
+}
+
 if TYPE_CHECKING:  # There is no __getattr__ here, so type checkers report names that do not exist.
+    from ligermodels.integrations.hf_model import LigerForCausalLM as LigerForCausalLM
+    from ligermodels.integrations.peft_adapters import get_peft_model as get_peft_model
     from ligermodels.public import *  # noqa: F403
+    from ligermodels.training.config import FinetuneConfig as FinetuneConfig
+    from ligermodels.training.finetune import finetune as finetune
 
     __version__: str
 
@@ -18,6 +30,9 @@ else:
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return _version()
+        if name in _LATER:
+            globals()[name] = value = getattr(import_module(_LATER[name]), name)
+            return value
         # Python and its tools also look up special names, and submodules before they import them.
         special = name.startswith("_") and name != "__all__"
         if not special and find_spec(f"{__name__}.{name}") is None:
@@ -30,7 +45,7 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*globals(), *_LATER, *__getattr__("__all__")})
 
 
 def _version() -> str:

@@ -69,10 +69,24 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
-    """Return "; did you mean 'x'?" with the known word closest to `word`, or "" if none is close.
+# What a word of another program means, where such a name is known.
+_MEANINGS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "torch_dtype": "dtype",
+    "device_map": "device",
+    "use_auth_token": "token",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "streamer": "callback",
+}
 
-    An option may also be meant by its initials, such as --lr, or by one of its parts.
+
+def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+    """Return "; did you mean 'x'?" with the known word that `word` stands for, or "".
+
+    It may be written otherwise, or be the initials of an option, such as --lr, or one of its parts.
 
     Args: others: names in other programs, and the known word that each means, with _ for -.
     """
@@ -81,12 +95,24 @@ def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | No
     words = {each.lstrip("-"): each for each in known}
     word = word.lstrip("-")
     parts = {name: re.split("[-_]", name) for name in words}
-    theirs = (others or {}).get(word.replace("-", "_"))
+    theirs = {**_MEANINGS, **(others or {})}.get(word.replace("-", "_"))
     found = [name for name in words if name.replace("-", "_") == theirs]
     found += [name for name in words if len(parts[name]) > 1 and _initials(parts[name]) == word]
     found += [name for name in words if word in parts[name]]
-    found += difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, words, n=3, cutoff=0.75)
+    found += [name for name in near if _is_misspelt(word, name)]
     return f"; did you mean {words[found[0]]!r}?" if found else ""
+
+
+def _is_misspelt(word: str, name: str) -> bool:
+    """Return whether no part of a word is another one: min_length does not mean max_length."""
+    import difflib
+
+    mine, theirs = (re.split("[-_.]", each) for each in (word, name))
+    return len(mine) != len(theirs) or all(
+        sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.7
+        for a, b in zip(mine, theirs)
+    )
 
 
 def _initials(parts: list[str]) -> str:

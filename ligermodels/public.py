@@ -1,4 +1,6 @@
-"""The only list of public names. The package `ligermodels` re-exports each of them.
+"""The list of public names. The package `ligermodels` re-exports each of them.
+
+It has four more, which need an optional library or the whole of training, in a table of its own.
 
 Each import has the form `X as X`, which tells type checkers that the name is exported from here.
 """

@@ -37,10 +37,23 @@ def test_a_close_word_is_suggested(subtests):
     ):
         with subtests.test(word):
             assert errors.did_you_mean(word, OPTIONS) == f"; did you mean {found!r}?"
+    for word, found in (
+        ("max_length", "max_new_tokens"),
+        ("max_new_tokesn", "max_new_tokens"),
+        ("input_embeds", "inputs_embeds"),
+    ):
+        assert errors.did_you_mean(word, GENERATE) == f"; did you mean {found!r}?"
+    assert errors.did_you_mean("layers.0.mpl", ["layers.0.mlp"]) == "; did you mean 'layers.0.mlp'?"
     assert errors.did_you_mean("fintune", ["finetune", "generate"]) == "; did you mean 'finetune'?"
 
 
-def test_nothing_close_suggests_nothing():
+GENERATE = ("inputs_embeds", "prefix_lengths", "max_new_tokens", "eos_token_id", "top_p", "top_k")
+
+
+def test_nothing_near_in_meaning_suggests_nothing():
     for word in ("--xyz", "", "-", "--"):
         assert errors.did_you_mean(word, OPTIONS) == ""
+    for word in ("num_beams", "min_new_tokens", "bos_token_id", "min_p", "lengths_penalty"):
+        assert errors.did_you_mean(word, GENERATE) == "", word
+    assert errors.did_you_mean("layers.9.mlp", ["layers.0.mlp"]) == ""
     assert errors.did_you_mean("a", []) == ""

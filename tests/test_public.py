@@ -31,6 +31,24 @@ def test_names_are_those_of_the_list() -> None:
     assert set(names) <= set(dir(ligermodels))
 
 
+LATER = ("FinetuneConfig", "LigerForCausalLM", "finetune", "get_peft_model")
+
+
+def test_some_names_are_imported_alone() -> None:
+    """A use of the others, and `import *`, need no transformers and load no training."""
+    import ligermodels.integrations.peft_adapters as adapters
+    from ligermodels.training.finetune import finetune
+
+    assert ligermodels.finetune is finetune
+    assert ligermodels.get_peft_model is adapters.get_peft_model
+    assert set(LATER) <= set(dir(ligermodels)) and not set(LATER) & set(ligermodels.__all__)
+    shown = "print([n for n in ('transformers', 'ligermodels.training.run') if n in sys.modules])"
+    assert python(f"import sys; from ligermodels import *; dir(); {shown}") == "[]"
+    asked = "try: from ligermodels import LigerForCausalLM\nexcept ImportError as e: print(e)"
+    said = python(f"import sys; sys.modules['transformers'] = None\n{asked}")
+    assert 'pip install "ligermodels[trainers]"' in said
+
+
 def test_torch_is_imported_with_the_first_public_name_only() -> None:
     shown = "print('torch' in sys.modules)"
     for use in (
@@ -65,11 +83,13 @@ def test_type_checkers_know_the_names(tmp_path: Path, options: list[str]) -> Non
         "import ligermodels\n"
         "from ligermodels import LigerLlama, LlamaConfig\n"
         "reveal_type(LigerLlama(LlamaConfig()))\n"
+        "reveal_type(ligermodels.finetune)\n"
         "ligermodels.LigerLama\n"
     )
     command = [sys.executable, "-m", "mypy", *options, str(file)]
     said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
     assert 'Revealed type is "ligermodels.models.llama.LigerLlama"' in said
+    assert "FinetuneConfig" in said and "get_peft_model" not in said
     assert 'has no attribute "LigerLama"' in said and "Found 1 error" in said
 
 

@@ -35,7 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads it from stdin")
     add("--chat", action="store_true", help="format the prompt with the chat template")
     add("--system", metavar="TEXT", help="the system message for --chat")
-    count, positive = number(int, at_least=1, at_most=10**9), number(float, more_than=0)
+    count = number(int, at_least=1, at_most=10**9)
     share = number(float, more_than=0, at_most=1)
     add("--max-new-tokens", type=count, default=256, metavar="N", help="generate at most N tokens")
     add(
@@ -53,7 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--repetition-penalty",
-        type=positive,
+        type=number(float, more_than=0, at_most=10**6),
         metavar="P",
         help="a value above 1 makes tokens that occurred before less likely (default: that of "
         "generation_config.json, else 1)",

@@ -113,7 +113,14 @@ class Checkpoint:
         absent = []
         for name, shape in {**expected, **optional}.items():
             found = self.tensors.get(name)
-            if found is None:
+            if found is None and name == _CLASSIFIER_HEAD:
+                what = (
+                    "is missing: the folder holds a model without the head of a classifier; load a "
+                    "language model with AutoLiger.from_hf, and give it a head with "
+                    "classifier_class(type(model)).from_model(model, num_labels)"
+                )
+                faults.append((self.listing_file, name, what))
+            elif found is None:
                 absent.append((self.listing_file, name, "is missing"))
             elif found.dtype not in DTYPES:
                 what = f"is stored as {found.dtype}: quantised checkpoints are not supported"

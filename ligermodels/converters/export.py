@@ -22,6 +22,7 @@ from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
+    GENERATION_CONFIG_NAME,
     HEADS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -173,6 +174,24 @@ def save_adapter(
         raise SaveError(
             f"{folder}: the adapter could not be saved: {reason}; the old content of the folder "
             "is unchanged"
+        ) from fault
+
+
+def save_tokenizer(folder: str | os.PathLike[str], files: Mapping[str, bytes]) -> None:
+    """Write tokenizer files. They replace those that `folder` holds in one step, as `save`.
+
+    Raises:
+        SaveError: the files cannot be written. The old content of `folder` is unchanged.
+    """
+    target = _resolve(folder)
+    owned = {*COPIED_FILES, CHAT_TEMPLATE_DIR} - {GENERATION_CONFIG_NAME}
+    try:
+        with replace_dir(target, owned.__contains__) as fresh:
+            _write_files(fresh, files)
+    except OSError as fault:
+        raise SaveError(
+            f"{folder}: the tokenizer could not be saved: {fault.strerror or fault}; the old "
+            "content of the folder is unchanged"
         ) from fault
 
 

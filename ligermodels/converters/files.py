@@ -147,6 +147,8 @@ def names_if_present(folder: Path, error: type[LigerError]) -> list[str] | None:
         raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
     except OSError as fault:
         raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
+    except ValueError as fault:  # as in `open_if_present`
+        raise error(f"{shown(str(folder))}: the folder cannot be read: {fault}") from None
 
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:

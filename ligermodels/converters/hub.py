@@ -4,7 +4,9 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from typing_extensions import Unpack
 
 from ligermodels.converters.checkpoint_files import (
     CHAT_TEMPLATE_DIR,
@@ -20,11 +22,13 @@ from ligermodels.converters.checkpoint_files import (
 from ligermodels.converters.files import read_json
 from ligermodels.converters.hub_snapshot import COMMIT, Snapshot, is_damaged
 from ligermodels.converters.save_dir import recover_dir
-from ligermodels.errors import CheckpointError, first_line, listing, printable, shown
+from ligermodels.errors import CheckpointError, did_you_mean, first_line, listing, printable, shown
 
 logger = logging.getLogger(__name__)
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
 _REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
+# What callers of `resolve` take beside the options, for suggestions.
+_ARGUMENTS = ("dtype", "device", "revision", "allow_nonfinite")
 # Characters that git allows in no name of a branch or tag.
 _NOT_IN_REVISIONS = frozenset(" ~^:?*[\\")
 # Without a connection, a cache that lacks one of these must know that the repository lacks it too:
@@ -39,8 +43,32 @@ _MUST_BE_KNOWN = (
 )
 
 
+class HubOptions(TypedDict, total=False):
+    """How the files of a hub id are fetched. They have no effect on a local folder.
+
+    Attributes:
+        token: a token to log in with, or False for none. The default is that of `hf auth login`.
+        cache_dir: the folder for downloads. The default is that of huggingface_hub.
+        local_files_only: whether to take what is in cache_dir, without a question to the hub.
+    """
+
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    local_files_only: bool
+
+
+def split_hub_options(options: dict[str, Any]) -> HubOptions:
+    """Remove the `HubOptions` from the keyword arguments of a function, and return them."""
+    names = HubOptions.__annotations__.keys() & options.keys()
+    return {name: options.pop(name) for name in names}  # type: ignore[return-value]
+
+
 def resolve(
-    name_or_path: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    **options: Unpack[HubOptions],
 ) -> Path:
     """Return the folder of a local checkpoint, or the cached snapshot of a hub id.
 
@@ -54,11 +82,16 @@ def resolve(
         name_or_path: a folder, or an id such as "meta-llama/Llama-3.2-1B".
         revision: a branch, tag or commit of a hub id. The default is the main branch.
         weights: if False, download only the config and tokenizer files.
+        options: see `HubOptions`.
     Raises:
+        TypeError: there is no such option.
         CheckpointError: the folder or repository does not exist, is gated or has no weights that
             can be read; the hub cannot be reached and the cache has no complete copy; or what the
             hub sent contradicts what it says of it. The message says what to do.
     """
+    for word in options.keys() - HubOptions.__annotations__.keys():
+        hint = did_you_mean(word, [*_ARGUMENTS, *HubOptions.__annotations__])
+        raise TypeError(f"unexpected keyword argument {word!r}{hint}")
     name = os.fspath(name_or_path)
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
@@ -86,7 +119,7 @@ def resolve(
             f"{name}: revision {shown(revision)} is not a possible name; pass a branch, tag or "
             "commit of the repository"
         )
-    return _fetch(name, revision, weights)
+    return _fetch(name, revision, weights, **options)
 
 
 def _is_revision(name: str) -> bool:
@@ -100,14 +133,25 @@ def _is_revision(name: str) -> bool:
     )
 
 
-def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
+def _fetch(
+    repo: str,
+    revision: str | None,
+    weights: bool,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Path:
     """Download the files that are needed, and return the snapshot folder."""
     # The import is slow, and local folders do not need it.
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
+    cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
+    if local_files_only:
+        return _cached(repo, revision, weights, cache, None)
     try:
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
+        api = huggingface_hub.HfApi(token=token)
+        info = api.model_info(repo, revision=revision, files_metadata=True)
         commit = info.sha
         said = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     except errors.GatedRepoError as fault:
@@ -115,7 +159,8 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
     except errors.RepositoryNotFoundError as fault:
         raise CheckpointError(
             f"{repo}: there is no such local folder and no such model on the hub, or the model is "
-            "private; check the spelling, or log in with `hf auth login` (or set HF_TOKEN)"
+            "private; check the spelling, or log in with `hf auth login` (or set HF_TOKEN, or pass "
+            "token)"
         ) from fault
     except errors.RevisionNotFoundError as fault:
         raise CheckpointError(
@@ -126,7 +171,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
             f"{repo}: there is no such folder, and the name is not a valid hub id"
         ) from fault
     except Exception as fault:  # A missing connection raises many kinds of errors.
-        return _cached(repo, revision, weights, fault)
+        return _cached(repo, revision, weights, cache, fault)
 
     # The commit becomes a folder's name in the cache.
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
@@ -144,7 +189,7 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
             f"{repo}/{CONFIG_NAME}: the file is missing on the hub in commit {commit}"
         )
     names = [name for name in said if isinstance(name, str)]
-    snapshot = Snapshot(repo, commit, said)
+    snapshot = Snapshot(repo, commit, said, cache, token)
 
     def read_index() -> dict[str, Any]:
         snapshot.download([SAFE_WEIGHTS_INDEX_NAME])
@@ -173,17 +218,22 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
 def _gated(repo: str) -> CheckpointError:
     return CheckpointError(
         f"{repo}: the model is gated; accept its licence at https://huggingface.co/{repo} and log "
-        "in with `hf auth login` (or set HF_TOKEN)"
+        "in with `hf auth login` (or set HF_TOKEN, or pass token)"
     )
 
 
-def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) -> Path:
-    """Return the snapshot that an earlier run left in the cache, if it is complete."""
+def _cached(
+    repo: str, revision: str | None, weights: bool, cache: Path, fault: Exception | None
+) -> Path:
+    """Return the snapshot that an earlier run left in the cache, if it is complete.
+
+    Args: fault: why the hub did not answer; None if it was not asked.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
     reason, way_out = _why_unreachable(fault)
-    found = huggingface_hub.try_to_load_from_cache(repo, CONFIG_NAME, revision=revision)
+    found = huggingface_hub.try_to_load_from_cache(repo, CONFIG_NAME, cache, revision)
     if not isinstance(found, str):
         raise CheckpointError(
             f"{repo}: there is no such local folder, {reason}, and nothing is cached; "
@@ -205,7 +255,7 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
             ) from fault
     unknown = []
     for name in COPIED_FILES:
-        cached = huggingface_hub.try_to_load_from_cache(repo, name, revision=folder.name)
+        cached = huggingface_hub.try_to_load_from_cache(repo, name, cache, folder.name)
         if isinstance(cached, str):
             present.add(name)
         elif cached is None and name in _MUST_BE_KNOWN:
@@ -222,15 +272,17 @@ def _cached(repo: str, revision: str | None, weights: bool, fault: Exception) ->
             f"{repo}/{damaged[0]}: the cached copy is damaged, and {reason}; {way_out} to download "
             f"it again, or delete {blob}\n{listing(damaged)}"
         ) from fault
-    if not constants.HF_HUB_OFFLINE:
+    if fault is not None and not constants.HF_HUB_OFFLINE:
         logger.warning("%s: %s; ligermodels is using the cached copy", repo, reason)
     return folder
 
 
-def _why_unreachable(fault: Exception) -> tuple[str, str]:
+def _why_unreachable(fault: Exception | None) -> tuple[str, str]:
     """Return why the hub gave no answer that can be used, and what the user can do."""
     from huggingface_hub import constants, errors
 
+    if fault is None:
+        return "local_files_only is set", "leave local_files_only out"
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
     if isinstance(fault, errors.HfHubHTTPError):

@@ -28,17 +28,25 @@ _RECORDS = ".ligermodels"  # the folder in a repository's part of the cache for 
 class Snapshot:
     """The files of one commit of a repository in the cache.
 
-    Args: said maps the names of the repository's files to what the hub's API says of each.
+    Args: said maps the names of the repository's files to what the hub's API says of each; cache is
+        the folder of huggingface_hub's cache; token is to log in with.
     Attributes: folder holds the files.
     """
 
-    def __init__(self, repo: str, commit: str, said: Mapping[str, Any]) -> None:
-        from huggingface_hub import constants
+    def __init__(
+        self,
+        repo: str,
+        commit: str,
+        said: Mapping[str, Any],
+        cache: Path,
+        token: str | bool | None = None,
+    ) -> None:
         from huggingface_hub.file_download import repo_folder_name
 
         self.repo, self.commit, self.said = repo, commit, said
+        self._from: dict[str, Any] = {"revision": commit, "cache_dir": cache, "token": token}
         name = repo_folder_name(repo_id=repo, repo_type="model")
-        self.storage = Path(constants.HF_HUB_CACHE) / name
+        self.storage = cache / name
         self.folder = self.storage / "snapshots" / commit
 
     def download(self, names: Collection[str]) -> None:
@@ -57,15 +65,13 @@ class Snapshot:
         # If this process is killed, the record tells the next one which files are unchecked.
         record = self._record(new) if new else None
         huggingface_hub.snapshot_download(
-            self.repo,
-            revision=self.commit,
-            allow_patterns=[glob.escape(name) for name in names],
+            self.repo, allow_patterns=[glob.escape(name) for name in names], **self._from
         )
         for name in names:
             path = self.folder / name
             if not path.exists() or (name not in new and is_damaged(path, self.said[name])):
                 huggingface_hub.hf_hub_download(
-                    self.repo, name, revision=self.commit, force_download=path.exists()
+                    self.repo, name, force_download=path.exists(), **self._from
                 )
                 new.add(name)
         records = self._records()

@@ -82,9 +82,9 @@ def generate(
         pad_token_id: the token that fills rows after their stop token. The default is found in the
             same order; if there is none, it is the first stop token.
         attention_mask: (batch, seq), 0 for padding, which must be on the left.
-        repetition_penalty: a number. Above 1, the tokens of the prompt and the new tokens become
-            less likely to appear again (arXiv:1909.05858, section 4.1). The default is that of
-            generation_config.json, then 1.
+        repetition_penalty: a positive number of at most 10^6. Above 1, the tokens of the prompt and
+            the new tokens become less likely to appear again (arXiv:1909.05858, section 4.1). The
+            default is that of generation_config.json, then 1.
         generator: the random generator for the draws, on the model's device.
         cache: a KV cache for batch rows of seq + new - 1 tokens. The default is a new `KVCache`.
             If it holds tokens, they are the first columns of input_ids and are not computed again.

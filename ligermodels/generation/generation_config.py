@@ -17,15 +17,19 @@ def _are_token_ids(value: Any) -> bool:
     return all(map(is_token_id, value if isinstance(value, list) else [value]))
 
 
+_MAX_PENALTY = 10**6
+_PENALTY = f"a positive number of at most {_MAX_PENALTY}"
+
+
 def _is_penalty(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value is not True and 0 < value <= 1e6
+    return isinstance(value, (int, float)) and value is not True and 0 < value <= _MAX_PENALTY
 
 
 # The keys that are read. Each has a function that tests a value, and the words for a good value.
 _READ: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eos_token_id": (_are_token_ids, "an integer or a list of integers"),
     "pad_token_id": (is_token_id, "an integer"),
-    "repetition_penalty": (_is_penalty, "a positive number"),
+    "repetition_penalty": (_is_penalty, _PENALTY),
 }
 # The keys with which transformers chooses other tokens, also in a greedy search.
 _NOT_IMPLEMENTED = (
@@ -106,12 +110,12 @@ def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[s
     """Return `asked`, or else the penalty of the file, or else 1, which means no penalty.
 
     Raises:
-        ValueError: the penalty is not a positive number.
+        ValueError: the penalty is not a positive number of at most 10^6.
     """
     found = _first(asked, generation_config.get("repetition_penalty"), 1.0)
     if not _is_penalty(found):
         raise ValueError(
-            f"repetition_penalty={found!r}: the penalty must be a number above 0; 1 means none"
+            f"repetition_penalty={shown(found)}: the penalty must be {_PENALTY}; 1 means none"
         )
     return float(found)
 

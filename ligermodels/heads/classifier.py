@@ -173,7 +173,7 @@ class LigerClassifier:
         path: str | os.PathLike[str], *, revision: str | None = None, **options: Any
     ) -> SequenceClassifier:
         """Load a local folder or hub id. See `DecoderModel.from_hf` for arguments and errors."""
-        folder = hub.resolve(path, revision=revision)
+        folder = hub.resolve(path, revision=revision, **hub.split_hub_options(options))
         family = read_one_version(folder, family_of)
         return classifier_class(family).from_hf(folder, **options)  # type: ignore[arg-type]
 

@@ -6,6 +6,10 @@ TRL's trainers take what they need of each token from such a call, and logits ar
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput

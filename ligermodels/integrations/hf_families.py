@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import find_adapter_config_file
@@ -38,7 +42,9 @@ def raw_config(path: Any, options: dict[str, Any]) -> dict[str, Any]:
     if not raw.get("model_type") and (adapter := find_adapter_config_file(path, **given)):
         # transformers loads the model that an adapter belongs to, and then the adapter.
         model = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        raw, _ = PreTrainedConfig.get_config_dict(model)
+        for name in ("revision", "subfolder"):  # They are the adapter's own.
+            given.pop(name, None)
+        raw, _ = PreTrainedConfig.get_config_dict(model, **given)
     return raw
 
 

@@ -15,6 +15,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 import torch
 import transformers
 from torch import Tensor, nn

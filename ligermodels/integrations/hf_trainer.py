@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 from torch import nn
 from transformers import Trainer
 

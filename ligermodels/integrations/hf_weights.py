@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 

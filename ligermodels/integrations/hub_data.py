@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("datasets")
+
 import datasets
 from huggingface_hub import constants
 

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("lm_eval", "transformers")
+
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("peft", "transformers")
+
 import peft
 
 from ligermodels.errors import ConfigError

@@ -11,6 +11,10 @@ import inspect
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+from ligermodels.integrations import require
+
+require("trl", "peft", "transformers")
+
 import trl
 from peft import PeftModel
 from torch import nn

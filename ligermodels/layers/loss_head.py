@@ -84,6 +84,14 @@ class HeadOutput(NamedTuple):
     token_top_log_probs: Tensor | None = None  # (..., top_k) their log-probabilities
     hidden: Tensor | None = None  # (..., hidden) of a model that is asked for them
 
+    @property
+    def logits(self) -> Tensor:
+        """Raise AttributeError: the loss is computed without a matrix of logits."""
+        raise AttributeError(
+            "this output has no logits, because the loss is computed without them; call "
+            "model.head.logits(hidden), where hidden = model(input_ids)"
+        )
+
 
 class LossHead(nn.Module):
     """A linear projection fused with cross entropy, computed chunk by chunk.

@@ -9,8 +9,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from ligermodels import models
 from ligermodels.converters import hf_config, hub
 from ligermodels.converters.checkpoint_files import (
@@ -24,7 +22,7 @@ from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.hf_io import check_class
+from ligermodels.models.hf_io import check_class, check_device
 
 Model = TypeVar("Model", bound=DecoderModel)
 
@@ -144,10 +142,11 @@ class AutoLiger:
         A local folder may hold a LoRA in PEFT's format instead of a model. Then the model that its
         config names is loaded, and the adapter is added to the weights.
         """
-        folder = hub.resolve(path, revision=revision)
+        hub_options = hub.split_hub_options(options)
+        folder = hub.resolve(path, revision=revision, **hub_options)
         local = Path(folder)
         if is_adapter(local):
-            return _with_adapter(local, options)
+            return _with_adapter(local, options, hub_options)
         cls = read_one_version(folder, family_of)
         while True:
             try:
@@ -174,7 +173,9 @@ def tokenizer_folder(folder: Path) -> Path:
     return _base_of(where, read_json_if_present(where, CheckpointError) or {})
 
 
-def _base_of(where: Path, config: dict[str, Any]) -> Path:
+def _base_of(
+    where: Path, config: dict[str, Any], hub_options: hub.HubOptions | None = None
+) -> Path:
     """Return the folder of the model that an adapter belongs to, by its config at `where`."""
     base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not isinstance(base, str) or not isinstance(revision, str | None):
@@ -183,7 +184,7 @@ def _base_of(where: Path, config: dict[str, Any]) -> Path:
             f"adapter belongs to (revision: {shown(revision)})"
         )
     try:
-        source = hub.resolve(base, revision=revision)
+        source = hub.resolve(base, revision=revision, **(hub_options or {}))
     except CheckpointError as error:
         raise CheckpointError(f"{where}: base_model_name_or_path: {error}") from error
     if is_adapter(source):
@@ -194,7 +195,9 @@ def _base_of(where: Path, config: dict[str, Any]) -> Path:
     return source
 
 
-def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
+def _with_adapter(
+    folder: Path, options: dict[str, Any], hub_options: hub.HubOptions
+) -> DecoderModel:
     """Return the model of an adapter with the adapter added to its weights."""
     from ligermodels.adapters import peft_format
 
@@ -204,12 +207,12 @@ def _with_adapter(folder: Path, options: dict[str, Any]) -> DecoderModel:
 
     weights, config, files, generation_config = read_one_version(folder, read)
     where = folder / ADAPTER_CONFIG_NAME
-    if torch.device(options.get("device", "cpu")).type == "meta":
+    if check_device(options.get("device", "cpu")).type == "meta":
         raise CheckpointError(
             f"{folder}: an adapter cannot be added to weights that are read later; load it on "
             "another device, or convert it to a whole checkpoint first (ligermodels convert)"
         )
-    source = _base_of(where, config)
+    source = _base_of(where, config, hub_options)
     model = AutoLiger.from_hf(source, **options)
     weight_map = model.weight_map(model.built_from)
     try:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ligermodels.converters import hf_config, hf_rope, hub
 from ligermodels.converters.files import is_int
+from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import ConfigError, shown
 
@@ -162,20 +163,27 @@ class ModelConfig:
         return [None] * self.num_hidden_layers
 
     @classmethod
-    def from_hf(cls, path: str | os.PathLike[str], *, revision: str | None = None) -> Self:
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        **hub_options: Unpack[HubOptions],
+    ) -> Self:
         """Read the config.json of a checkpoint. For a hub id, this downloads no weights.
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
             revision: branch, tag or commit of a hub id.
+            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
         Raises:
             ConfigError: a key is damaged, unknown or not implemented; the message names the file
                 and the key.
             CheckpointError: there is no such folder or repository, or it has no config.json.
         """
         folder = Path(path)
-        if revision is not None or not folder.is_dir():
-            folder = hub.resolve(path, revision=revision, weights=False)
+        if revision is not None or not os.path.isdir(folder):
+            folder = hub.resolve(path, revision=revision, weights=False, **hub_options)
         raw = read_one_version(folder, hf_config.read_config)
         try:
             return cls(**hf_config.fields_from_hf(raw, cls))

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ligermodels.converters import export, hf_config, hub, huge_pages
 from ligermodels.converters.checkpoint import Checkpoint
@@ -24,10 +25,11 @@ from ligermodels.converters.checkpoint_files import (
     copied_files,
 )
 from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, packed_entry
-from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
+from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line, listing
 from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
@@ -150,20 +152,22 @@ class HFModel(nn.Module):
         device: torch.device | str = "cpu",
         revision: str | None = None,
         allow_nonfinite: bool = False,
+        **hub_options: Unpack[HubOptions],
     ) -> Self:
         """Load an HF checkpoint.
 
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            dtype: dtype of the parameters, or its name, such as "bfloat16". By default, and with
-                "auto", each keeps the dtype of the checkpoint.
+            dtype: dtype of the parameters, or its name, such as "bfloat16" or "bf16". By default,
+                and with "auto", each keeps the dtype of the checkpoint.
             device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
                 names and shapes are checked, and no values are read: `ligermodels.shard` then gives
                 each rank its part of the parameters and reads only that.
             revision: branch, tag or commit of a hub id.
             allow_nonfinite: whether to accept NaN and infinite weights.
+            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
         Raises:
-            ValueError: dtype is not a dtype that parameters can have.
+            ValueError: dtype is not a dtype that parameters can have, or there is no such device.
             ConfigError: config.json is damaged, belongs to another family, or needs a feature that
                 is not implemented.
             CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised,
@@ -171,8 +175,9 @@ class HFModel(nn.Module):
                 denies access. Names and shapes are checked before anything large is allocated.
         """
         dtype = _parameter_dtype(dtype)
+        device = check_device(device)
         check_class(cls)
-        folder = hub.resolve(path, revision=revision)
+        folder = hub.resolve(path, revision=revision, **hub_options)
 
         def read(real: Path) -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
             config = cls.config_class.from_hf(real)
@@ -183,7 +188,7 @@ class HFModel(nn.Module):
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         model, weight_map = cls.on_meta(config)
         stored = checkpoint.plan(weight_map)
-        reads_now = torch.device(device).type != "meta"
+        reads_now = device.type != "meta"
         if reads_now:
             checkpoint.check_aliases(weight_map)
         if left_out := checkpoint.left_out:
@@ -230,6 +235,33 @@ class HFModel(nn.Module):
         model.source_generation_config = generation_config
         model.source_dtype = model.embed_tokens.weight.dtype
         return model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the embedding. Other parameters may be elsewhere, as in a `device_map`."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embedding. Other parameters may have another one."""
+        return self.embed_tokens.weight.dtype
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return how many numbers the parameters have, over all ranks of a sharded model.
+
+        A tied head has no parameter of its own, so its weight counts once.
+
+        Args:
+            only_trainable: whether to leave out frozen parameters.
+            exclude_embeddings: whether to leave out the embedding, and with it a tied head.
+        """
+        embedding = self.embed_tokens.weight if exclude_embeddings else None
+        shards = self.tensor_shards
+        return sum(
+            math.prod(shards[name].shape if name in shards else weight.shape)
+            for name, weight in self.named_parameters()
+            if weight is not embedding and (weight.requires_grad or not only_trainable)
+        )
 
     @property
     def is_unread(self) -> bool:
@@ -570,14 +602,35 @@ def _check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             )
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """Return the device, or raise ValueError if this machine or PyTorch has none of this name."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        gpus = [f"'cuda:{index}'" for index in range(torch.cuda.device_count())]
+        known = ", ".join(["'cpu'", "'meta'", *(["'cuda'"] if gpus else []), *gpus])
+        raise ValueError(
+            f"device is {device!r}, which cannot be used ({first_line(error).rstrip('.')}); "
+            f"expected one of {known}, or another device of this PyTorch. A model is loaded onto "
+            "one device; `ligermodels.shard` divides one loaded onto 'meta' among several"
+        ) from None
+    return found
+
+
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype that parameters shall have, or None if they keep theirs."""
     if dtype is None or dtype == "auto":
         return None
     names = {_name(known): known for known in DTYPES.values()}
+    names |= {name: names[long] for name, long in _SHORT_NAMES.items()}
     found = names.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found not in names.values():
-        raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
+        known = [*DTYPES.values()]
+        raise ValueError(f"dtype is {dtype!r}; expected one of {known}, or its name")
     return found
 
 

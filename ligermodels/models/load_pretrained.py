@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from typing_extensions import Unpack
 
 from ligermodels.converters import hub, huge_pages
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Entry
 from ligermodels.errors import CheckpointError, listing
@@ -76,6 +78,7 @@ def load_pretrained(
     ignore_mismatched_sizes: bool = False,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    **hub_options: Unpack[HubOptions],
 ) -> LoadReport:
     """Copy the parameters of a checkpoint into any module that has them, by name and shape.
 
@@ -103,6 +106,7 @@ def load_pretrained(
             them. By default they raise CheckpointError.
         allow_nonfinite: whether to accept NaN and infinite weights.
         revision: branch, tag or commit of a hub id.
+        hub_options: token, cache_dir and local_files_only: see `HubOptions`.
     Returns: a report of the parameters that were loaded, are new, do not match or are not used.
     Raises:
         ConfigError: config.json is damaged, belongs to no supported family, or needs a feature that
@@ -111,7 +115,7 @@ def load_pretrained(
             file, the key and both shapes); the module and the checkpoint have no name in common;
             two parameters have the same target; or a target cannot be written to.
     """
-    folder = hub.resolve(path, revision=revision)
+    folder = hub.resolve(path, revision=revision, **hub_options)
 
     def read(real: Path) -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
         family = family_of(real)

@@ -37,6 +37,15 @@ def read_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate 
     return templates["default"] if list(templates) == ["default"] else templates or None
 
 
+def template_files(template: ChatTemplate | None) -> dict[str, bytes]:
+    """Return the files that `read_chat_template` reads as this template: name -> content."""
+    named = {"default": template} if isinstance(template, str) else template or {}
+    files = {f"{CHAT_TEMPLATE_DIR}/{name}.jinja": text.encode() for name, text in named.items()}
+    if "default" in named:
+        files[CHAT_TEMPLATE_FILE] = files.pop(f"{CHAT_TEMPLATE_DIR}/default.jinja")
+    return files
+
+
 def _read_text(path: Path) -> str | None:
     raw = read_if_present(path, CheckpointError, _MAX_BYTES)
     if raw is None:

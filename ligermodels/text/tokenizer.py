@@ -1,19 +1,31 @@
 """Convert text to token ids and back with the tokenizer of an HF folder, without transformers."""
 
+import copy
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.converters.files import read_if_present
-from ligermodels.converters.hub import resolve
-from ligermodels.errors import CheckpointError, DataError
+from typing_extensions import Unpack
+
+from ligermodels.converters.checkpoint_files import (
+    CHAT_TEMPLATE_DIR,
+    CHAT_TEMPLATE_FILE,
+    GENERATION_CONFIG_NAME,
+    copied_files,
+)
+from ligermodels.converters.files import parse_json
+from ligermodels.converters.hub import HubOptions, resolve
+from ligermodels.errors import CheckpointError, DataError, SaveError, shown
+from ligermodels.text.batch import Encoding, as_tensors, check_options, cut, padded
 from ligermodels.text.chat_template import (
     ChatTemplate,
     choose_template,
     read_chat_template,
     render_template,
+    template_files,
 )
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from ligermodels.text.tokenizer_config import (
@@ -26,6 +38,27 @@ from ligermodels.text.tokenizers_backend import TokenizersBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# The classes of transformers that pad on the left if tokenizer_config.json does not say where.
+_PADDED_ON_THE_LEFT = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+
+
+def _special(name: str) -> property:
+    """Return the property of a special token, such as "pad_token"; it is its text, or None."""
+
+    def get(self: "Tokenizer") -> str | None:
+        return self.special_tokens.get(name)
+
+    def set(self: "Tokenizer", text: str | None) -> None:
+        if text is None:
+            self.special_tokens.pop(name, None)
+        elif self.token_to_id(text) is None:
+            raise ValueError(f"{name}: {shown(text)} is no token of this tokenizer")
+        else:
+            self.special_tokens[name] = text
+
+    return property(get, set, doc=f"The text of the {name}, or None. It may be set.")
 
 
 # Each of the two classes reads one kind of tokenizer file. Both have the same methods.
@@ -42,6 +75,9 @@ class Tokenizer:
         special_tokens: name, such as "bos_token" -> text of the special token.
         chat_template: a template, a dict of named templates, or None.
         source: the folder, for messages.
+        source_files: name -> content of the files that the tokenizer was read from, for `save_hf`.
+        padding_side, truncation_side: "left" or "right", for a call; as the checkpoint says.
+        model_max_length: how many tokens a call with truncation keeps, or None.
         vocab_size: the number of ids with added tokens, as transformers' `len(tokenizer)`.
     """
 
@@ -55,30 +91,103 @@ class Tokenizer:
         self.special_tokens = backend.special_tokens
         self.chat_template = chat_template
         self.source = source
+        self.source_files: dict[str, bytes] = {}
+        self.padding_side = self.truncation_side = "right"
+        self.model_max_length: int | None = None
+        self._as_read = copy.copy(self.special_tokens), copy.copy(chat_template)
 
     @classmethod
-    def from_hf(cls, path: str | os.PathLike[str], revision: str | None = None) -> "Tokenizer":
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        revision: str | None = None,
+        **hub_options: Unpack[HubOptions],
+    ) -> "Tokenizer":
         """Read the tokenizer of a local folder or a hub id.
 
+        Args:
+            revision: branch, tag or commit of a hub id.
+            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
         Raises:
             CheckpointError: the checkpoint does not exist, it has neither a tokenizer.json nor a
                 sentencepiece tokenizer.model, or a file is damaged.
         """
-        folder = resolve(path, revision, weights=False)
+        folder = resolve(path, revision, weights=False, **hub_options)
         config = read_tokenizer_config(folder)
         special = special_tokens(config)
+        files = copied_files(folder)
+        files.pop(GENERATION_CONFIG_NAME, None)
         backend: Backend
-        file = folder / "tokenizer.json"
-        if (raw := read_if_present(file, CheckpointError)) is not None:
-            backend = TokenizersBackend(file, raw, config, special)
-        elif (
-            raw := read_if_present(file := folder / "tokenizer.model", CheckpointError)
-        ) is not None:
+        if (raw := files.get("tokenizer.json")) is not None:
+            backend = TokenizersBackend(folder / "tokenizer.json", raw, config, special)
+        elif (raw := files.get("tokenizer.model")) is not None:
             added = read_added_tokens(folder, config)
-            backend = SentencePieceBackend(file, raw, config, special, added)
+            backend = SentencePieceBackend(folder / "tokenizer.model", raw, config, special, added)
         else:
             raise CheckpointError(_nothing_usable(folder))
-        return cls(backend, read_chat_template(folder, config), str(folder))
+        tokenizer = cls(backend, read_chat_template(folder, config), str(folder))
+        tokenizer.source_files = files
+        name = str(config.get("tokenizer_class")).removesuffix("Fast")
+        side = "left" if name in _PADDED_ON_THE_LEFT else "right"
+        tokenizer.padding_side = config.get("padding_side") or side
+        tokenizer.truncation_side = config.get("truncation_side") or "right"
+        limit = config.get("model_max_length")  # transformers writes 1e30 for none
+        tokenizer.model_max_length = limit if isinstance(limit, int) and 0 < limit < 2**31 else None
+        return tokenizer
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+    ) -> Encoding:
+        """Return the ids and the mask of a text, or of several, as transformers' tokenizers do.
+
+        Args:
+            text: one text, or several.
+            add_special_tokens: as in `encode`.
+            padding: True or "longest" fills the rows to the longest one, "max_length" to
+                max_length, with the pad_token.
+            truncation: whether to cut texts to max_length on the truncation_side. The special
+                tokens around a text stay.
+            max_length: a number of tokens. The default is `model_max_length`.
+            padding_side: "left" or "right". The default is that of the checkpoint; `generate` needs
+                "left".
+            return_tensors: "pt" returns tensors (batch, seq) int64, also of one text; None lists.
+        Returns: an `Encoding` with input_ids and attention_mask.
+        Raises:
+            ValueError: an option is unknown or has no effect, there is no pad_token, or the rows
+                of a tensor have different lengths.
+            DataError, CheckpointError: as in `encode`.
+        """
+        side = padding_side or self.padding_side
+        check_options(padding, truncation, max_length, side, return_tensors)
+        length = max_length or self.model_max_length
+        if length is None and (truncation or padding == "max_length"):
+            raise ValueError(f"{self.source}: no model_max_length is known; pass max_length")
+        rows = [self.encode(each, add_special_tokens) for each in _texts(text)]
+        if truncation and length is not None:
+            rows = [
+                row
+                if len(row) <= length
+                else cut(row, self.encode(each, False), length, self.truncation_side)
+                for row, each in zip(rows, _texts(text))
+            ]
+        if padding in (True, "longest"):
+            length = max(map(len, rows), default=0)
+        elif padding != "max_length":
+            length = None
+        encoding = padded(rows, length, self.pad_token_id, side)
+        if return_tensors is not None:
+            return as_tensors(encoding)
+        if isinstance(text, str):
+            return Encoding({name: rows[0] for name, rows in encoding.items()})
+        return encoding
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
@@ -101,6 +210,12 @@ class Tokenizer:
         found = [found] if isinstance(found, int) else map(int, found)
         return self.backend.decode([i for i in found if 0 <= i < 2**31], skip_special_tokens)
 
+    def batch_decode(
+        self, rows: "Iterable[Iterable[int]] | Tensor", skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of each row of ids, as `decode`."""
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of the token with this text, or None if there is no such token."""
         return self.backend.token_to_id(token) if is_unicode(token) else None
@@ -115,6 +230,11 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self.backend.size()
+
+    bos_token = _special("bos_token")
+    eos_token = _special("eos_token")
+    pad_token = _special("pad_token")
+    unk_token = _special("unk_token")
 
     @property
     def bos_token_id(self) -> int | None:
@@ -135,6 +255,47 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
+
+    def save_hf(self, folder: str | os.PathLike[str]) -> None:
+        """Write the tokenizer's files, in the format that transformers writes and reads.
+
+        They are the files that it was read from, bit for bit. If the special_tokens or the
+        chat_template were changed, tokenizer_config.json and the templates hold the new ones. A
+        model in the folder stays. A save of a model writes its own tokenizer files, so save the
+        tokenizer after it.
+
+        Raises:
+            SaveError: the files cannot be written, or the tokenizer was not read from a folder. The
+                old content of the folder is unchanged.
+        """
+        # It imports torch, which texts do not need.
+        from ligermodels.converters.export import save_tokenizer
+
+        if not self.source_files:
+            raise SaveError(f"{folder}: only a tokenizer that `from_hf` has read can be saved")
+        files = dict(self.source_files)
+        special, template = self._as_read
+        changed = {
+            name: self.special_tokens.get(name)
+            for name in special.keys() | self.special_tokens.keys()
+            if special.get(name) != self.special_tokens.get(name)
+        }
+        moved = template != self.chat_template
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            is_config = name == "tokenizer_config.json"
+            if (changed or moved) and (is_config or name in files):
+                content = parse_json(files.get(name, b"{}"), name, CheckpointError) | changed
+                if moved:
+                    content.pop("chat_template", None)
+                files[name] = (json.dumps(content, indent=2) + "\n").encode()
+        if moved:
+            templates = (CHAT_TEMPLATE_FILE, "chat_template.json")
+            old = [n for n in files if n in templates or n.startswith(f"{CHAT_TEMPLATE_DIR}/")]
+            files = {n: each for n, each in files.items() if n not in old}
+            files |= template_files(self.chat_template)
+        save_tokenizer(folder, files)
+
+    save_pretrained = save_hf
 
     def apply_chat_template(
         self,
@@ -178,6 +339,10 @@ class Tokenizer:
             **{**self.special_tokens, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def _texts(text: str | Sequence[str]) -> Sequence[str]:
+    return [text] if isinstance(text, str) else text
 
 
 def _check_text(text: str) -> None:

@@ -9,6 +9,7 @@ from typing_extensions import Required
 
 from ligermodels.converters.files import is_token_id, read_json_if_present
 from ligermodels.errors import CheckpointError, shown
+from ligermodels.text.batch import SIDES
 
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
 SPECIAL_TOKENS = (
@@ -127,6 +128,8 @@ def _read_checked(path: Path) -> dict[str, Any]:
         check(name, good, "a string or an object with 'content'")
     for name in _SWITCHES:
         check(name, _is_switch(found.get(name)), "true, false or null")
+    for name in ("padding_side", "truncation_side"):
+        check(name, found.get(name) in (None, *SIDES), f"one of {SIDES}")
     decoder = found.get("added_tokens_decoder", {})
     good = isinstance(decoder, dict) and all(map(_is_added_token, decoder.values()))
     check("added_tokens_decoder", good, "an object that maps ids to objects with 'content'")

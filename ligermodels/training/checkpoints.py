@@ -115,7 +115,7 @@ class Checkpoints:
                 self._load_folder(step, path, model, optimizer)
         except CheckpointError as error:
             first, *rest = str(error).split("\n")
-            first += "; remove the file to resume from an earlier checkpoint"
+            first += f"; {way_out(path)}"
             raise CheckpointError("\n".join([first, *rest])) from None
 
     def _load(
@@ -202,6 +202,12 @@ def named_state(
 
 def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return ((name, x) for name, x in model.named_parameters() if x.requires_grad)
+
+
+def way_out(path: Path) -> str:
+    """Return what to do about a checkpoint that cannot be resumed from: a file, or a folder."""
+    what = "the file" if path.suffix else f"the folder {path}"
+    return f"remove {what} to resume from an earlier checkpoint"
 
 
 def first_not_finite(

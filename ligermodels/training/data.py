@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.converters.files import open_regular
-from ligermodels.errors import CheckpointError, DataError, first_line, shown
+from ligermodels.errors import CheckpointError, DataError, first_line, printable, shown
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.formats import normalised
 
@@ -76,11 +76,11 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
     """
     files = [Path(path) for path in paths]
     for file in files:
-        if file.is_dir():
+        if os.path.isdir(file):
             raise DataError(f"{file}: this is a folder; give a text or JSONL file")
         if not os.path.lexists(file):
-            raise DataError(f"{file}: the file does not exist")
-        if file.exists() and not file.is_file():
+            raise DataError(f"{printable(str(file))}: the file does not exist")
+        if os.path.exists(file) and not os.path.isfile(file):
             raise DataError(
                 f"{file}: this is a pipe or a device; a run reads its data again when it resumes, "
                 "so write the data to a file first"

@@ -42,7 +42,7 @@ def local_files(names: Sequence[str], *, progress: bool = True) -> list[Path]:
             dataset = _dataset(name)
             assert dataset is not None
             found.append(_library(name).jsonl_of(*dataset, progress=progress))
-        elif Path(name).suffix.lower() in _TABLES and Path(name).is_file():
+        elif Path(name).suffix.lower() in _TABLES and os.path.isfile(name):
             found.append(_library(name).jsonl_of_table(Path(name), progress=progress))
         else:
             found.append(name)

@@ -228,7 +228,7 @@ class Run:
                     name if is_dataset(name) else os.path.realpath(name) for name in settings[name]
                 ]
         for name in ("model", "teacher"):
-            if settings[name] is not None and Path(settings[name]).is_dir():
+            if settings[name] is not None and os.path.isdir(settings[name]):
                 settings[name] = os.path.realpath(settings[name])
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 

@@ -46,7 +46,7 @@ from ligermodels.converters.files import (
     read_json_if_present,
     sync_file,
 )
-from ligermodels.errors import CheckpointError, LigerError, shown
+from ligermodels.errors import CheckpointError, LigerError, SaveError, printable, shown
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
 from ligermodels.training.reference_file import remove_stored
@@ -112,6 +112,14 @@ class RunDir:
         model's files or among others in the current directory, and overwriting must not remove any
         input or anything that no run has made.
         """
+        try:
+            self.path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError) as error:  # The name is too long, or has a null byte.
+            reason = getattr(error, "strerror", None) or error
+            name = printable(str(self.path))
+            raise SaveError(f"{name}: this cannot be the output folder: {reason}") from None
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise LigerError(f"{self.path}: this is not a folder, but the output must be one")
         found = self.existing()
@@ -146,8 +154,15 @@ class RunDir:
                 "choose a folder for the run alone (--output-dir)"
             )
         for what, source in inputs:
-            real = Path(os.path.realpath(source))
-            if what == "model" and source.is_dir() and real == Path(os.path.realpath(self.path)):
+            try:
+                real = Path(os.path.realpath(source))
+            except ValueError:  # No path can have this name, so it is refused where it is read.
+                continue
+            if (
+                what == "model"
+                and os.path.isdir(source)
+                and real == Path(os.path.realpath(self.path))
+            ):
                 raise LigerError(
                     f"{self.path}: this is the checkpoint to start from; choose another folder for "
                     "the run, so that their files do not mix"

@@ -145,8 +145,8 @@ def read(folder: Path, tensors: Mapping[str, Stored], *, prefix: str = "") -> No
     """
     with error_on_all_ranks(CheckpointError):
         for number, (name, digest) in enumerate(facts_of(folder)["files"].items()):
-            if number % num_ranks() == rank() and _hash(folder / name) != digest:
-                raise CheckpointError(f"{folder / name}: the content does not match its checksum")
+            if number % num_ranks() == rank():
+                _check_hash(folder / name, digest)
         held = _Reader(folder).read_metadata().state_dict_metadata
         names = {name for name in held if name.startswith(prefix)}
         for name in sorted(names ^ tensors.keys()):
@@ -193,11 +193,15 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _hash(file: Path) -> str | None:
+def _check_hash(file: Path, digest: str) -> None:
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file}: the file is missing")
     try:
-        return file_hash(file)
-    except LigerError:
-        return None
+        found = file_hash(file)
+    except LigerError as error:
+        raise CheckpointError(str(error)) from None
+    if found != digest:
+        raise CheckpointError(f"{file}: the content does not match its checksum")
 
 
 @contextlib.contextmanager

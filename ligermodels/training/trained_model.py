@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -76,7 +77,7 @@ def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
     path = Path(path)
     match = _STEP.fullmatch(path.name)
     run = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
-    if match is None or not (run / RUN_FILE).is_file():
+    if match is None or not os.path.isfile(run / RUN_FILE):
         return None
     return run, int(match[1])
 

@@ -26,7 +26,7 @@ from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
 from ligermodels.models.parts import reshard
 from ligermodels.models.ranks import from_rank_0, num_ranks, rank
-from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.checkpoints import Checkpoints, way_out
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
@@ -303,9 +303,9 @@ class Trainer:
         saved = from_rank_0(checkpoints.latest() if rank() == 0 else None)
         if saved is not None:
             if saved > self.total_steps:
+                last = checkpoints.files()[saved]
                 raise CheckpointError(
-                    f"{checkpoints.files()[saved]}: the run has only {self.total_steps} steps; "
-                    "remove the file to resume from an earlier checkpoint"
+                    f"{last}: the run has only {self.total_steps} steps; {way_out(last)}"
                 )
             checkpoints.load(saved, self.model, self.optimizer)
             if rank() == 0:

@@ -59,6 +59,7 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         (["finetune", "m", "--max-length", "9"], ["did you mean '--seq-len'?"]),
         (["generate", "m", "--temprature=1"], ["--temprature=1; did you mean '--temperature'?"]),
         (["generate", "m", "--dtype", "bf16"], ["did you mean 'bfloat16'?"]),
+        (["generate", "m", "--repetition-penalty=1e300"], ["must be at most 1000000, not 1e+300"]),
         (["convert"], ["SOURCE", "TARGET"]),
     ):
         with subtests.test(" ".join(arguments)):

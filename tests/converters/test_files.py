@@ -127,6 +127,13 @@ def test_an_absent_file_is_none_or_an_error(tmp_path):
             read(tmp_path / "absent", ConfigError)
 
 
+def test_a_name_that_no_path_can_have_is_an_error(tmp_path):
+    for read in (open_regular, read_if_present, read_json, names_if_present):
+        for name in ("x" * 5000, "a\0b", "\ud800"):
+            with pytest.raises(ConfigError, match="cannot be read: "):
+                read(tmp_path / name, ConfigError)
+
+
 def test_a_file_is_read_up_to_a_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")

@@ -1,22 +1,34 @@
 """The real huggingface_hub downloads from a hub that the test runs on the loopback."""
 
+import contextlib
 import hashlib
 import json
 import re
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
+from ligermodels import (
+    AutoLiger,
+    LigerClassifier,
+    LigerLlama,
+    LlamaConfig,
+    Tokenizer,
+    load_pretrained,
+)
 from ligermodels.converters import hub
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, LigerError
 
 from .conftest import TOKENIZER
 
@@ -31,6 +43,7 @@ class FakeHub:
         self.repos: dict[str, Path] = {}
         self.gated: set[str] = set()
         self.log: list[str] = []
+        self.tokens: set[str | None] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,6 +67,7 @@ class FakeHub:
 
     def answer(self, request):
         self.log.append(f"{request.command} {request.path}")
+        self.tokens.add(request.headers.get("Authorization"))
         path = request.path.partition("?")[0]
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/(.+)|/tree/.+)?", path):
             repo, rest, revision = match.groups()
@@ -233,6 +247,46 @@ def test_no_connection_and_nothing_cached(fake, monkeypatch):
     point_at(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(CheckpointError, match=r"^some/model: .* no connection .* connect to downl"):
         resolve(REPO)
+
+
+LOADS = {
+    "AutoLiger": AutoLiger.from_hf,
+    "a family": LigerLlama.from_hf,
+    "its config": LlamaConfig.from_hf,
+    "Tokenizer": Tokenizer.from_hf,
+    "LigerClassifier": LigerClassifier.from_hf,
+    "load_pretrained": partial(load_pretrained, torch.nn.Linear(1, 1)),
+}
+
+
+@pytest.mark.parametrize("what", LOADS)
+def test_every_load_takes_the_options_of_the_hub(fake, tmp_path, what):
+    """The model is no Llama that can be loaded, so an error comes after the download."""
+    options = {"token": "hf_mine", "cache_dir": tmp_path / "mine"}
+    for more in ({}, {"local_files_only": True}):
+        fake.log.clear()
+        with contextlib.suppress(LigerError):
+            LOADS[what](REPO, **options, **more)
+        assert bool(fake.log) is not bool(more)
+    assert fake.tokens == {"Bearer hf_mine"}
+    assert [path.name for path in (tmp_path / "mine").glob("models*")] == ["models--some--model"]
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(CheckpointError, match="local_files_only is set, and nothing is cached; le"):
+        LOADS[what](REPO, local_files_only=True)
+    with pytest.raises(TypeError, match="'force_download'"):
+        LOADS[what](REPO, force_download=True)
+
+
+def test_the_model_of_an_adapter_takes_the_options_of_the_hub(fake, tmp_path):
+    for name, text in (
+        ("adapter_config.json", json.dumps({"base_model_name_or_path": REPO, "r": 1})),
+        ("tokenizer.json", "{}"),
+    ):
+        (tmp_path / name).write_text(text)
+    save_file({"x.lora_A.weight": torch.zeros(1, 1)}, tmp_path / "adapter_model.safetensors")
+    with contextlib.suppress(LigerError):
+        AutoLiger.from_hf(tmp_path, token="hf_mine", cache_dir=tmp_path / "mine")
+    assert fake.tokens == {"Bearer hf_mine"} and (tmp_path / "mine").is_dir()
 
 
 def test_absent_repository_and_revision(fake):

@@ -300,6 +300,7 @@ def test_options_out_of_range_are_refused(pair, subtests):
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
         ({"pad_token_id": VOCAB}, "pad_token_id=97"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"repetition_penalty": 1e300}, r"repetition_penalty=1e\+300: .* at most 1000000;"),
         ({"eos_token_id": ["x"]}, "eos_token_id="),
     ):
         with subtests.test(message):

@@ -134,6 +134,15 @@ def test_from_a_language_model(tmp_path: Path) -> None:
     assert says_what_it_holds(str(caught.value))
 
 
+def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
+    random_model("llama").save_hf(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"classifier_class\(type\(model\)\)\.from_model"
+    ) as said:
+        LigerClassifier.from_hf(tmp_path)
+    assert "'score.weight' is missing: the folder holds a model without" in str(said.value)
+
+
 def says_what_it_holds(text: str) -> bool:
     words = ("'score.weight' is the head of a classifier", "load it with LigerClassifier.from_hf")
     return all(word in text.splitlines()[0] for word in words)

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig as LlamaConfigHF
+from transformers import LlamaForCausalLM
 
 from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
+from ligermodels.converters.hf_config import to_hf
 from ligermodels.layers import (
     Attention,
     AttentionMask,
@@ -45,6 +48,29 @@ def test_loss_is_the_forward_loss() -> None:
     expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
     z = 1e-3 * logits.logsumexp(-1).square()[targets != -100].mean()
     assert smooth.item() == pytest.approx((expected + z).item(), rel=1e-5)
+
+
+def test_an_output_says_where_the_logits_are() -> None:
+    ids, labels = tokens()
+    out = tiny_model()(ids, labels=labels)
+    with pytest.raises(AttributeError, match=r"call model\.head\.logits\(hidden\), where"):
+        _ = out.logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_has_the_names_of_transformers(tied: bool) -> None:
+    config = LlamaConfig(**TINY | {"tie_word_embeddings": tied})
+    model = LigerLlama(config).bfloat16()
+    assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
+    with torch.device("meta"):
+        assert LigerLlama(config).device.type == "meta"
+    model.layers[0].requires_grad_(False)
+    theirs = LlamaForCausalLM(LlamaConfigHF(**to_hf(config)))
+    theirs.model.layers[0].requires_grad_(False)
+    for embeddings in (False, True):
+        for trainable in (False, True):
+            options = {"only_trainable": trainable, "exclude_embeddings": embeddings}
+            assert model.num_parameters(**options) == theirs.num_parameters(**options), options
 
 
 def test_loss_of_num_items_in_batch() -> None:

@@ -536,8 +536,27 @@ def test_a_dtype_may_be_named(tmp_path: Path) -> None:
         ("float32", torch.float32),
         ("torch.float16", torch.float16),
         ("auto", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp32", torch.float32),
     ):
         assert AutoLiger.from_hf(tmp_path, dtype=name).norm.weight.dtype == dtype, name
+
+
+def test_a_device_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for device in ("auto", "gpu", "cuda:999", None):
+        said = rf"device is {device!r}, which cannot be used .* expected one of 'cpu', 'meta'"
+        for cls in (AutoLiger, LigerLlama):
+            with pytest.raises(ValueError, match=said):
+                cls.from_hf(tmp_path, device=device)
+
+
+def test_an_argument_of_transformers_is_told_by_its_name_here(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for given, meant in (("torch_dtype", "dtype"), ("device_map", "device")):
+        with pytest.raises(TypeError, match=f"argument '{given}'; did you mean '{meant}'"):
+            AutoLiger.from_hf(tmp_path, **{given: "auto"})
 
 
 def test_the_size_of_shards_may_have_a_unit(tmp_path: Path) -> None:

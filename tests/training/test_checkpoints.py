@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError
 from ligermodels.models.parts import Part
-from ligermodels.training.checkpoints import Checkpoints, _copy, first_not_finite
+from ligermodels.training import sharded_checkpoints
+from ligermodels.training.checkpoints import Checkpoints, _copy, _stored, first_not_finite
 
 
 def make_model(width=3, seed=0):
@@ -101,6 +103,30 @@ def refuse(folder, model=None, step=1):
     assert f"step-{step:08}.safetensors" in first
     assert first.endswith("; remove the file to resume from an earlier checkpoint")
     return first
+
+
+def test_a_checkpoint_of_several_files_is_removed_as_one(folder):
+    """Without the folder that the message names, the run resumes from the checkpoint before."""
+    model, optimizer = make_model()
+    take_steps(model, optimizer, range(1))
+    folder.save(1, model, optimizer)
+    for step in (2, 3):
+        path, facts = folder.folder / f"step-{step:08}", {"step": step, "run": "one"}
+        sharded_checkpoints.write(path, _stored(model, optimizer), facts)
+    data = path / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    said = f"remove the folder {path} to resume from an earlier checkpoint"
+    with pytest.raises(CheckpointError, match=f"{data}: the content does not match .*; {said}$"):
+        folder.load(3, *make_model())
+    data.unlink()
+    with pytest.raises(CheckpointError, match=f"^{data}: the file is missing; {said}$"):
+        folder.load(3, *make_model())
+    data.mkdir()
+    with pytest.raises(CheckpointError, match=f"^{data}: this is not a regular .*; {said}$"):
+        folder.load(3, *make_model())
+    shutil.rmtree(path)
+    assert folder.latest() == 2
 
 
 @pytest.fixture
