@@ -15,6 +15,7 @@ from ligermodels.layers import LoraLinear, QuantizedLinear
 from ligermodels.models.auto import families
 from ligermodels.training.adapters import add_adapters, factors_of, merged, quantize
 from ligermodels.training.lora_options import LoraOptions
+from tests.rounding import ADAM_EPSILON
 from tests.tiny_models import VOCAB, random_model
 from tests.training.tiny_run import make_checkpoint, run, same, tensors, timeless, tiny_config
 
@@ -110,7 +111,7 @@ def test_training_equals_peft(checkpoint):
     for model in (ours, theirs):
         model.train()
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPSILON)
         mine = []
         for _ in range(3):
             loss = model(ids, labels=ids).loss
