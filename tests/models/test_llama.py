@@ -72,10 +72,15 @@ class Lowered(torch.nn.Module):
 
 
 def check_ratios(what: str, ratios: list[float]) -> None:
-    """Our error divided by transformers' is at most 1.05 on average, and 1.3 for any input."""
+    """Our error divided by transformers' is about 1.
+
+    Rounding spreads the logarithms of the ratios by 0.02 to 0.12, measured with each setting of
+    docs/testing.md for processors. The mean of 12 has a 3.46th of that, and the bounds are three
+    deviations of the mean, and three and a half of one input.
+    """
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    assert mean <= 1.05, f"{what}: geometric mean {mean:.3f} of {ratios}"
-    assert max(ratios) <= 1.3, f"{what}: {ratios}"
+    assert mean <= 1.11, f"{what}: geometric mean {mean:.3f} of {ratios}"
+    assert max(ratios) <= 1.52, f"{what}: {ratios}"
 
 
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
