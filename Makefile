@@ -10,11 +10,12 @@
 #
 # Each target first creates .venv from constraints.txt. Variables: MODEL=<hub id or folder> is another
 # model for the demo, PYTHON=<interpreter> is the Python that creates .venv, and WORKERS=<n> is the
-# number of processes that run the tests.
+# number of processes that run the tests, each of which computes in OMP_NUM_THREADS=<n> threads.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+OMP_NUM_THREADS ?= 1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
@@ -39,21 +40,21 @@ demo: $(VENV)/.demo
 # It imports only the files that have such tests, since importing all of them takes seconds.
 # The larger run comes last, so that its summary is the last line.
 test: lint $(SMOLLM2)/config.json $(OLD)/transformers
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SHARED) -m interpreter $(INTERPRETED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SHARED) -m "not interpreter"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -q $(SHARED) -m interpreter $(INTERPRETED)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -q $(SHARED) -m "not interpreter"
 
 # tests/conftest.py leaves these out of every run that does not ask for them.
 test-long: $(SMOLLM2)/config.json $(OLD)/transformers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 # Both processes write data files of their own, which `combine` puts together. A test that fails does
 # not keep the report back. Its total counts lines and branches together.
 coverage: $(SMOLLM2)/config.json $(OLD)/transformers
 	rm -rf build/coverage && mkdir -p build/coverage
-	-TRITON_INTERPRET=1 OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.interpreter \
+	-TRITON_INTERPRET=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) COVERAGE_FILE=$(CURDIR)/build/coverage/data.interpreter \
 		$(BIN)/python -m pytest -q $(SHARED) -m interpreter $(INTERPRETED) \
 		--cov --cov-report=
-	-OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/build/coverage/data.rest \
+	-OMP_NUM_THREADS=$(OMP_NUM_THREADS) COVERAGE_FILE=$(CURDIR)/build/coverage/data.rest \
 		$(BIN)/python -m pytest -q $(SHARED) -m "not interpreter" --cov --cov-report=
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
@@ -69,13 +70,13 @@ lint: $(VENV)/.test
 	$(BIN)/python -m mypy
 
 parity: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.parity_table -n $(WORKERS)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.models.parity_table -n $(WORKERS)
 
 parity-gpu: $(VENV)/.test
 	$(BIN)/python -m tests.models.parity_table --gpu -n $(WORKERS)
 
 outside-tools: $(OUTSIDE_TOOLS:%=build/%/.made) | $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.outside_tools
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.integrations.outside_tools
 
 bench-ops: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.ops --sizes all

@@ -37,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # The tests are many and small, and several processes share the cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    # No variable of torch turns oneDNN off. Processes that a test forks inherit this.
+    if os.environ.get("LIGERMODELS_ONEDNN") == "0":
+        torch.backends.mkldnn.set_flags(False)
     keep_freed_memory()
     if os.environ.get("TRITON_INTERPRET") == "1":
         hurry_the_interpreter()

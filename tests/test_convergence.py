@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ligermodels import AutoLiger, LigerLlama
 from tests.families import DECODERS, windows
 from tests.models import hf_models, zoo
+from tests.rounding import ADAM_EPSILON
 
 TEXT = Path(__file__).parent.parent / "examples" / "data"
 STEPS, WARMUP, BATCH = 150, 10, 4
@@ -64,7 +65,9 @@ def train(
     model: nn.Module, batches: Batches, lr: float, warmup: int = 1, fused: bool = True
 ) -> Iterator[float]:
     """Yield the loss before each AdamW step, with the gradient clipping of fine-tuning."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=fused)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, weight_decay=0.01, fused=fused, eps=ADAM_EPSILON
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1, (n + 1) / warmup))
     for ids, labels in batches:
         loss = model(ids, labels=labels).loss

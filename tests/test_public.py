@@ -11,13 +11,14 @@ import pytest
 
 import ligermodels
 from ligermodels import public
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parent.parent
 
 
 def python(script: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

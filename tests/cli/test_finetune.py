@@ -20,6 +20,7 @@ from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.config_file import read_config
 from ligermodels.training.interrupts import Interrupted
 from tests.cli.helpers import SMALL, assert_one_line
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,7 +171,7 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum
     while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size > 500):
         time.sleep(0.05)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signum
     assert err.count("\n") == 1 and f"--resume --output-dir {output} --import {module}'" in err
     assert read_config(output / "run.yaml", also=("import",))["import"] == [str(module)]

@@ -15,6 +15,7 @@ from ligermodels import cli
 from ligermodels.cli.interrupts import quit_on_interrupt, raise_on_interrupt
 from ligermodels.converters import export
 from ligermodels.converters.checkpoint import Checkpoint
+from tests.limits import SECONDS
 
 # Send SIGINT at the import of a number, counted from that of argparse.
 PROGRAM = """
@@ -43,7 +44,7 @@ def test_an_interrupted_start_is_one_line(number):
         cwd=Path(__file__).parents[2],
         # coverage imports modules of its own, and its messages would be in stderr.
         env={name: value for name, value in os.environ.items() if "COVERAGE" not in name},
-        timeout=120,
+        timeout=SECONDS,
     )
     assert (done.returncode, done.stderr) == (130, "ligermodels: interrupted\n")
     assert done.stdout == ""

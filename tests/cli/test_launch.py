@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,6 +17,7 @@ import torch.distributed.launcher.api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ligermodels.cli import launch
+from tests.limits import SECONDS, wait_until
 from tests.training.tiny_run import make_checkpoint, make_text
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,7 +40,7 @@ def start(folder: Path, *options: str, **variables: str) -> subprocess.Popen[str
 def test_an_error_of_the_processes_is_one_line(tmp_path: Path) -> None:
     make_text(tmp_path / "text.txt")
     process = start(tmp_path, "--max-steps", "2")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 2, err
     assert len(err.splitlines()) == 1, err
     assert err.startswith("ligermodels: ") and "base" in err, err
@@ -54,16 +54,13 @@ def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     make_text(tmp_path / "text.txt")
     process = start(tmp_path, "--max-steps", "60", "--max-restarts", "1")
     checkpoints = tmp_path / "run/checkpoints"
-    for _ in range(600):
-        if checkpoints.is_dir() and any(checkpoints.glob("step-0000000[5-9]")):
-            break
-        time.sleep(0.1)
+    wait_until(lambda: any(checkpoints.glob("step-0000000[5-9]")))
     workers = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
     assert len(workers) == 2, workers
     os.kill(int(workers[1]), signal.SIGKILL)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     assert "exported to" in out and len(out.splitlines()) == 2, out
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -104,14 +101,14 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
         places = {"PYTHONPATH": path, "KILL_FOLDER": str(tmp_path), "KILL_AT": place}
         sizes = ("--max-steps", "4", "--save-total-limit", "9", "--quiet")
         process = start(tmp_path, *sizes, "--rank-timeout", "20", **places)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=SECONDS)
         return process.returncode, err
 
     def resumed() -> bytes:
         shutil.rmtree(run / "checkpoints/step-00000004", ignore_errors=True)
         shutil.rmtree(run / "model", ignore_errors=True)
         process = start(tmp_path, "--max-steps", "4", "--save-total-limit", "9", "--resume")
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
         return (run / "model/model.safetensors").read_bytes()
 
@@ -146,15 +143,12 @@ def test_a_process_that_is_killed_or_hangs_is_named(
     make_checkpoint(tmp_path / "base")
     make_text(tmp_path / "text.txt")
     process = start(tmp_path, "--max-steps", "1000", "--quiet", "--rank-timeout", "8")
-    for _ in range(600):
-        if any((tmp_path / "run").glob("checkpoints/step-0000000?")):
-            break
-        time.sleep(0.1)
+    wait_until(lambda: any((tmp_path / "run").glob("checkpoints/step-0000000?")))
     workers = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
     os.kill(int(workers[number]), sent)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=SECONDS)
     assert process.returncode > 0, err
     assert err.splitlines()[-1].startswith("ligermodels: ") and line in err, err
 

@@ -13,8 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 from ligermodels.models.auto import AutoLiger
+from tests.rounding import steady_adamw
 
 
+@steady_adamw()
 def each(config: dict[str, Any]) -> list[list[float]]:
     """Train several models one after the other, because Ray takes seconds to start."""
     from examples.trainers import ray_train
@@ -22,6 +24,7 @@ def each(config: dict[str, Any]) -> list[list[float]]:
     return [ray_train.worker(one) for one in config["each"]]
 
 
+@steady_adamw()
 def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str, dict[str, float]]:
     """Return the errors of each family: of the losses, and of the weights that were saved.
 

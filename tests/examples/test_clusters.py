@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import SECONDS
 from tests.training.tiny_run import make_checkpoint, make_text
 
 ROOT = Path(__file__).parent.parent.parent
@@ -98,7 +99,7 @@ def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path, arguments: list[st
         GPUS="1",
     )
     variables["PATH"] = os.pathsep.join([str(tools), variables["PATH"]])
-    subprocess.run([str(SLURM), *arguments], env=variables, check=True, timeout=120)
+    subprocess.run([str(SLURM), *arguments], env=variables, check=True, timeout=SECONDS)
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
@@ -146,7 +147,7 @@ def test_the_command_of_the_manifest_trains_on_two_nodes(
 
     def node(_: int) -> int:
         return subprocess.run(
-            [*command, *arguments], env=environment(), check=False, timeout=120
+            [*command, *arguments], env=environment(), check=False, timeout=SECONDS
         ).returncode
 
     with ThreadPoolExecutor(2) as pool:

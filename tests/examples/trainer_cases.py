@@ -20,6 +20,7 @@ from examples.trainers.rows import Rows
 from ligermodels.models.auto import AutoLiger
 from tests.models import hf_models, zoo
 from tests.parallel.ranks import Case
+from tests.rounding import steady_adamw
 
 INSTALL = 'pip install -c constraints.txt -e ".[tools]"'
 RANKS, STEPS, BATCH, RATE = 2, 3, 4, 1e-3
@@ -148,6 +149,7 @@ def with_deepspeed(model: Any, native: bool, stage: int) -> list[float]:
     return deepspeed_zero.train(model, make_rows(), **options)
 
 
+@steady_adamw()
 def resumed(rank: int, place: Path) -> dict[str, float]:
     """Train with ZeRO-3, go on in another engine from its checkpoint, and evaluate there."""
     from examples.trainers import deepspeed_zero
@@ -173,6 +175,7 @@ def resumed(rank: int, place: Path) -> dict[str, float]:
     }
 
 
+@steady_adamw()
 def compare(
     tool: Callable[..., list[float]],
     family: str,

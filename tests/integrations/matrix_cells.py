@@ -25,6 +25,7 @@ from tests.integrations.test_quantised_checkpoints import quantization_config
 from tests.integrations.test_trl_trainers import ANSWERS, LABELLED, PAIRS, PROMPTS, length_reward
 from tests.integrations.tiny_text import texts, tokenizer
 from tests.models import hf_models, zoo
+from tests.rounding import steady_adamw
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ def log_probabilities(native: bool) -> Callable[[Path, Path], float]:
     return error
 
 
+@steady_adamw()
 def with_accelerate(folder: Path, place: Path) -> float:
     models = AutoLiger.from_hf(folder), theirs(folder)
     found, expected = (in_accelerate(model) for model in models)
@@ -252,6 +254,7 @@ def in_accelerate(model: Any) -> list[float]:
     return accelerate_loop.train(model, rows(), **options)
 
 
+@steady_adamw()
 def with_lightning(folder: Path, place: Path) -> float:
     from examples.trainers import lightning_module
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ligermodels.memory.caching_allocator import CachingAllocator, expandable_segments
+from tests.limits import SECONDS
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -126,7 +127,7 @@ def test_the_same_bytes_as_on_a_gpu(expandable: bool) -> None:
     command = [sys.executable, "-m", "tests.memory.test_caching_allocator"]
     given = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=os.environ | given
+        command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS, env=os.environ | given
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

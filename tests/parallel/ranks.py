@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 300
+from tests.limits import SECONDS
+
 Case = Callable[[int, Path], dict[str, float]]
 Report = dict[str, "dict[str, float] | str"]
 

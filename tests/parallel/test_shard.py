@@ -37,9 +37,11 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.models.parts import whole_tensor
 from tests import outside
 from tests.families import OWN
+from tests.limits import SECONDS
 from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel_worker import SIZES, count, data, relative
+from tests.rounding import ADAM_EPSILON
 
 # Families from outside whose modules tensor parallelism can cut.
 OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
@@ -100,7 +102,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_old_files(
         subprocess.Popen([*command, str(rank), *arguments], stdout=subprocess.PIPE, cwd=ROOT)
         for rank in range(2)
     ]
-    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    outputs = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
     assert outputs == [b"saves again\n"] * 2
     assert workers[killed].returncode == -signal.SIGKILL and workers[1 - killed].returncode == 1
     assert contents(tmp_path / "model") == contents(tmp_path / "whole")
@@ -523,7 +525,7 @@ def training_state(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float
     def made(mesh: Any, **changes: Any) -> tuple[DecoderModel, torch.optim.Optimizer]:
         model = make(True, **changes)
         model = model if mesh is None else shard(model, mesh, **FLOAT32)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=ADAM_EPSILON)
 
     first = made(mesh)
     steps(*first, mesh, 2)

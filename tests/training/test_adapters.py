@@ -14,6 +14,7 @@ from ligermodels.adapters import LoraLinear, QuantizedLinear
 from ligermodels.adapters.adapted_model import add_adapters, factors_of, merged, quantize
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.models.auto import families
+from tests.rounding import ADAM_EPSILON
 from tests.tiny_models import VOCAB, random_model
 from tests.training.tiny_run import make_checkpoint, run, same, tensors, timeless, tiny_config
 
@@ -109,7 +110,7 @@ def test_training_equals_peft(checkpoint):
     for model in (ours, theirs):
         model.train()
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPSILON)
         mine = []
         for _ in range(3):
             loss = model(ids, labels=ids).loss

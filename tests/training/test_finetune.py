@@ -22,6 +22,7 @@ from ligermodels.training.data_sources import local_files
 from ligermodels.training.finetune import finetune, resumed_settings
 from ligermodels.training.interrupts import Interrupted
 from ligermodels.training.trainer import Trainer
+from tests.limits import SECONDS
 from tests.training.tiny_run import (
     everything,
     make_checkpoint,
@@ -117,7 +118,7 @@ def test_killing_at_any_moment_and_resuming_gives_the_same_weights(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=SECONDS,
     )
     assert driver.returncode == 0, driver.stderr
     kills = [int(line.split()[-2]) for line in driver.stdout.splitlines()]

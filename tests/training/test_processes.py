@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,9 @@ from ligermodels.training.finetune import finetune
 from ligermodels.training.interrupts import Interrupted
 from ligermodels.training.processes import RankError, joined, local_device, losing_ranks, meet
 from ligermodels.training.trainer import Trainer
+from tests.limits import SECONDS
 from tests.parallel.ranks import Case, check, run_ranks
+from tests.rounding import ADAM_EPSILON
 from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
 
 SIZES: dict[str, Any] = {
@@ -33,6 +34,7 @@ SIZES: dict[str, Any] = {
     "batch_size": 2,
     "max_steps": 4,
     "learning_rate": 1e-3,
+    "adam_epsilon": ADAM_EPSILON,
     "save_steps": 2,
     "save_total_limit": 5,
     "max_eval_rows": 5,
@@ -315,12 +317,13 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
 
 
 def hung_rank(number: int, folder: Path) -> dict[str, float]:
-    with joined(torch.device("cpu"), 1):
+    with joined(torch.device("cpu"), SECONDS):
         if number == 1:
-            time.sleep(2)
-            return {"slept": 0.0}
+            dist.barrier()  # the other rank comes here after it has given up
+            return {"hung": 0.0}
         with pytest.raises(LigerError, match=r"^step 7: rank 1 of 2 did not come") as caught:
             meet("step 7", None, 1)
+        dist.barrier()
     return {"reported": float(caught.value.is_repeated)}
 
 

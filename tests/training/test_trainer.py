@@ -21,6 +21,7 @@ from ligermodels.training.trainer import (
     perplexity,
     shown_perplexity,
 )
+from tests.rounding import ADAM_EPSILON
 from tests.training.tiny_run import make_checkpoint, tiny_config
 
 
@@ -39,7 +40,9 @@ def make_rows(count=24, seq_len=32, seed=0):
 def make_trainer(rows, eval_rows=None, **options):
     torch.manual_seed(0)
     model = LigerLlama(tiny_config())
-    config = FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
+    config = FinetuneConfig(
+        model="m", train_files=["t"], output_dir="o", adam_epsilon=ADAM_EPSILON, **options
+    )
     return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
 
 
@@ -198,6 +201,7 @@ def beside_transformers(folder, rows, steps, rate):
         batch_size=2,
         max_steps=steps,
         learning_rate=rate,
+        adam_epsilon=ADAM_EPSILON,
     )
     trainer = Trainer(ours, config, rows, None, torch.device("cpu"), "float32")
     optimizer = torch.optim.AdamW(
