@@ -167,9 +167,22 @@ class LigerPreTrainedModel(PreTrainedModel):
             super().add_adapter(*args, **options)
 
     def load_adapter(self, *args: Any, **options: Any) -> Any:
-        """Load an adapter of PEFT, as in transformers; projections that get one are split."""
+        """Load an adapter of PEFT, as in transformers; projections that get one are split.
+
+        Raises:
+            ConfigError: tensors of the adapter have no place, or are missing. It is removed again.
+        """
+        before = {*getattr(self, "peft_config", ())}
         with projections.split_for_adapters(self):
-            return super().load_adapter(*args, **options)
+            loaded = super().load_adapter(*args, **options)
+            try:
+                name = options.get("peft_model_id") or next(iter(args), "load_adapter")
+                projections.refuse_in_part(name, loaded)
+            except ConfigError:
+                for new in self.peft_config.keys() - before:
+                    self.delete_adapter(new)
+                raise
+            return loaded
 
     def activation_checkpointing_enable(
         self,
