@@ -108,6 +108,23 @@ class LigerPreTrainedModel(PreTrainedModel):
             for module in native.modules():  # or transformers would draw the weights again
                 setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
+        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
+
+        A model that is quantised, in its checkpoint or by a quantization_config, has split
+        projections. Some kinds of quantisation choose their scales for a whole weight, so that
+        those of a packed one would be others than HF's.
+
+        Raises:
+            ConfigError: no family is registered for the checkpoint's model_type.
+        """
+        if not hasattr(cls, "family"):
+            return class_at(path, cls, options).from_pretrained(path, *args, **options)
+        if any(each.get("quantization_config") for each in (options, raw_config(path, options))):
+            options["split_projections"] = True
+        return super().from_pretrained(path, *args, **options)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, RotaryEmbedding):
@@ -357,22 +374,6 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
-        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
-
-        With a quantization_config, packed projections are quantised as they are. A checkpoint that
-        is quantised already is loaded with split projections, because its rows cannot be packed.
-
-        Raises:
-            ConfigError: no family is registered for the checkpoint's model_type.
-        """
-        if not hasattr(cls, "family"):
-            return class_at(path, cls, options).from_pretrained(path, *args, **options)
-        if raw_config(path, options).get("quantization_config"):
-            options["split_projections"] = True
-        return super().from_pretrained(path, *args, **options)
-
-    @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
         """Do nothing; transformers would copy this file into each folder that is saved."""
 
@@ -556,7 +557,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         if odd := projections.first_quantised(self):
             raise SaveError(
                 f"{Path(save_directory)}: {odd}, whose rows cannot be saved under HF's names; "
-                "quantise it with split projections: from_pretrained(..., split_projections=True)"
+                "give from_pretrained the quantization_config, or split_projections=True"
             )
         super().save_pretrained(save_directory, **options)
 
@@ -577,10 +578,16 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
     """A decoder of any family with a linear score of the last token, as in transformers.
 
     `LigerForSequenceClassification.from_pretrained(path, num_labels=1)` is a reward model for
-    TRL's RewardTrainer.
+    TRL's RewardTrainer. With split_projections=True, it has HF's projections.
     """
 
-    def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        native: DecoderModel | None = None,
+        *,
+        split_projections: bool = False,
+    ) -> None:
         LigerPreTrainedModel.__init__(self, config, native)
         native = self._native[0]
         native.head.to("meta")  # it is not used
@@ -590,22 +597,14 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         self.register_load_state_dict_pre_hook(pack_hf_names)
         entries = (e for e in self.weight_map if not e.name.startswith("head."))
         self.weight_map = dataclasses.replace(self.weight_map, entries=tuple(entries))
-        found = conversions(self.weight_map)
+        repacked = projections.separate(self.weight_map) if split_projections else self.weight_map
+        found = conversions(repacked)
         register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
         self._weight_conversions = found
         self._keys_to_ignore_on_load_unexpected.append(r"^lm_head\.")
+        if split_projections:
+            projections.split_projections(self)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
-        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
-
-        Raises:
-            ConfigError: no family is registered for the checkpoint's model_type.
-        """
-        if hasattr(cls, "family"):
-            return super().from_pretrained(path, *args, **options)
-        return class_at(path, cls, options).from_pretrained(path, *args, **options)
 
     def _architecture(self) -> str:
         names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
