@@ -352,6 +352,7 @@ def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path
     found = model.head.logits(model(IDS))
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert type(model) is type(AutoLiger.from_hf(folders[family]))
+    assert model.source_folder is None  # whose weights are others
 
 
 @pytest.mark.parametrize(
