@@ -158,10 +158,10 @@ def read_adapter(folder: Path) -> tuple[Weights, Config]:
     if os.path.lexists(pickled) and not os.path.lexists(folder / ADAPTER_WEIGHTS_NAME):
         raise CheckpointError(
             f"{pickled}: the file holds pickled tensors, which are never read here, and there is "
-            f"no {ADAPTER_WEIGHTS_NAME}; if you trust the file, convert it once:\n  import torch; "
-            "from safetensors.torch import save_file\n  "
-            f'save_file(torch.load("{pickled.name}", map_location="cpu", weights_only=True), '
-            f'"{ADAPTER_WEIGHTS_NAME}")'
+            f"no {ADAPTER_WEIGHTS_NAME}; if you trust the file, convert it once, in its folder: "
+            'python -c "import torch; from safetensors.torch import save_file; '
+            f"save_file(torch.load('{ADAPTER_PICKLE_NAME}', map_location='cpu', "
+            f"weights_only=True), '{ADAPTER_WEIGHTS_NAME}')\""
         )
     file = SafetensorsFile(folder / ADAPTER_WEIGHTS_NAME)
     weights = {name: file.tensor(name) for name in file.tensors}
@@ -367,9 +367,11 @@ def _check(
             needed |= {f"{_PREFIX}{module}.{end}": shape for end, shape in tensors.items()}
     needed |= dict.fromkeys(_others(config, weight_map, targeted, native=native))
     if absent := sorted(needed.keys() - weights.keys()):
+        unknown = sorted(name for name in left if ".lora_" in name)
+        others = f"; {shown(unknown[0])} belongs to no linear of this model" if unknown else ""
         raise CheckpointError(
             f"adapter: {absent[0]} is missing, but adapter_config.json names its module (this is "
-            f"so for {len(absent)} tensors); get the whole adapter, or correct the config\n"
+            f"so for {len(absent)} tensors){others}; get the whole adapter, or correct the config\n"
             f"{listing(absent)}"
         )
     for name, shape in needed.items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -324,16 +324,14 @@ def test_a_scale_that_overflows_in_a_packed_adapter_is_refused(folders, tmp_path
 
 
 def test_a_pickled_adapter_is_never_read(folders, tmp_path) -> None:
-    """The message has the commands that convert it, and they do."""
+    """The message has the command that converts it, and it does."""
     weights, _, logits = published(folders["llama"], tmp_path, target_modules=["q_proj"])
     (tmp_path / "adapter_model.safetensors").unlink()
     torch.save(weights, tmp_path / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin: .* never read") as error:
         AutoLiger.from_hf(tmp_path)
-    commands = str(error.value).partition("convert it once:")[2]
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(commands)], cwd=tmp_path, check=True, timeout=300
-    )
+    _, *command = shlex.split(str(error.value).partition("in its folder: ")[2])
+    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=300)
     model = AutoLiger.from_hf(tmp_path)
     torch.testing.assert_close(model.head.logits(model(IDS)), logits, rtol=1e-4, atol=1e-5)
 
@@ -463,3 +461,10 @@ def test_tensors_of_no_linear_are_named(folders, tmp_path) -> None:
     odd = {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 48)}
     with pytest.raises(CheckpointError, match=r"layers\.9.* is no part of a LoRA on a linear"):
         add_lora(parameters, weights | odd, config, weight_map)
+    of_a_tower = {
+        name.replace("model.layers", "model.text.layers"): x for name, x in weights.items()
+    }
+    with pytest.raises(
+        CheckpointError, match=r"is missing, .*model\.text\.\S+ belongs to no linear"
+    ):
+        add_lora(parameters, of_a_tower, config, weight_map)
