@@ -16,10 +16,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
-from ligermodels.converters.adapter_config import check_config, targets
 from ligermodels.converters.adapters import add_lora, pack_adapter, unpack_adapter
 from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import AutoLiger
@@ -262,38 +260,6 @@ def test_an_adapter_of_packed_projections_in_part_is_refused(folders, tmp_path) 
     assert "layers.0.self_attn.qkv_proj" in names
     with pytest.raises(CheckpointError, match=r"qkv_proj.lora_A.weight is not a tensor that"):
         unpack_adapter(mine, my_config | {"target_modules": names[:1]}, weight_map)
-
-
-NAMES: list[dict[str, Any]] = [
-    {"target_modules": ["q_proj", "mlp.down_proj", "embed_tokens"]},
-    {"target_modules": ["proj", "model.layers.1.mlp.up_proj", "layers.0.self_attn.k_proj"]},
-    {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
-    {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.mlp\..*"},
-    {"target_modules": r".*\.(q|up)_proj"},
-    {"target_modules": r"q_proj"},
-    {  # Unsloth writes such a pattern
-        "target_modules": r"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:q_proj|up_proj).*?)|"
-        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|up_proj)))"
-    },
-    {"target_modules": ["q_proj"], "layers_to_transform": [1, 11]},
-    {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
-    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
-    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h"]},
-    {"target_modules": ["model.layers.0.self_attn.q_proj"], "layers_to_transform": [1]},
-    {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp", "lm_head"]},
-    {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["lm_head"]},
-]
-
-
-@pytest.mark.parametrize("config", NAMES, ids=lambda config: str(config)[:70])
-def test_names_match_as_in_peft(config: dict[str, Any]) -> None:
-    parts = ["self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"]
-    names = [f"model.layers.{layer}.{part}" for layer in (0, 1, 11) for part in parts]
-    names += ["model.embed_tokens", "lm_head"]
-    expected = {n for n in names if bool(check_target_module_exists(LoraConfig(**config), n))}
-    config = {"peft_type": "LORA", **config}
-    check_config(config)
-    assert targets(config, dict.fromkeys(names, True)) == expected
 
 
 @pytest.mark.parametrize(
