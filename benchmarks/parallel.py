@@ -159,7 +159,7 @@ def ours(layers: int | None, **options: Any) -> Any:
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = LigerLlama(config(layers)).train()
-    return shard(model, **options)
+    return shard(model, compute_dtype=torch.bfloat16, **options)
 
 
 def fsdp(layers: int | None) -> list[Row]:
@@ -247,7 +247,7 @@ def exact(_: int | None) -> list[Row]:
     expected.backward()
 
     def compare(layout: Any, splits_rows: bool) -> Row:
-        sharded = shard(copy.deepcopy(fresh), layout, compute_dtype=None)
+        sharded = shard(copy.deepcopy(fresh), layout)
         rows = ids.chunk(ranks)[dist.get_rank()] if splits_rows else ids
         normalizer = mean_over_ranks(sharded, rows[:, 1:].numel())
         loss = sharded(rows, labels=rows, normalizer=normalizer).loss
@@ -309,7 +309,7 @@ def context(_: int | None) -> list[Row]:
         with torch.device(DEVICE):
             model = cls(cls.config_class(**sizes, **changes)).to(dtype)
         true_loss, true = gradients_of(copy.deepcopy(model).cpu().double(), inputs, "cpu")
-        sharded = shard(copy.deepcopy(model), mesh(cp=dist.get_world_size()), compute_dtype=None)
+        sharded = shard(copy.deepcopy(model), mesh(cp=dist.get_world_size()))
         found: Row = {}
         for name, each in (("one GPU", model), ("split", sharded)):
             loss, grads = gradients_of(each, inputs, DEVICE)
@@ -330,7 +330,7 @@ def parts(layers: int | None) -> list[Row]:
             model = LigerLlama(config(layers or 4)).to(torch.bfloat16).train()
             ids = torch.randint(3, 128000, (1, seq))
         if splits:
-            shard(model, mesh(cp=ranks), compute_dtype=None, reduce_dtype=torch.bfloat16)
+            shard(model, mesh(cp=ranks), reduce_dtype=torch.bfloat16)
         model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
 
         def step() -> None:

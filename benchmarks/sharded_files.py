@@ -132,7 +132,7 @@ def main() -> None:
 
     def load() -> None:
         made = LigerLlama.from_hf(model, device="meta")
-        kept.append(shard(made, compute_dtype=None))
+        kept.append(shard(made))
 
     def alone(work: Callable[[], Any]) -> Callable[[], Any]:
         return work if rank == 0 else lambda: None

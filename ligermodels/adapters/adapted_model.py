@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligermodels.adapters.lora import LoraLinear, Rows
 from ligermodels.adapters.peft_format import Part, adapter_of_hf, linears
 from ligermodels.adapters.quantized import QuantizedLinear
+from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
 from ligermodels.errors import CheckpointError, ConfigError, shown
 from ligermodels.models.auto import AutoLiger
@@ -94,7 +95,7 @@ def merged(model: DecoderModel) -> DecoderModel:
 
     Raises:
         CheckpointError: the checkpoint's weights cannot be read, or are no longer those that the
-            model was loaded from.
+            model was loaded from, or a sum is not finite.
     """
     assert model.source_folder is not None
     dtype = model.embed_tokens.weight.dtype
@@ -102,7 +103,14 @@ def merged(model: DecoderModel) -> DecoderModel:
     _check_same_weights(model, whole)
     for name, each in model.named_modules():
         if isinstance(each, LoraLinear):
-            each.add_to(whole.get_submodule(name).weight)  # type: ignore[arg-type]
+            weight = whole.get_submodule(name).weight
+            assert isinstance(weight, Tensor)
+            each.add_to(weight)
+            if not is_finite(weight.detach()):
+                raise CheckpointError(
+                    f"{name}.weight holds NaN or infinite values in {dtype} after the adapter was "
+                    "added; its values or lora's alpha are too large"
+                )
     return whole
 
 
@@ -131,7 +139,7 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
 
     Args: base: the hub id or folder of the model of the adapters; dtype: None keeps their dtype.
     Raises:
-        SaveError: the files cannot be written.
+        SaveError: the files cannot be written, or a value is not finite in this dtype.
     """
     first = next(each for each in model.modules() if isinstance(each, LoraLinear))
     settings = {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": first.dropout.p}

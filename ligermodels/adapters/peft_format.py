@@ -12,16 +12,30 @@ PEFT. `peft.get_peft_model(model, LoraConfig(**config))` makes the modules of a 
 
 import copy
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.converters.checkpoint_files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
-from ligermodels.converters.files import is_number, read_json
+from ligermodels.adapters.adapter_config import (
+    KEPT,
+    alpha_of,
+    check_config,
+    is_saved_whole,
+    rank_of,
+    scaling_of,
+    targets,
+)
+from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_PICKLE_NAME,
+    ADAPTER_WEIGHTS_NAME,
+)
+from ligermodels.converters.files import read_json
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import CheckpointError, listing, shown
@@ -31,21 +45,9 @@ Config = dict[str, Any]
 
 _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-_EMBEDDING_A = "lora_embedding_A"
-# Keys of the config that name modules; they are written anew from the tensors.
-_NAMING = {
-    *("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"),
-    *("layers_to_transform", "layers_pattern", "auto_mapping"),
-}
-# Keys that a converted adapter keeps, because they mean the same for it.
-_KEPT = {
-    *("r", "lora_alpha", "lora_dropout", "peft_type", "task_type", "use_dora", "use_rslora"),
-    *("bias", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
-    *("init_lora_weights", "ensure_weight_tying"),
-}
-# Ways to start an adapter that also change the weights of the model it belongs to.
-_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+# Ends of a module's own tensors, which an adapter may hold beside those of a LoRA.
+_OWN = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 
 
 class Part(NamedTuple):
@@ -75,9 +77,11 @@ def pack_adapter(
             packed projection have an adapter.
     Returns: the tensors and the config of the native adapter.
     Raises:
-        CheckpointError: a tensor or a key of the config would be left out; the message names it.
+        CheckpointError: a tensor or a key of the config would be left out, a tensor of a module
+            that the config names is missing or has another shape, or a value overflows; the
+            message names it.
     """
-    _check_config(config)
+    _check(weights, config, weight_map)
     left, made = dict(weights), Weights()
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -89,11 +93,11 @@ def pack_adapter(
             (taken,) = found.values()
             made |= {f"{_PREFIX}{module}.{end}": tensor for end, tensor in taken.items()}
             if (rank := _rank(taken)) is not None:
-                ranks[module], alphas[module] = rank, _alpha(config, parts[0].hf)
+                ranks[module], alphas[module] = rank, alpha_of(config, parts[0].hf)
             continue
         _check_lora(found)
-        has_lora = {part: taken for part, taken in found.items() if _A in taken}
-        scales = {p: _scaling(config, p.hf, len(taken[_A])) for p, taken in has_lora.items()}
+        has_lora = {part: taken for part, taken in found.items() if taken}
+        scales = {part: scaling_of(config, part.hf) for part in has_lora}
         scale = next(iter(scales.values()))
         a = torch.cat([taken[_A] for taken in has_lora.values()])
         b = a.new_zeros(sum(part.rows for part in parts), len(a))
@@ -101,7 +105,9 @@ def pack_adapter(
         for part, taken in has_lora.items():
             block, ratio = taken[_B], scales[part] / scale
             columns = slice(column, column + block.shape[1])
-            b[part.row : part.row + part.rows, columns] = block if ratio == 1 else block * ratio
+            block = block if ratio == 1 else block * ratio
+            _check_finite(f"{part.hf}.{_B}, in the scale of {module},", block)
+            b[part.row : part.row + part.rows, columns] = block
             column += block.shape[1]
         made |= {f"{_PREFIX}{module}.{_A}": a, f"{_PREFIX}{module}.{_B}": b}
         if any(_MAGNITUDE in taken for taken in found.values()):
@@ -119,7 +125,7 @@ def unpack_adapter(
 
     The arguments and errors are those of `pack_adapter`.
     """
-    _check_config(config)
+    _check(weights, config, weight_map, native=True)
     left, made = dict(weights), Weights()
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -135,7 +141,7 @@ def unpack_adapter(
                 whole = end == _A or len(parts) == 1
                 made[f"{_PREFIX}{part.hf}.{end}"] = tensor if whole else tensor[rows].clone()
             if (rank := _rank(taken)) is not None:
-                ranks[part.hf], alphas[part.hf] = rank, _alpha(config, module)
+                ranks[part.hf], alphas[part.hf] = rank, alpha_of(config, module)
     _move_others(left, made, weight_map, to_hf=True)
     return made, _new_config(config, made, ranks, alphas)
 
@@ -144,9 +150,19 @@ def read_adapter(folder: Path) -> tuple[Weights, Config]:
     """Return the tensors and the config of an adapter in PEFT's format.
 
     Raises:
-        CheckpointError: one of its two files is missing or damaged, or a value is not finite.
+        CheckpointError: one of its two files is missing or damaged, a value is not finite, or the
+            tensors are pickled.
     """
     config = read_json(folder / ADAPTER_CONFIG_NAME, CheckpointError)
+    pickled = folder / ADAPTER_PICKLE_NAME
+    if os.path.lexists(pickled) and not os.path.lexists(folder / ADAPTER_WEIGHTS_NAME):
+        raise CheckpointError(
+            f"{pickled}: the file holds pickled tensors, which are never read here, and there is "
+            f"no {ADAPTER_WEIGHTS_NAME}; if you trust the file, convert it once, in its folder: "
+            'python -c "import torch; from safetensors.torch import save_file; '
+            f"save_file(torch.load('{ADAPTER_PICKLE_NAME}', map_location='cpu', "
+            f"weights_only=True), '{ADAPTER_WEIGHTS_NAME}')\""
+        )
     file = SafetensorsFile(folder / ADAPTER_WEIGHTS_NAME)
     weights = {name: file.tensor(name) for name in file.tensors}
     for name, tensor in weights.items():
@@ -167,31 +183,37 @@ def add_lora(
 
     Args: as in `pack_adapter`; parameters, those of the native model, by name.
     Raises:
-        CheckpointError: a tensor or a key of the config is not part of a LoRA on linears, or does
-            not fit the model. Nothing was changed.
+        CheckpointError: a tensor or a key of the config is not part of a LoRA on linears, a tensor
+            of a module that the config names is missing or has another shape, or a sum is not
+            finite in the dtype of the parameter. Nothing was changed.
     """
-    _check_config(config)
-    _check_numbers(config)
+    _check(weights, config, weight_map)
     left, found = dict(weights), []
     for module, parts in linears(weight_map).items():
         for part in parts:
             if taken := _take(left, part.hf):
-                if odd := sorted(taken.keys() ^ {_A, _B}):
+                if odd := sorted(taken.keys() - {_A, _B}):
                     raise CheckpointError(
-                        f"adapter: {part.hf}.{odd[0]}: only a plain LoRA is added to weights; "
-                        "merge the adapter with PEFT's merge_and_unload"
+                        f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only a plain LoRA is added to "
+                        "weights; merge the adapter with PEFT's merge_and_unload"
                     )
-                _check_fit(config, part, taken, parameters[f"{module}.weight"].shape[1])
-                found.append((module, part, taken))
+                rows = parameters[f"{module}.weight"][part.row : part.row + part.rows]
+                found.append((part.hf, rows, taken))
     if left:
         raise CheckpointError(
             f"adapter: {min(left)!r} is no part of a LoRA on a linear, and would be left out (this "
             f"is so for {len(left)} tensors)\n{listing(sorted(left))}"
         )
-    for module, part, taken in found:
-        rows = parameters[f"{module}.weight"][part.row : part.row + part.rows]
-        a, b = (taken[end].to(rows.device, torch.float32) for end in (_A, _B))
-        rows.copy_(rows.float() + _scaling(config, part.hf, len(a)) * (b @ a))
+    for name, rows, taken in found:
+        _check_finite(f"the sum of {name}.weight and its LoRA", _sum(rows, taken, config, name))
+    for name, rows, taken in found:  # computed again: a second model would not fit everywhere
+        rows.copy_(_sum(rows, taken, config, name))
+
+
+def _sum(rows: Tensor, taken: Weights, config: Mapping[str, Any], name: str) -> Tensor:
+    """Return the rows of a weight with a LoRA added, in their dtype."""
+    a, b = (taken[end].to(rows.device, torch.float32) for end in (_A, _B))
+    return (rows.float() + scaling_of(config, name) * (b @ a)).to(rows.dtype)
 
 
 def adapter_of_hf(
@@ -262,12 +284,10 @@ def _rank(taken: Weights) -> int | None:
 def _check_lora(found: Mapping[Part, Weights]) -> None:
     """Raise unless the parts of a packed projection have LoRA or DoRA, and nothing else."""
     for part, taken in found.items():
-        odd = sorted(taken.keys() - {_A, _B, _MAGNITUDE})
-        if taken and (odd or _A not in taken or _B not in taken):
-            name = odd[0] if odd else f"{_A} or {_B}, which is missing"
+        if odd := sorted(taken.keys() - {_A, _B, _MAGNITUDE}):
             raise CheckpointError(
-                f"adapter: {part.hf}: {name}: only LoRA and DoRA can be converted between packed "
-                "and separate projections; load it with "
+                f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only LoRA and DoRA can be converted "
+                "between packed and separate projections; load it with "
                 "ligermodels.integrations.peft_adapters.load_peft_model"
             )
 
@@ -283,7 +303,7 @@ def _magnitude(
     for part, taken in found.items():
         if _MAGNITUDE in taken:
             pieces.append(taken[_MAGNITUDE])
-        elif base is None or _A in taken:
+        elif base is None:
             raise CheckpointError(
                 f"adapter: {module} has DoRA for other parts, but not for {part.hf}; pass the "
                 "model's parameters as base"
@@ -309,85 +329,97 @@ def _move_others(left: Weights, made: Weights, weight_map: WeightMap, *, to_hf: 
     made |= {names[name]: tensor for name, tensor in left.items()}
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a key that a converted adapter would not honour."""
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"adapter: peft_type is {shown(config.get('peft_type'))}; only 'LORA' can be converted"
-        )
-    start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(_CHANGING):
-        raise CheckpointError(
-            f"adapter: init_lora_weights is {start!r}, which also changed the model's weights; "
-            "convert it to a plain LoRA adapter first (PEFT's save_pretrained with "
-            "path_initial_model_for_weight_conversion)"
-        )
-    for key, value in config.items():
-        if key not in _KEPT | _NAMING and value:
-            raise CheckpointError(f"adapter: {key}={shown(value)} cannot be converted")
+def _check(
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    weight_map: WeightMap,
+    *,
+    native: bool = False,
+) -> None:
+    """Raise CheckpointError unless the tensors are those of the modules that the config names.
 
+    Tensors that belong to no linear are not looked at, unless the config names their module.
 
-def _check_numbers(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the ranks and alphas of a config can be computed with."""
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, dict):
-            raise CheckpointError(f"adapter: {key} is {shown(patterns)}, but must be an object")
-        for pattern, value in patterns.items():
-            if not _is_simple(pattern):
+    Args: native: whether the names are those of the native model.
+    """
+    check_config(config)
+    shapes = {entry.name: entry.shape for entry in weight_map}
+    known: dict[str, dict[str, tuple[int, ...]]] = {}
+    in_layer = {}
+    for module, parts in linears(weight_map).items():
+        rows, width = shapes[f"{module}.weight"]
+        for part in [Part(module, 0, rows)] if native else parts:
+            name, size = part.hf, (part.rows, width)
+            known[name] = _shapes(config, name, *size, embedding=module == "embed_tokens")
+            in_layer[name] = module.startswith("layers.")
+    targeted, left = targets(config, in_layer), dict(weights)
+    needed: dict[str, tuple[int, ...] | None] = {}
+    for module, tensors in known.items():
+        for end in sorted(_take(left, module).keys() - {*_OWN}):
+            if module not in targeted or end not in tensors:
+                key = "use_dora" if end == _MAGNITUDE else "target_modules"
                 raise CheckpointError(
-                    f"adapter: {key}: {shown(pattern)} is not a simple expression, so a match "
-                    "could take very long; write the names of the modules in full"
+                    f"adapter: {_PREFIX}{module}.{end} is not a tensor that adapter_config.json "
+                    f"names ({key}: {shown(config.get(key))}), and would be left out; the file and "
+                    "the config belong to different adapters, or the method is not LoRA"
                 )
-            _check_number(f"{key}[{shown(pattern)}]", value)
-    _check_number("lora_alpha", config.get("lora_alpha", 8))
-    _check_number("r", config.get("r", 8))
-
-
-def _check_number(key: str, value: Any) -> None:
-    if not is_number(value) or abs(value) > 1e30:
-        raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a number")
-
-
-def _is_simple(pattern: str) -> bool:
-    """Return whether the pattern matches names quickly: it has few repetitions, none nested."""
-    repeats = re.findall(r"(?<!\\)[*+?{]", pattern)
-    if len(pattern) > 1000 or len(repeats) > 3 or re.search(r"(?<!\\)\)[*+?{]", pattern):
-        return False
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
-
-
-def _check_fit(config: Mapping[str, Any], part: Part, taken: Weights, width: int) -> None:
-    """Raise CheckpointError unless A and B have the shapes that the config and the linear need."""
-    rank = _of_pattern(config, "rank_pattern", part.hf, config.get("r", 8))
-    for end, shape in ((_A, (rank, width)), (_B, (part.rows, rank))):
-        if tuple(taken[end].shape) != shape or rank < 1:
+        if module in targeted:
+            needed |= {f"{_PREFIX}{module}.{end}": shape for end, shape in tensors.items()}
+    needed |= dict.fromkeys(_others(config, weight_map, targeted, native=native))
+    if absent := sorted(needed.keys() - weights.keys()):
+        unknown = sorted(name for name in left if ".lora_" in name)
+        others = f"; {shown(unknown[0])} belongs to no linear of this model" if unknown else ""
+        raise CheckpointError(
+            f"adapter: {absent[0]} is missing, but adapter_config.json names its module (this is "
+            f"so for {len(absent)} tensors){others}; get the whole adapter, or correct the config\n"
+            f"{listing(absent)}"
+        )
+    for name, shape in needed.items():
+        if shape is not None and weights[name].shape != shape:
             raise CheckpointError(
-                f"adapter: {part.hf}.{end} has the shape {list(taken[end].shape)}, expected "
-                f"{list(shape)}"
+                f"adapter: {name} has the shape {[*weights[name].shape]}, expected {[*shape]}"
             )
+    if not weights:
+        raise CheckpointError(
+            f"adapter: there are no tensors, and target_modules {shown(config['target_modules'])} "
+            "names no linear of this model"
+        )
 
 
-def _alpha(config: Mapping[str, Any], module: str) -> float:
-    return _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
+def _shapes(
+    config: Mapping[str, Any], module: str, rows: int, width: int, *, embedding: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that the adapter of a linear or an embedding has."""
+    rank = rank_of(config, module)
+    if embedding:
+        rows, width = width, rows
+    a, b = (_EMBEDDING_A, _EMBEDDING_B) if embedding else (_A, _B)
+    dora = {_MAGNITUDE: (rows,)} if config.get("use_dora") else {}
+    return {a: (rank, width), b: (rows, rank), **dora}
 
 
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A."""
-    alpha = _alpha(config, module)
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+def _others(
+    config: Mapping[str, Any], weight_map: WeightMap, targeted: set[str], *, native: bool
+) -> Iterator[str]:
+    """Yield the names of whole parameters that the config says an adapter has."""
+    biases = config.get("bias", "none")
+    for entry in weight_map:
+        for name in [entry.name] if native else [span.source for span in entry.spans]:
+            module, _, end = name.rpartition(".")
+            if end == "bias" and (
+                biases == "all" or (biases == "lora_only" and module in targeted)
+            ):
+                yield f"{_PREFIX}{module}.{'base_layer.' if module in targeted else ''}bias"
+            elif is_saved_whole(config, module):
+                yield _PREFIX + name
 
 
-def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """Return a module's value of a pattern: keys are regular expressions for ends of names."""
-    for pattern, value in (config.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def _check_finite(what: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise CheckpointError(
+            f"adapter: {what} holds NaN or infinite values in {values.dtype}; the adapter's scale "
+            "or its values are too large for this dtype"
+        )
 
 
 def _new_config(
@@ -402,7 +434,7 @@ def _new_config(
         for name in made
         if ".lora_" not in name and ".base_layer." not in name
     }
-    new = {key: copy.deepcopy(value) for key, value in config.items() if key in _KEPT}
+    new = {key: copy.deepcopy(value) for key, value in config.items() if key in KEPT}
     return new | {
         "target_modules": sorted(adapted),
         "modules_to_save": sorted(saved) or None,

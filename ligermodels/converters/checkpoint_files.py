@@ -21,6 +21,7 @@ SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+ADAPTER_PICKLE_NAME = "adapter_model.bin"
 HEADS_NAME = "medusa_lm_head.safetensors"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_DIR = "additional_chat_templates"
@@ -74,7 +75,7 @@ def files_left_out(folder: Path) -> list[str]:
         CheckpointError: the folder holds further weights, or an adapter beside a model, which would
             be lost without a word; or it cannot be read.
     """
-    adapter = [ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME]
+    adapter = [ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, ADAPTER_PICKLE_NAME]
     model = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, HEADS_NAME]
     carried = {*COPIED_FILES, CHAT_TEMPLATE_DIR}
     carried.update(adapter if is_adapter(folder) else [*model, *local_weight_files(folder)[0]])

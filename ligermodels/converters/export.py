@@ -159,10 +159,17 @@ def save_adapter(
         config_dict: the content of adapter_config.json.
         source_files: name -> content of the tokenizer files to write.
     Raises:
-        SaveError: the files cannot be written. The old content of `folder` is unchanged.
+        SaveError: the files cannot be written, or a value is not finite. The old content of
+            `folder` is unchanged.
     """
     target = _resolve(folder)
     source_files = source_files or {}
+    for name, tensor in weights.items():
+        if not is_finite(tensor):
+            raise SaveError(
+                f"{folder}: {name} holds NaN or infinite values in {tensor.dtype}; the old content "
+                "of the folder is unchanged"
+            )
     try:
         with replace_dir(target, _owned(target, bool(source_files), True)) as fresh:
             write_json(fresh / ADAPTER_CONFIG_NAME, config_dict)

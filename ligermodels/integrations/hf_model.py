@@ -112,6 +112,23 @@ class LigerPreTrainedModel(PreTrainedModel):
             for module in native.modules():  # or transformers would draw the weights again
                 setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
+        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
+
+        A model that is quantised, in its checkpoint or by a quantization_config, has split
+        projections. Some kinds of quantisation choose their scales for a whole weight, so that
+        those of a packed one would be others than HF's.
+
+        Raises:
+            ConfigError: no family is registered for the checkpoint's model_type.
+        """
+        if not hasattr(cls, "family"):
+            return class_at(path, cls, options).from_pretrained(path, *args, **options)
+        if any(each.get("quantization_config") for each in (options, raw_config(path, options))):
+            options["split_projections"] = True
+        return super().from_pretrained(path, *args, **options)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, RotaryEmbedding):
@@ -171,9 +188,22 @@ class LigerPreTrainedModel(PreTrainedModel):
             super().add_adapter(*args, **options)
 
     def load_adapter(self, *args: Any, **options: Any) -> Any:
-        """Load an adapter of PEFT, as in transformers; projections that get one are split."""
+        """Load an adapter of PEFT, as in transformers; projections that get one are split.
+
+        Raises:
+            ConfigError: tensors of the adapter have no place, or are missing. It is removed again.
+        """
+        before = {*getattr(self, "peft_config", ())}
         with projections.split_for_adapters(self):
-            return super().load_adapter(*args, **options)
+            loaded = super().load_adapter(*args, **options)
+            try:
+                name = options.get("peft_model_id") or next(iter(args), "load_adapter")
+                projections.refuse_in_part(name, loaded)
+            except ConfigError:
+                for new in self.peft_config.keys() - before:
+                    self.delete_adapter(new)
+                raise
+            return loaded
 
     def activation_checkpointing_enable(
         self,
@@ -346,22 +376,6 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         if split_projections:
             projections.split_projections(self)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
-        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
-
-        With a quantization_config, packed projections are quantised as they are. A checkpoint that
-        is quantised already is loaded with split projections, because its rows cannot be packed.
-
-        Raises:
-            ConfigError: no family is registered for the checkpoint's model_type.
-        """
-        if not hasattr(cls, "family"):
-            return class_at(path, cls, options).from_pretrained(path, *args, **options)
-        if raw_config(path, options).get("quantization_config"):
-            options["split_projections"] = True
-        return super().from_pretrained(path, *args, **options)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
@@ -547,7 +561,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         if odd := projections.first_quantised(self):
             raise SaveError(
                 f"{Path(save_directory)}: {odd}, whose rows cannot be saved under HF's names; "
-                "quantise it with split projections: from_pretrained(..., split_projections=True)"
+                "give from_pretrained the quantization_config, or split_projections=True"
             )
         super().save_pretrained(save_directory, **options)
 
@@ -568,10 +582,16 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
     """A decoder of any family with a linear score of the last token, as in transformers.
 
     `LigerForSequenceClassification.from_pretrained(path, num_labels=1)` is a reward model for
-    TRL's RewardTrainer.
+    TRL's RewardTrainer. With split_projections=True, it has HF's projections.
     """
 
-    def __init__(self, config: PreTrainedConfig, native: DecoderModel | None = None) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        native: DecoderModel | None = None,
+        *,
+        split_projections: bool = False,
+    ) -> None:
         LigerPreTrainedModel.__init__(self, config, native)
         native = self._native[0]
         native.head.to("meta")  # it is not used
@@ -581,22 +601,14 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         self.register_load_state_dict_pre_hook(pack_hf_names)
         entries = (e for e in self.weight_map if not e.name.startswith("head."))
         self.weight_map = dataclasses.replace(self.weight_map, entries=tuple(entries))
-        found = conversions(self.weight_map)
+        repacked = projections.separate(self.weight_map) if split_projections else self.weight_map
+        found = conversions(repacked)
         register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
         self._weight_conversions = found
         self._keys_to_ignore_on_load_unexpected.append(r"^lm_head\.")
+        if split_projections:
+            projections.split_projections(self)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, **options: Any) -> Self:
-        """Load a checkpoint; the arguments are those of transformers' `from_pretrained`.
-
-        Raises:
-            ConfigError: no family is registered for the checkpoint's model_type.
-        """
-        if hasattr(cls, "family"):
-            return super().from_pretrained(path, *args, **options)
-        return class_at(path, cls, options).from_pretrained(path, *args, **options)
 
     def _architecture(self) -> str:
         names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

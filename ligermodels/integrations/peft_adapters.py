@@ -10,7 +10,7 @@ import peft
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerPreTrainedModel
-from ligermodels.integrations.projections import split_for_adapters
+from ligermodels.integrations.projections import refuse_in_part, split_for_adapters
 from ligermodels.models.base import DecoderModel
 
 # Methods that take the insides of transformers' models, and what stops them.
@@ -64,8 +64,9 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
 
     Raises:
         ConfigError: the method is one of `REFUSED`, the model is a native one without its shell,
-            the projections cannot be split (see `split_projections`), or the model has no place for
-            a tensor of the adapter, which PEFT would leave out without a word.
+            the projections cannot be split (see `split_projections`), the model has no place for a
+            tensor of the adapter, or the adapter lacks one that its config names. PEFT would go on
+            without a word.
     """
     _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
@@ -75,13 +76,12 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
         adapted = peft.PeftModel.from_pretrained(model, path, **options)
         if adapted.active_peft_config.is_prompt_learning:  # its tensors have a place of their own
             return adapted
-        # PEFT tells which tensors have no place only if an adapter is loaded once more.
+        # PEFT tells which tensors it left out only if an adapter is loaded once more.
         again = {"adapter_name": "default"} | options
         again.pop("config", None)
-        if left := adapted.load_adapter(path, **again).unexpected_keys:
+        try:
+            refuse_in_part(path, adapted.load_adapter(path, **again))
+        except ConfigError:
             adapted.unload()
-            raise ConfigError(
-                f"{path}: the model has no place for {len(left)} tensors of this adapter, such as "
-                f"{left[0]}; it was made for another model, or its config is not its own"
-            )
+            raise
     return adapted

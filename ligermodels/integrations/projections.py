@@ -136,6 +136,22 @@ def refuse_unadapted(model: Any) -> None:
                     )
 
 
+def refuse_in_part(path: Any, loaded: Any) -> None:
+    """Raise ConfigError if tools have loaded an adapter in part.
+
+    Args: loaded: what they say, with the attributes unexpected_keys and missing_keys.
+    """
+    for keys, what in (
+        (loaded.unexpected_keys, "the model has no place for {} tensors of this adapter"),
+        (loaded.missing_keys, "{} tensors that the config names are missing from this adapter"),
+    ):
+        if keys:
+            raise ConfigError(
+                f"{path}: {what.format(len(keys))}, such as {min(keys)}; it was made for another "
+                "model, its config is not its own, or it was not saved whole"
+            )
+
+
 def _packed(model: Any) -> Iterator[tuple[nn.Module, str, list[tuple[str, int]]]]:
     """Yield the packed projections that HF has beside each other in a module of the same name.
 

@@ -219,6 +219,7 @@ def _with_adapter(
         peft_format.add_lora(dict(model.named_parameters()), weights, config, weight_map)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+    model.source_folder = None  # its weights are others, and a tool would take that folder for them
     if _TOKENIZERS & files.keys():  # It may have learned other tokens.
         kept = {GENERATION_CONFIG_NAME} & model.source_files.keys()
         model.source_files = {name: model.source_files[name] for name in kept}

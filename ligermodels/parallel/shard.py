@@ -42,8 +42,8 @@ def shard(
     model: DecoderModel,
     mesh: DeviceMesh | None = None,
     *,
-    compute_dtype: torch.dtype | None = torch.bfloat16,
-    reduce_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool | None = None,
     prefetch: int = 0,
 ) -> DecoderModel:
@@ -62,9 +62,10 @@ def shard(
         model: of any family. Its weights keep their dtype, in which the optimizer updates them.
         mesh: of all ranks. Its dimensions have names from the list at the top of this module; one
             dimension without a name is dp_shard. By default, one such dimension of all ranks.
-        compute_dtype: in which weights are gathered and the model computes. None keeps the dtype
-            of the weights.
-        reduce_dtype: in which gradients are averaged.
+        compute_dtype: in which weights are gathered and the model computes; by default, that of the
+            weights. On GPUs, float32 weights are usually trained with torch.bfloat16 here.
+        reduce_dtype: in which gradients are averaged; by default float32, or float64 if a weight
+            is.
         reshard_after_forward: whether backward gathers the weights of a layer again. By default it
             does if all weights take 2 GiB or more in compute_dtype.
         prefetch: how many layers ahead of their use weights are gathered in forward, by a separate
@@ -96,6 +97,9 @@ def shard(
     if TENSOR in names:
         tensor_parallel(model, mesh[TENSOR])
         give_whole_state(model)
+    if reduce_dtype is None:
+        wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        reduce_dtype = torch.float64 if wide else torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +166,140 @@ def test_a_config_that_would_not_be_honoured_is_refused(
         "lm_head.lora_A.weight",
     ],
 )
-def test_a_tensor_that_would_be_left_out_is_refused(name: str, folders: dict[str, Path]) -> None:
-    native = AutoLiger.from_hf(folders["gemma3_text"])  # its head is tied
-    weights = {f"base_model.model.{name}": torch.zeros(2, 2)}
-    with pytest.raises(CheckpointError, match=name.rpartition(".layers.")[2].split(".")[-3]):
-        pack_adapter(weights, {"peft_type": "LORA"}, native.weight_map(native.config))
+def test_a_tensor_that_would_be_left_out_is_refused(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    family = "gemma3_text"  # its head is tied
+    weights, config, _ = published(folders[family], tmp_path, target_modules=["q_proj"])
+    native = AutoLiger.from_hf(folders[family])
+    weights |= {f"base_model.model.{name}": torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError, match=re.escape(f"base_model.model.{name}")):
+        pack_adapter(weights, config, native.weight_map(native.config))
+
+
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+IN_PART: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "one layer is missing": (
+        lambda name: "layers.0." not in name,
+        {},
+        rf"{Q0}.lora_A.weight is missing.* names its module .*for 4 tensors",
+    ),
+    "one factor is missing": (
+        lambda name: name != f"{Q0}.lora_B.weight",
+        {},
+        f"{Q0}.lora_B.weight",
+    ),
+    "no tensors": (lambda name: False, {}, "is missing, .*for 8 tensors"),
+    "no tensors and no module": (
+        lambda name: False,
+        {"target_modules": ["c_attn"]},
+        "there are no tensors, and target_modules .'c_attn'. names no linear",
+    ),
+    "other modules": (None, {"target_modules": ["o_proj"]}, rf"{Q0}.lora_A.weight is not a tensor"),
+    "more modules": (
+        None,
+        {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+        "0.mlp.down_proj.lora_A.weight is missing",
+    ),
+    "all linears": (None, {"target_modules": "all-linear"}, "down_proj.lora_A.weight is missing"),
+    "a pattern": (
+        None,
+        {"target_modules": r".*\.0\..*[qv]_proj"},
+        "layers.1.self_attn.q_proj.lora_A",
+    ),
+    "other layers": (
+        None,
+        {"layers_to_transform": [0]},
+        "layers.1.self_attn.q_proj.lora_A.* is not",
+    ),
+    "excluded": (None, {"exclude_modules": ["v_proj"]}, r"v_proj.lora_A.weight is not a tensor"),
+    "another rank": (None, {"rank_pattern": {"v_proj": 5}}, r"v_proj.lora_A.weight has the shape"),
+    "no norms for DoRA": (None, {"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
+    "no saved module": (
+        None,
+        {"modules_to_save": ["lm_head"]},
+        "base_model.model.lm_head.weight is missing",
+    ),
+    "no biases": (None, {"bias": "all"}, "k_proj.bias is missing"),
+    "no biases of its own": (None, {"bias": "lora_only"}, "q_proj.base_layer.bias is missing"),
+    "no target": (None, {"target_modules": None}, "target_modules is missing"),
+    "an unclear target": (None, {"target_modules": {"q_proj": 1}}, "must be a list of names"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PART)
+def test_an_adapter_in_part_is_refused(name: str, folders, tmp_path) -> None:
+    """Everything that the config names has its tensors, and the config names all of them."""
+    keep, change, message = IN_PART[name]
+    weights, config, _ = published(folders["qwen2"], tmp_path, target_modules=["q_proj", "v_proj"])
+    weights = {key: weight for key, weight in weights.items() if keep is None or keep(key)}
+    config |= change
+    native = AutoLiger.from_hf(folders["qwen2"])
+    weight_map, parameters = native.weight_map(native.config), dict(native.named_parameters())
+    before = {name: weight.clone() for name, weight in parameters.items()}
+    for convert in (lambda *of: add_lora(parameters, *of), pack_adapter):
+        with pytest.raises(CheckpointError, match=message):
+            convert(weights, config, weight_map)
+    assert all(torch.equal(weight, parameters[name]) for name, weight in before.items())
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        AutoLiger.from_hf(tmp_path)
+
+
+def test_an_adapter_of_packed_projections_in_part_is_refused(folders, tmp_path) -> None:
+    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj", "o_proj"])
+    native = AutoLiger.from_hf(folders["llama"])
+    weight_map = native.weight_map(native.config)
+    mine, my_config = pack_adapter(weights, config, weight_map)
+    for name in mine:
+        rest = {key: weight for key, weight in mine.items() if key != name}
+        with pytest.raises(CheckpointError, match=f"{re.escape(name)} is missing"):
+            unpack_adapter(rest, my_config, weight_map)
+    names = my_config["target_modules"]
+    assert "layers.0.self_attn.qkv_proj" in names
+    with pytest.raises(CheckpointError, match=r"qkv_proj.lora_A.weight is not a tensor that"):
+        unpack_adapter(mine, my_config | {"target_modules": names[:1]}, weight_map)
+
+
+@pytest.mark.parametrize(
+    "dtype, alpha", [(torch.float16, 1e7), (torch.bfloat16, 1e30), (torch.float32, 1e30)]
+)
+def test_a_sum_that_overflows_is_refused(dtype, alpha, folders, tmp_path) -> None:
+    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj", "o_proj"])
+    # The scale is too large in the last linear alone: those before it must not change either.
+    config["alpha_pattern"] = {"layers.1.self_attn.o_proj": alpha}
+    size = 1e5 if alpha == 1e30 else 1
+    weights = {name: torch.full_like(weight, size) for name, weight in weights.items()}
+    model = AutoLiger.from_hf(folders["llama"], dtype=dtype)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.o_proj.weight .*infinite"):
+        add_lora(
+            dict(model.named_parameters()), weights, config, model.weight_map(model.built_from)
+        )
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_scale_that_overflows_in_a_packed_adapter_is_refused(folders, tmp_path) -> None:
+    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj", "v_proj"])
+    config["alpha_pattern"] = {"v_proj": 1e7}
+    weights = {name: weight.half() for name, weight in weights.items()}
+    native = AutoLiger.from_hf(folders["llama"])
+    with pytest.raises(CheckpointError, match=r"v_proj.lora_B.weight, in the scale of .*infinite"):
+        pack_adapter(weights, config, native.weight_map(native.config))
+
+
+def test_a_pickled_adapter_is_never_read(folders, tmp_path) -> None:
+    """The message has the command that converts it, and it does."""
+    weights, _, logits = published(folders["llama"], tmp_path, target_modules=["q_proj"])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    torch.save(weights, tmp_path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin: .* never read") as error:
+        AutoLiger.from_hf(tmp_path)
+    _, *command = shlex.split(str(error.value).partition("in its folder: ")[2])
+    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=300)
+    model = AutoLiger.from_hf(tmp_path)
+    torch.testing.assert_close(model.head.logits(model(IDS)), logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
@@ -183,6 +316,7 @@ def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path
     found = model.head.logits(model(IDS))
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert type(model) is type(AutoLiger.from_hf(folders[family]))
+    assert model.source_folder is None  # whose weights are others
 
 
 @pytest.mark.parametrize(
@@ -190,13 +324,17 @@ def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path
     [
         ({"use_dora": True}, r"q_proj\.lora_magnitude_vector: only a plain LoRA is added"),
         ({"target_modules": ["embed_tokens"]}, r"embed_tokens\.\S+: only a plain LoRA is added"),
-        ({"modules_to_save": ["lm_head"]}, r"lm_head\.\S+: only a plain LoRA is added"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight: only a plain LoRA is added"),
+        ({"modules_to_save": ["mlp"]}, r"mlp\.gate_proj\.weight: only a plain LoRA is added"),
     ],
 )
 def test_other_adapters_do_not_load_with_their_model(options, message, folders, tmp_path) -> None:
-    published(folders["llama"], tmp_path, **({"target_modules": ["q_proj"]} | options))
-    with pytest.raises(CheckpointError, match=message):
+    weights, _, _ = published(
+        folders["llama"], tmp_path, **({"target_modules": ["q_proj"]} | options)
+    )
+    with pytest.raises(CheckpointError, match=message) as error:
         AutoLiger.from_hf(tmp_path)
+    assert any(name in str(error.value) for name in weights)  # as it is in the file
 
 
 def test_an_adapter_without_its_tensors_or_its_model_is_refused(folders, tmp_path) -> None:
@@ -282,9 +420,17 @@ def test_an_adapter_beside_a_model_is_not_added_without_a_word(folders, tmp_path
         AutoLiger.from_hf(tmp_path / "both")
 
 
-def test_tensors_of_no_linear_are_named(folders) -> None:
+def test_tensors_of_no_linear_are_named(folders, tmp_path) -> None:
+    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj"])
     native = AutoLiger.from_hf(folders["llama"])
     weight_map, parameters = native.weight_map(native.config), dict(native.named_parameters())
     odd = {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 48)}
     with pytest.raises(CheckpointError, match=r"layers\.9.* is no part of a LoRA on a linear"):
-        add_lora(parameters, odd, {"peft_type": "LORA", "r": 2, "lora_alpha": 4}, weight_map)
+        add_lora(parameters, weights | odd, config, weight_map)
+    of_a_tower = {
+        name.replace("model.layers", "model.text.layers"): x for name, x in weights.items()
+    }
+    with pytest.raises(
+        CheckpointError, match=r"is missing, .*model\.text\.\S+ belongs to no linear"
+    ):
+        add_lora(parameters, of_a_tower, config, weight_map)

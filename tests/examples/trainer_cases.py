@@ -127,7 +127,7 @@ def with_lightning(model: Any, native: bool) -> list[float]:
     from examples.trainers import lightning_module
     from ligermodels import shard
 
-    sharding = partial(shard, compute_dtype=None) if native else shard_layers
+    sharding = shard if native else shard_layers
     module = lightning_module.NextToken(model, RATE, sharding)
     strategy = lightning_module.fsdp2(RANKS)
     return lightning_module.train(module, make_rows(), strategy=strategy, devices=RANKS, **QUIET)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ def main(tool: str, folder: Path) -> None:
     else:
         from examples.trainers import lightning_module
 
-        module = lightning_module.NextToken(model, RATE, partial(shard, compute_dtype=None))
+        module = lightning_module.NextToken(model, RATE, shard)
         strategy = (
             lightning_module.fsdp1(model) if tool == "fsdp1" else lightning_module.fsdp2(RANKS)
         )

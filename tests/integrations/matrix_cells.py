@@ -305,7 +305,23 @@ CELLS = [
     Cell("AutoModelForCausalLM", "a folder with an auto_map", "logits", 1e-5, opened_by_auto_map),
     Cell("torchao", "8 bits", "logits, loss", 1e-5, quantised("torchao-int8"), "torchao"),
     Cell(
+        "torchao",
+        "float8, one scale for a weight",
+        "logits, loss",
+        1e-5,
+        quantised("torchao-float8"),
+        "torchao",
+    ),
+    Cell(
         "bitsandbytes", "4 bits", "logits, loss", 1e-5, quantised("bitsandbytes-4bit"), BITSANDBYTES
+    ),
+    Cell(
+        "bitsandbytes",
+        "4 bits, scales quantised, too",
+        "logits, loss",
+        1e-5,
+        quantised("bitsandbytes-4bit-double"),
+        BITSANDBYTES,
     ),
     Cell(
         "bitsandbytes", "8 bits", "logits, loss", 1e-5, quantised("bitsandbytes-8bit"), BITSANDBYTES

@@ -230,6 +230,21 @@ def test_a_loop_with_the_cache_that_is_returned(folders: dict[str, Path]) -> Non
     torch.testing.assert_close(packed.logits[:, 4:], alone.logits, rtol=1e-5, atol=1e-5)
 
 
+def test_where_the_numbers_are_others_than_in_transformers(folders: dict[str, Path]) -> None:
+    """The page says so: documents beside a mask of ones, and a loss of no targets."""
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    ours, expected = LigerForCausalLM.from_pretrained(folders["llama"]), theirs(folders["llama"])
+    alone = expected(ids(1)[:, 4:]).logits
+    for mask, separates in ((None, True), (torch.ones_like(ids(1)), False)):
+        call = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
+        torch.testing.assert_close(ours(ids(1), **call).logits[:, 4:], alone, rtol=1e-5, atol=1e-5)
+        their_error = (expected(ids(1), **call).logits[:, 4:] - alone).abs().max()
+        assert (their_error < 1e-5) == separates
+    ignored = torch.full_like(ids(1), -100)
+    assert ours(ids(1), labels=ignored).loss == 0
+    assert expected(ids(1), labels=ignored).loss.isnan()
+
+
 def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
     """PEFT makes such masks for virtual tokens."""
     mask = torch.ones(2, 9)

@@ -250,18 +250,30 @@ def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path
         assert [name for name, _ in shell.named_modules()] == names
 
 
-def test_a_tensor_without_a_place_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
-    """PEFT loads the other tensors and says nothing."""
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        ({"q_proj"}, r"no place for 4 tensors .*v_proj\.lora_A"),
+        ({"q_proj", "v_proj", "o_proj"}, r"4 tensors that the config names .*o_proj\.lora_A"),
+    ],
+)
+def test_an_adapter_is_not_loaded_in_part(
+    targets: set[str], message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT loads the other tensors, and transformers only warns."""
     _, expected = pair(folders["llama"], LoraConfig(task_type="CAUSAL_LM", r=4))
     expected.save_pretrained(tmp_path)
     config = peft.PeftConfig.from_pretrained(tmp_path)
-    config.target_modules = {"q_proj"}
+    config.target_modules = targets
     config.save_pretrained(tmp_path)
-    shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    names = [name for name, _ in shell.named_modules()]
-    with pytest.raises(ConfigError, match=r"no place for 4 tensors .*v_proj\.lora_A"):
-        load_peft_model(shell, str(tmp_path))
-    assert [name for name, _ in shell.named_modules()] == names
+    for load in (load_peft_model, lambda shell, path: shell.load_adapter(path)):
+        shell = LigerForCausalLM.from_pretrained(folders["llama"])
+        before = shell(ids()).logits
+        with pytest.raises(ConfigError, match=message):
+            load(shell, str(tmp_path))
+        assert torch.equal(shell(ids()).logits, before)
+    with pytest.raises(ConfigError, match=message):
+        LigerForCausalLM.from_pretrained(tmp_path)  # loads the model that the adapter names
 
 
 def test_a_second_adapter_may_be_for_others_if_all_are_split(folders: dict[str, Path]) -> None:

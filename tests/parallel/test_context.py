@@ -24,7 +24,6 @@ from tests.families import OWN, WINDOW
 from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.test_shard import (
-    FLOAT32,
     classifier,
     clipping,
     differences,
@@ -171,7 +170,7 @@ def rows(
     sharded = copy.deepcopy(model)
     for layer in sharded.layers if compiles else ():
         layer.compile(backend="aot_eager")
-    shard(sharded, mesh, **FLOAT32)
+    shard(sharded, mesh)
     sharded.set_memory_plan(plan)
     (ids, labels), given = data(), inputs()
     if "cu_seqlens" in given:

@@ -46,7 +46,6 @@ from tests.rounding import ADAM_EPSILON
 # Families from outside whose modules tensor parallelism can cut.
 OUTSIDE = ("cohere", "granite", "phi3", "smollm3")
 ROOT = Path(__file__).parents[2]
-FLOAT32: dict[str, Any] = {"compute_dtype": None}
 
 
 def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
@@ -64,12 +63,12 @@ import os, signal, sys
 import torch, torch.distributed as dist
 from ligermodels import shard
 from ligermodels.models import parts
-from tests.parallel.test_shard import FLOAT32, make, mesh_of
+from tests.parallel.test_shard import make, mesh_of
 
 rank, killed, share, folder = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 rendezvous = f"file://{folder}/rendezvous"
 dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-model, gather, calls = shard(make(False), mesh_of(dp_shard=2), **FLOAT32), dist.gather, 0
+model, gather, calls = shard(make(False), mesh_of(dp_shard=2)), dist.gather, 0
 
 def counted(*args):
     global calls
@@ -249,7 +248,7 @@ def step(
     sharded = copy.deepcopy(model)
     for layer in sharded.layers if compiles else ():
         layer.compile(backend="aot_eager")
-    shard(sharded, mesh, **FLOAT32, **options)
+    shard(sharded, mesh, **options)
     sharded.set_memory_plan(plan)
     ids, labels = data()
     expected = model(ids, labels=labels)
@@ -270,7 +269,7 @@ def classifier(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     model = classifier_class(families()["llama"]).from_model(make(False), 3)
     with torch.no_grad():
         model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).view(3, -1))
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    sharded = shard(copy.deepcopy(model), mesh)
     expected, out = model(ids, labels), sharded(ids[rows], labels[rows])
     expected.loss.backward()
     out.loss.backward()
@@ -296,7 +295,7 @@ def refused(rank: int, folder: Path) -> dict[str, float]:
 def bf16(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """A float32 normalizer is not rounded, and gradients are those of bfloat16 weights, summed."""
     model = make(False)
-    sharded = shard(copy.deepcopy(model), mesh)
+    sharded = shard(copy.deepcopy(model), mesh, compute_dtype=torch.bfloat16)
     ids, labels = data()
     ranks = mesh.size()
     rows = [*torch.arange(len(ids)).chunk(ranks)]
@@ -338,7 +337,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
 def head(mesh: DeviceMesh, options: dict[str, Any], rank: int, folder: Path) -> dict[str, float]:
     """The head whose vocabulary is split returns what a whole head returns, with any option."""
     model = make(False)
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    sharded = shard(copy.deepcopy(model), mesh)
     rows = own_rows(mesh)
     ids, labels = (x[rows] for x in data())
     result, upstream = {}, torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
@@ -364,7 +363,7 @@ def head(mesh: DeviceMesh, options: dict[str, Any], rank: int, folder: Path) -> 
 def quiet(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """FSDP2 warns of outputs that are views. The numbers of tokens are none, however computed."""
     ids, labels = (x[own_rows(mesh)] for x in data())
-    sharded = shard(make(False), mesh, **FLOAT32)
+    sharded = shard(make(False), mesh)
     result = {}
     for name, options in HEAD_OPTIONS.items():
         for skips in (False, True) if options.get("reduction") == "none" else ():
@@ -379,7 +378,7 @@ def quiet(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
 
 def logits(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     model = make(True)
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    sharded = shard(copy.deepcopy(model), mesh)
     ids, _ = data()
     hidden = model(ids).detach()
     mine, whole = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -393,7 +392,7 @@ def logits(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
 
 def clipping(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     model = make(True)
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    sharded = shard(copy.deepcopy(model), mesh)
     ids, labels = data()
     model(ids, labels=labels).loss.backward()
     train_step(sharded, mesh)
@@ -436,7 +435,7 @@ def load(mesh: DeviceMesh, tied: bool, rank: int, folder: Path) -> dict[str, flo
     with CountedReads() as reads:
         sharded = AutoLiger.from_hf(folder / "model", device="meta")
         assert reads.bytes == 0
-        shard(sharded, mesh, **FLOAT32)
+        shard(sharded, mesh)
     ours = {name: sharded.whole_parameter(name) for name, _ in sharded.named_parameters()}
     sizes = [p.nbytes for p in whole.parameters()]
     names = mesh.mesh_dim_names or ()
@@ -454,7 +453,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """The files are those of a whole model, bit for bit."""
     model = make(False)
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    sharded = shard(copy.deepcopy(model), mesh)
     with torch.no_grad():
         sharded(data()[0])  # leaves gathered weights behind
     with mock.patch("ligermodels.models.parts._SENT_BYTES", 1000):
@@ -469,7 +468,7 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
 
 def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """What tensor parallelism has cut becomes whole in the memory of one whole parameter."""
-    sharded = shard(make(True), mesh, **FLOAT32)
+    sharded = shard(make(True), mesh)
     result = {}
     for name in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
         own = whole_tensor(sharded.get_parameter(name)).clone()
@@ -485,7 +484,7 @@ def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
 def state_dict(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """torch's checkpoints hold whole parameters, which any other layout reads."""
     model = make(True, "qwen2")  # it has biases
-    sharded = shard(copy.deepcopy(model), mesh, **FLOAT32)
+    sharded = shard(copy.deepcopy(model), mesh)
     with torch.no_grad():
         sharded(data()[0])  # leaves gathered weights behind
     state = sharded.state_dict()
@@ -500,7 +499,7 @@ def state_dict(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     second = shard(make(True, "qwen2", initializer_range=0.1), mesh_of(dp_shard=mesh.size()))
     dcp.load(parts := second.state_dict(), checkpoint_id=folder / "dcp")
     second.load_state_dict(parts)
-    third = shard(make(True, "qwen2", initializer_range=0.1), mesh, **FLOAT32)
+    third = shard(make(True, "qwen2", initializer_range=0.1), mesh)
     third.load_state_dict(state)
     for name, each in (("fsdp", second), ("another model", third)):
         whole = {key: each.whole_parameter(key) for key in wholes}
@@ -524,7 +523,7 @@ def training_state(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float
 
     def made(mesh: Any, **changes: Any) -> tuple[DecoderModel, torch.optim.Optimizer]:
         model = make(True, **changes)
-        model = model if mesh is None else shard(model, mesh, **FLOAT32)
+        model = model if mesh is None else shard(model, mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=ADAM_EPSILON)
 
     first = made(mesh)
@@ -540,7 +539,7 @@ def training_state(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float
 
 def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """An error of the rank that writes is raised on all, with the same line."""
-    sharded = shard(make(False), mesh, **FLOAT32)
+    sharded = shard(make(False), mesh)
     with torch.no_grad():
         for parameter in sharded.layers[1].parameters():
             parameter.fill_(float("nan"))
@@ -550,6 +549,28 @@ def save_fails(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
         assert "NaN" in str(error), error
         return {"left behind": float((folder / "ours").exists())}
     raise AssertionError("NaN was saved")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sharded_model_computes_in_the_dtype_of_its_weights(dtype, tmp_path: Path) -> None:
+    """Neither its products nor its gradients are rounded, unless that is asked for."""
+    model = make(True).to(dtype)
+    ids, labels = data()
+    model(ids, labels=labels).loss.backward()
+    expected = gradients(model)
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        sharded = shard(make(True).to(dtype))
+        loss = sharded(ids, labels=labels).loss
+        loss.backward()
+        found = gradients(sharded)
+    finally:
+        dist.destroy_process_group()
+    close = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    assert loss.item() == pytest.approx(model(ids, labels=labels).loss.item(), rel=close)
+    for name, grad in expected.items():
+        assert found[name].dtype == dtype
+        assert (found[name] - grad).norm() <= close * grad.norm(), name
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:

@@ -11,8 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.adapters import LoraLinear, QuantizedLinear
-from ligermodels.adapters.adapted_model import add_adapters, factors_of, merged, quantize
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.adapters.adapted_model import (
+    add_adapters,
+    export_adapter,
+    factors_of,
+    merged,
+    quantize,
+)
+from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.models.auto import families
 from tests.rounding import ADAM_EPSILON
 from tests.tiny_models import VOCAB, random_model
@@ -162,6 +168,23 @@ def test_quantised_models_train_and_are_merged_into_the_checkpoints_weights(chec
     torch.testing.assert_close(loss_of(model), loss_of(exact), rtol=0.01, atol=0)
     add_adapters(model, 2, 4.0)
     assert same(merged(model).state_dict(), exact.state_dict())
+
+
+def test_adapters_that_overflow_are_not_exported(checkpoint, tmp_path):
+    model = AutoLiger.from_hf(checkpoint, dtype=torch.float16)
+    add_adapters(model, 2, 1e7, targets=["down_proj"])
+    lora = model.layers[1].mlp.down_proj
+    torch.nn.init.ones_(lora.lora_a), torch.nn.init.ones_(lora.lora_b)
+    with pytest.raises(
+        CheckpointError, match=r"layers.1.mlp.down_proj.weight .*torch.float16 after"
+    ):
+        merged(model)
+    export_adapter(model, tmp_path, "base", None)
+    before = (tmp_path / "adapter_model.safetensors").read_bytes()
+    torch.nn.init.constant_(lora.lora_b, 1e6)
+    with pytest.raises(SaveError, match=r"layers.1.mlp.down_proj.lora_B.weight .*torch.float16"):
+        export_adapter(model, tmp_path, "base", torch.float16)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

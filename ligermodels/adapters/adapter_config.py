@@ -1,0 +1,185 @@
+"""What an adapter_config.json of PEFT says: which modules have a LoRA, its ranks and its scales.
+
+The rules by which names match are those of PEFT (`check_target_module_exists`, `get_pattern_key`).
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ligermodels.converters.files import is_number
+from ligermodels.errors import CheckpointError, shown
+
+# Keys of the config that name modules; a conversion writes them anew from the tensors.
+NAMING = {
+    *("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "layers_pattern", "auto_mapping"),
+}
+# Keys that a converted adapter keeps, because they mean the same for it.
+KEPT = {
+    *("r", "lora_alpha", "lora_dropout", "peft_type", "task_type", "use_dora", "use_rslora"),
+    *("bias", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("init_lora_weights", "ensure_weight_tying"),
+}
+# Ways to start an adapter that also change the weights of the model it belongs to.
+_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_ALL_LINEAR = "all-linear"
+_MAX_REPEATS = 5  # of a pattern: a match of a name takes at most about its length to this power
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a key that is not honoured, or a value that cannot be."""
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"adapter: peft_type is {shown(config.get('peft_type'))}; only 'LORA' can be converted"
+        )
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGING):
+        raise CheckpointError(
+            f"adapter: init_lora_weights is {start!r}, which also changed the model's weights; "
+            "convert it to a plain LoRA adapter first (PEFT's save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
+        )
+    for key, value in config.items():
+        if key not in KEPT | NAMING and value:
+            raise CheckpointError(f"adapter: {key}={shown(value)} cannot be converted")
+    _check_numbers(config)
+    _check_names(config)
+
+
+def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
+    """Return the names of the modules that get a LoRA.
+
+    Args: linears: the name of each linear and embedding -> whether it is a linear of a layer.
+    """
+    wanted = config["target_modules"]
+    if isinstance(wanted, str) and wanted.lower() == _ALL_LINEAR:
+        found = {name for name, in_layer in linears.items() if in_layer}
+    elif isinstance(wanted, str):
+        found = {name for name in linears if re.fullmatch(wanted, name)}
+    else:
+        found = {n for n in linears if n in wanted or (_ends(n, wanted) and _in_layers(config, n))}
+    excluded = config.get("exclude_modules") or []
+    if isinstance(excluded, str):
+        found = {name for name in found if not re.fullmatch(excluded, name)}
+    else:
+        found = {name for name in found if not _ends(name, excluded)}
+    return {name for name in found if not is_saved_whole(config, name)}
+
+
+def is_saved_whole(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether modules_to_save names a module, or one that it is a part of."""
+    return any(f".{each}." in f".{name}." for each in config.get("modules_to_save") or ())
+
+
+def rank_of(config: Mapping[str, Any], module: str) -> int:
+    """Return the rank of a module's LoRA."""
+    rank: int = _of_pattern(config, "rank_pattern", module, config.get("r", 8))
+    return rank
+
+
+def alpha_of(config: Mapping[str, Any], module: str) -> float:
+    """Return the alpha of a module's LoRA."""
+    alpha: float = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
+    return alpha
+
+
+def scaling_of(config: Mapping[str, Any], module: str) -> float:
+    """Return the factor of the product B A of a module."""
+    alpha, rank = alpha_of(config, module), rank_of(config, module)
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """Raise unless the ranks and alphas of a config can be computed with."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"adapter: {key} is {shown(patterns)}, but must be an object")
+        for pattern, value in patterns.items():
+            _check_pattern(key, pattern)
+            _check_number(f"{key}[{shown(pattern)}]", value, whole=key == "rank_pattern")
+    _check_number("lora_alpha", config.get("lora_alpha", 8), whole=False)
+    _check_number("r", config.get("r", 8), whole=True)
+
+
+def _check_number(key: str, value: Any, *, whole: bool) -> None:
+    if not is_number(value) or abs(value) > 1e30:
+        raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a number")
+    if whole and (not isinstance(value, int) or value < 1):
+        raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a rank of at least 1")
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Raise unless the keys that name modules have the types that PEFT gives them."""
+    wanted, layers = config.get("target_modules"), config.get("layers_to_transform")
+    for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
+        value = config.get(key)
+        if isinstance(value, str) and key != "modules_to_save":
+            _check_pattern(key, value)
+        elif value is not None and not _all_are(value, str):
+            raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a list of names")
+        elif key == "layers_pattern":
+            for pattern in value or ():
+                _check_pattern(key, pattern)
+    if wanted is None:
+        raise CheckpointError(
+            "adapter: target_modules is missing, so that it is unknown which modules the adapter "
+            "is for; write their names into adapter_config.json"
+        )
+    if layers is not None and type(layers) is not int and not _all_are(layers, int):
+        raise CheckpointError(
+            f"adapter: layers_to_transform is {shown(layers)}, but must be a list of numbers"
+        )
+    if isinstance(wanted, str) and layers is not None:
+        raise CheckpointError(
+            "adapter: layers_to_transform has no meaning beside a target_modules that is a pattern"
+        )
+
+
+def _all_are(values: Any, kind: type) -> bool:
+    return isinstance(values, list | set) and all(type(each) is kind for each in values)
+
+
+def _check_pattern(key: str, pattern: str) -> None:
+    """Raise unless the pattern matches names quickly: it has few repetitions, none nested."""
+    repeats = re.findall(r"(?<!\\)[*+{]|(?<![\\(*+?}])\?", pattern)
+    simple = len(pattern) <= 4000 and len(repeats) <= _MAX_REPEATS
+    simple = simple and not re.search(r"(?<!\\)\)[*+?{]", pattern)
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        simple = False
+    if not simple:
+        raise CheckpointError(
+            f"adapter: {key}: {shown(pattern)} is not a simple expression, so a match could take "
+            "very long; write the names of the modules in full"
+        )
+
+
+def _ends(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _in_layers(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether layers_to_transform, if it is set, names the layer of a module."""
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    patterns = config.get("layers_pattern") or []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    starts = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
+    found = next((m for start in starts if (m := re.match(rf"{start}\.(\d+)\.", name))), None)
+    return found is not None and int(found[found.re.groups]) in (
+        layers if isinstance(layers, list) else [layers]
+    )
+
+
+def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """Return a module's value of a pattern: keys are regular expressions for ends of names."""
+    for pattern, value in (config.get(key) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
