@@ -24,8 +24,7 @@ from ligermodels.integrations.hf_model import (
     LigerForSequenceClassification,
     LigerPreTrainedModel,
 )
-from ligermodels.integrations.peft_adapters import refuse_method
-from ligermodels.integrations.projections import split_for_adapters
+from ligermodels.integrations.projections import packed_afterwards
 from ligermodels.models.base import DecoderModel
 
 
@@ -86,10 +85,8 @@ class _OnLossHead:
             )
         reference = self._reference(given)
         adapts = own and given.get("peft_config") is not None
-        if adapts:
-            refuse_method(given["peft_config"])
         try:
-            with split_for_adapters(given["model"]) if adapts else nullcontext():
+            with packed_afterwards(given["model"]) if adapts else nullcontext():
                 super().__init__(**given)
         finally:
             self._restore()

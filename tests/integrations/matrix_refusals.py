@@ -12,7 +12,8 @@ import torch
 from transformers import TrainingArguments
 
 from ligermodels.integrations.hf_trainer import LigerTrainer
-from ligermodels.integrations.peft_adapters import REFUSED, get_peft_model
+from ligermodels.integrations.peft_adapters import get_peft_model
+from ligermodels.integrations.projections import REFUSED
 from tests.integrations import test_peft_adapters, test_trl_trainers
 from tests.integrations.matrix_cells import (
     BITSANDBYTES,
