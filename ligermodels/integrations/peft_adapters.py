@@ -6,7 +6,7 @@ import peft
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerPreTrainedModel
-from ligermodels.integrations.projections import packed_afterwards
+from ligermodels.integrations.projections import packed_afterwards, refuse_adapters
 from ligermodels.models.base import DecoderModel
 
 
@@ -33,6 +33,7 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
     _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
+    refuse_adapters(model, {"default": peft_config})
     with packed_afterwards(model):
         adapted = peft.get_peft_model(model, peft_config, **options)
     if peft_config.peft_type == peft.PeftType.CPT:  # it has its own loss

@@ -45,6 +45,8 @@ class Concatenated:
 def split_projections(model: Any) -> None:
     """Replace each packed projection of a shell by modules of HF's names, with copies of its rows.
 
+    The parameters are in the order of HF's model then, so that optimizer states fit.
+
     Raises:
         ConfigError: a packed projection is not a plain linear: it is quantised or has an adapter.
     """
@@ -64,6 +66,12 @@ def split_projections(model: Any) -> None:
             row += rows
         _put(owner, made, [name])
         setattr(owner, name, Concatenated(owner, [part for part, _ in parts]))
+    for module in model.base_model.layers.modules():  # HF's modules have their norms last
+        if type(module).__module__.startswith("peft."):
+            continue
+        children = sorted(module._modules.items(), key=lambda child: _is_norm(child[1]))
+        module._modules.clear()
+        module._modules.update(children)
 
 
 def pack_projections(model: Any, *, only_frozen: bool = False) -> None:
@@ -132,8 +140,7 @@ def split_for_peft(model: Any, caller: str) -> None:
     for method in REFUSED:
         if f".{method.lower()}." in caller:
             _refuse_method(method)
-    layers = model._native[0].built_from.num_hidden_layers
-    if len(model.base_model.layers) != layers and not _is_split(model):
+    if model.base_model.layers is not model._native[0].layers and not _is_split(model):
         raise ConfigError(
             "layer_replication of PEFT has repeated blocks whose projections are packed; load the "
             "model with from_pretrained(..., split_projections=True)"
@@ -180,6 +187,10 @@ def _refuse_method(method: str) -> None:
             f"{method} of PEFT does not work on a native model: {REFUSED[method]}; use another "
             "method, such as LoraConfig, or transformers' own model of this checkpoint"
         )
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    return module is not None and all(weight.ndim == 1 for weight in module.parameters())
 
 
 def _is_split(model: Any) -> bool:

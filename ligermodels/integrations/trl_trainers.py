@@ -24,6 +24,7 @@ from ligermodels.integrations.hf_model import (
     LigerForSequenceClassification,
     LigerPreTrainedModel,
 )
+from ligermodels.integrations.hf_trainer import ResumesWithWords
 from ligermodels.integrations.projections import packed_afterwards
 from ligermodels.models.base import DecoderModel
 
@@ -57,7 +58,7 @@ def use_loss_head(model: nn.Module) -> bool:
     return True
 
 
-class _OnLossHead:
+class _OnLossHead(ResumesWithWords):
     """What the trainers have in common; it comes before TRL's class."""
 
     _model_class: Any = LigerForCausalLM

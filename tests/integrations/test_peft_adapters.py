@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def pair(folder: Path, config: Any, **options: Any) -> tuple[Any, Any]:
+def pair(folder: Path, config: Any, wrap: Any = get_peft_model, **options: Any) -> tuple[Any, Any]:
     """Return a native and a transformers model with the same adapter, which is not zero."""
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", **options
@@ -73,7 +73,7 @@ def pair(folder: Path, config: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     expected = peft.get_peft_model(hf, config)
     torch.manual_seed(0)
-    ours = get_peft_model(
+    ours = wrap(
         LigerForCausalLM.from_pretrained(folder, **options), type(config)(**config.to_dict())
     )
     mine = dict(ours.named_parameters())
@@ -335,10 +335,11 @@ def test_names_of_packed_projections_are_refused(
 
 def test_repeated_layers_need_split_projections(folders: dict[str, Path]) -> None:
     """PEFT copies layers before it looks for projections."""
-    config = LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 2], [1, 2]])
-    shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    with pytest.raises(ConfigError, match="layer_replication of PEFT has repeated blocks"):
-        peft.get_peft_model(shell, config)
+    for repeated in ([[0, 2], [1, 2]], [[0, 1], [0, 1]]):
+        config = LoraConfig(target_modules=["q_proj"], layer_replication=repeated)
+        shell = LigerForCausalLM.from_pretrained(folders["llama"])
+        with pytest.raises(ConfigError, match="layer_replication of PEFT has repeated blocks"):
+            peft.get_peft_model(shell, config)
     shell = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
     hf = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
     losses = [
