@@ -154,7 +154,7 @@ def test_a_method_that_does_not_work_is_refused(
     config = REFUSED_CONFIGS[method]
     config.save_pretrained(tmp_path)
     shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    names = [name for name, _ in shell.named_modules()]
+    names = {name for name, _ in shell.named_modules()}
     for call in (
         lambda: get_peft_model(shell, config),
         lambda: load_peft_model(shell, str(tmp_path)),
@@ -163,7 +163,7 @@ def test_a_method_that_does_not_work_is_refused(
     ):
         with pytest.raises(ConfigError, match=words):
             call()
-    assert [name for name, _ in shell.named_modules()] == names
+    assert {name for name, _ in shell.named_modules()} == names
 
 
 def test_what_the_refused_methods_do_on_models_of_transformers(tmp_path: Path) -> None:
@@ -363,10 +363,10 @@ def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path
         lambda shell: load_peft_model(shell, str(tmp_path), config=config),
     ):
         shell = LigerForCausalLM.from_pretrained(folders["llama"])
-        names = [name for name, _ in shell.named_modules()]
+        names = {name for name, _ in shell.named_modules()}
         with pytest.raises((ValueError, OSError)):
             call(shell)
-        assert [name for name, _ in shell.named_modules()] == names
+        assert {name for name, _ in shell.named_modules()} == names
 
 
 def test_a_tensor_without_a_place_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -377,10 +377,10 @@ def test_a_tensor_without_a_place_is_not_left_out(folders: dict[str, Path], tmp_
     config.target_modules = {"q_proj"}
     config.save_pretrained(tmp_path)
     shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    names = [name for name, _ in shell.named_modules()]
+    names = {name for name, _ in shell.named_modules()}
     with pytest.raises(ConfigError, match=r"no place for 4 tensors .*v_proj\.lora_A"):
         load_peft_model(shell, str(tmp_path))
-    assert [name for name, _ in shell.named_modules()] == names
+    assert {name for name, _ in shell.named_modules()} == names
 
 
 def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
