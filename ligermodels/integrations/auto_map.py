@@ -29,7 +29,8 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
 
     Args:
         folder: a local checkpoint of a family of this package.
-        split_projections: whether the shell has HF's projections, for tools that add adapters.
+        split_projections: whether the shell has HF's projections, for optimizers that look at whole
+            matrices. Adapters of PEFT do not need it.
     Raises:
         CheckpointError: the folder has no config.json that can be read, no family is registered for
             its model_type, it has other towers than a text model, or a config class of its own.

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -140,11 +141,6 @@ class LigerPreTrainedModel(PreTrainedModel):
     def native(self) -> DecoderModel:
         """The native model, which has this model's modules and parameters."""
         native = self._native[0]
-        adapters = tuple(self.__dict__.get("peft_config", ()))
-        if adapters != self.__dict__.get("_checked_adapters", ()):
-            if adapters:
-                projections.refuse_unadapted(self)
-            self._checked_adapters = adapters
         for name, child in self.base_model.named_children():
             if getattr(native, name) is not child:  # a tool has replaced it, such as PEFT
                 setattr(native, name, child)
@@ -182,28 +178,41 @@ class LigerPreTrainedModel(PreTrainedModel):
             return self.weight_map.constants[target]
         return super().get_parameter_or_buffer(target)
 
-    def add_adapter(self, *args: Any, **options: Any) -> None:
-        """Add an adapter of PEFT, as in transformers; projections that get one are split."""
-        with projections.split_for_adapters(self):
-            super().add_adapter(*args, **options)
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules and their names; PEFT, and only PEFT, splits the projections with it.
+
+        Every method of PEFT looks up here what it adapts. A packed projection would get an adapter
+        that no other program has a place for, or none.
+
+        Raises:
+            ConfigError: PEFT is at work, and what `split_for_peft` raises.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("peft."):
+            projections.split_for_peft(self, caller)
+        return super().named_modules(*args, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "peft_config":  # PEFT sets it when it has added the first adapter
+            projections.refuse_adapters(self, value)
+        super().__setattr__(name, value)
 
     def load_adapter(self, *args: Any, **options: Any) -> Any:
-        """Load an adapter of PEFT, as in transformers; projections that get one are split.
+        """Load an adapter of PEFT, as in transformers.
 
         Raises:
             ConfigError: tensors of the adapter have no place, or are missing. It is removed again.
         """
         before = {*getattr(self, "peft_config", ())}
-        with projections.split_for_adapters(self):
-            loaded = super().load_adapter(*args, **options)
-            try:
-                name = options.get("peft_model_id") or next(iter(args), "load_adapter")
-                projections.refuse_in_part(name, loaded)
-            except ConfigError:
-                for new in self.peft_config.keys() - before:
-                    self.delete_adapter(new)
-                raise
-            return loaded
+        loaded = super().load_adapter(*args, **options)
+        try:
+            name = options.get("peft_model_id") or next(iter(args), "load_adapter")
+            projections.refuse_in_part(name, loaded)
+        except ConfigError:
+            for new in self.peft_config.keys() - before:
+                self.delete_adapter(new)
+            raise
+        return loaded
 
     def activation_checkpointing_enable(
         self,

@@ -13,7 +13,24 @@ from ligermodels.errors import ConfigError
 from ligermodels.models.base import DecoderModel
 
 
-class LigerTrainer(Trainer):
+class ResumesWithWords:
+    """What the trainers of this package say where a checkpoint's optimizer states do not fit."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            raise ConfigError(
+                f"{checkpoint}: its optimizer states are for another number of parameters than the "
+                "model has. If a model with HF's separate projections wrote them, such as one of "
+                "transformers, load this one with from_pretrained(..., split_projections=True); if "
+                "one with packed projections did, load it without"
+            ) from error
+
+
+class LigerTrainer(ResumesWithWords, Trainer):
     """`transformers.Trainer` that asks for no logits in an evaluation without metrics.
 
     Trainer itself asks for them in every evaluation, and then leaves them out. On a native model,
@@ -21,7 +38,8 @@ class LigerTrainer(Trainer):
 
     Raises:
         ConfigError: the model is a native one, and the arguments smooth labels, add noise to the
-            embeddings (NEFTune) or ask for metrics.
+            embeddings (NEFTune) or ask for metrics; or a checkpoint to resume from has optimizer
+            states for other projections.
     """
 
     def __init__(self, model: Any = None, args: Any = None, **options: Any) -> None:

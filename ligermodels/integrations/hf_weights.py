@@ -18,7 +18,6 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ligermodels.converters.in_memory import hf_tensors, native_tensor
 from ligermodels.converters.weight_map import Entry, WeightMap
-from ligermodels.errors import CheckpointError
 
 _HEAD = "head.proj."
 
@@ -126,30 +125,5 @@ def pack_hf_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
             here = {name.removeprefix(prefix): state_dict[name] for name in sources}
             state_dict[prefix + name] = native_tensor(entry, here)
             used |= sources
-    _refuse_adapters(module, state_dict, prefix)
     for name in used - {prefix + shell_name(entry.name) for entry in module.weight_map}:  # type: ignore[union-attr]
         del state_dict[name]
-
-
-def _refuse_adapters(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Raise if a state dict has adapters of HF's projections, which are packed in the module.
-
-    PEFT loads with strict=False, and would leave them out with a warning.
-    """
-    parts = {
-        span.source.removesuffix(".weight")
-        for entry in module.weight_map  # type: ignore[union-attr]
-        for span in entry.spans
-        if len(entry.spans) > 1
-    }
-    own = {name for name, _ in module.named_modules()}
-    for key in state_dict:
-        path, _, end = key.removeprefix(prefix).rpartition(".")
-        while path and path not in parts:
-            path, _, step = path.rpartition(".")
-            end = f"{step}.{end}"
-        if path and path not in own and end not in ("weight", "bias"):
-            raise CheckpointError(
-                f"adapter: {key!r} belongs to a projection that is packed in this model; load it "
-                "with ligermodels.integrations.peft_adapters.load_peft_model, which splits it"
-            )

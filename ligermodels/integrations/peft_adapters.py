@@ -10,24 +10,8 @@ import peft
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerPreTrainedModel
-from ligermodels.integrations.projections import refuse_in_part, split_for_adapters
+from ligermodels.integrations.projections import packed_afterwards, refuse_adapters, refuse_in_part
 from ligermodels.models.base import DecoderModel
-
-# Methods that take the insides of transformers' models, and what stops them.
-REFUSED = {
-    "ADAPTION_PROMPT": "it calls the insides of transformers' attention",
-    "SHADOW": "it wraps blocks of transformers, whose outputs differ from native ones",
-}
-
-
-def refuse_method(peft_config: peft.PeftConfig) -> None:
-    """Raise ConfigError if a method of PEFT does not work on a native shell."""
-    method = peft.PeftType(peft_config.peft_type).name
-    if method in REFUSED:
-        raise ConfigError(
-            f"{method} of PEFT does not work on a native model: {REFUSED[method]}; use another "
-            "method, such as LoraConfig, or transformers' own model of this checkpoint"
-        )
 
 
 def _refuse_without_shell(model: Any) -> None:
@@ -42,17 +26,19 @@ def _refuse_without_shell(model: Any) -> None:
 def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> Any:
     """Return `peft.get_peft_model(model, peft_config, **options)`, also for a native shell.
 
-    Packed projections that get an adapter are split into HF's. The others stay packed.
+    Every function of PEFT splits the packed projections of a shell into HF's. This one packs those
+    again that have no adapter and are not trained.
 
     Raises:
-        ConfigError: the method is one of `REFUSED`, the model is a native one without its shell, or
-            the projections cannot be split: see `split_projections`.
+        ConfigError: the method or a name in the config does not work on a shell (see
+            `projections.refuse_adapters`), the model is a native one without its shell, or the
+            projections cannot be split (see `split_projections`).
     """
     _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
-    refuse_method(peft_config)
-    with split_for_adapters(model):
+    refuse_adapters(model, {"default": peft_config})
+    with packed_afterwards(model):
         adapted = peft.get_peft_model(model, peft_config, **options)
     if peft_config.peft_type == peft.PeftType.CPT:  # it has its own loss
         model.trains_with_logits = True
@@ -63,16 +49,14 @@ def load_peft_model(model: Any, path: str, **options: Any) -> Any:
     """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native shell.
 
     Raises:
-        ConfigError: the method is one of `REFUSED`, the model is a native one without its shell,
-            the projections cannot be split (see `split_projections`), the model has no place for a
-            tensor of the adapter, or the adapter lacks one that its config names. PEFT would go on
-            without a word.
+        ConfigError: what `get_peft_model` raises, the model has no place for a tensor of the
+            adapter, or the adapter lacks one that its config names. PEFT would go on without a
+            word.
     """
     _refuse_without_shell(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.PeftModel.from_pretrained(model, path, **options)
-    refuse_method(options.get("config") or peft.PeftConfig.from_pretrained(path, **options))
-    with split_for_adapters(model):
+    with packed_afterwards(model):
         adapted = peft.PeftModel.from_pretrained(model, path, **options)
         if adapted.active_peft_config.is_prompt_learning:  # its tensors have a place of their own
             return adapted

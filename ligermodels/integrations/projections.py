@@ -1,11 +1,13 @@
 """Projections of a shell under HF's names: q_proj, k_proj and v_proj in place of qkv_proj.
 
 Adapters belong to the projections of HF's models. So that they can be trained, loaded and saved
-under HF's names, a packed projection can be split into separate modules, and packed again.
+under HF's names, a packed projection can be split into separate modules, and packed again. A shell
+splits all of them as soon as PEFT asks for its modules.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +17,12 @@ from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_weights import shell_name
 from ligermodels.layers.fusion import is_plain
+
+# Methods of PEFT that take the insides of transformers' models, and what stops them.
+REFUSED = {
+    "ADAPTION_PROMPT": "it calls the insides of transformers' attention",
+    "SHADOW": "it wraps blocks of transformers, whose outputs differ from native ones",
+}
 
 
 class Concatenated:
@@ -37,6 +45,8 @@ class Concatenated:
 def split_projections(model: Any) -> None:
     """Replace each packed projection of a shell by modules of HF's names, with copies of its rows.
 
+    The parameters are in the order of HF's model then, so that optimizer states fit.
+
     Raises:
         ConfigError: a packed projection is not a plain linear: it is quantised or has an adapter.
     """
@@ -56,42 +66,51 @@ def split_projections(model: Any) -> None:
             row += rows
         _put(owner, made, [name])
         setattr(owner, name, Concatenated(owner, [part for part, _ in parts]))
+    for module in model.base_model.layers.modules():  # HF's modules have their norms last
+        if type(module).__module__.startswith("peft."):
+            continue
+        children = sorted(module._modules.items(), key=lambda child: _is_norm(child[1]))
+        module._modules.clear()
+        module._modules.update(children)
 
 
-def pack_projections(model: Any) -> None:
-    """Pack the projections of a shell again, where all parts are plain linears."""
+def pack_projections(model: Any, *, only_frozen: bool = False) -> None:
+    """Pack the projections of a shell again, where all parts are plain linears that train alike.
+
+    Args: only_frozen: whether projections that are trained stay split.
+    """
     for owner, name, parts in _packed(model):
         if not isinstance(getattr(owner, name), Concatenated):
             continue
         linears = [getattr(owner, part) for part, _ in parts]
         if not all(is_plain(linear, nn.Linear) for linear in linears):
             continue
+        trained = [[x.requires_grad for x in linear.parameters()] for linear in linears]
+        if any(t != trained[0] for t in trained) or (only_frozen and any(trained[0])):
+            continue
         biases = [linear.bias for linear in linears]
         bias = None if biases[0] is None else torch.cat(biases)
         packed = _linear(torch.cat([linear.weight for linear in linears]), bias)
-        packed.requires_grad_(any(linear.weight.requires_grad for linear in linears))
+        for weight, trains in zip(packed.parameters(), trained[0], strict=True):
+            weight.requires_grad_(trains)
         delattr(owner, name)
         _put(owner, {name: packed}, [part for part, _ in parts])
 
 
 @contextmanager
-def split_for_adapters(model: Any) -> Iterator[None]:
-    """Split the projections of a shell for a block that adds adapters, and then pack the others.
+def packed_afterwards(model: Any) -> Iterator[None]:
+    """Pack the projections of a shell again after a block in which PEFT adds adapters.
 
-    If the block fails, all projections are packed again. A model that was loaded with
-    split_projections=True stays as it is.
-
-    Raises:
-        ConfigError: the projections cannot be split: see `split_projections`.
+    Those that have an adapter or are trained stay split. If the block fails, all projections are
+    packed again. A model that was loaded with split_projections=True stays as it is.
     """
-    modules = [getattr(owner, name) for owner, name, _ in _packed(model)]
-    was_split = all(isinstance(module, Concatenated) for module in modules)
+    was_split, only_frozen = _is_split(model), False
     try:
-        split_projections(model)
         yield
+        only_frozen = True
     finally:
         if not was_split:
-            pack_projections(model)
+            pack_projections(model, only_frozen=only_frozen)
 
 
 def separate(weight_map: WeightMap) -> WeightMap:
@@ -110,30 +129,72 @@ def first_quantised(model: Any) -> str | None:
     return None
 
 
-def refuse_unadapted(model: Any) -> None:
-    """Raise unless PEFT found every projection that the adapters of a shell are for.
+def split_for_peft(model: Any, caller: str) -> None:
+    """Split the projections of a shell whose modules PEFT asks for, in order to adapt them.
 
-    PEFT looks for modules of HF's names, and goes on without those that it does not find.
-
+    Args: caller: the name of PEFT's module that asks.
     Raises:
-        ConfigError: an adapter is for a projection that is packed.
+        ConfigError: the method is one of `REFUSED`, PEFT has repeated blocks with packed
+            projections, or what `split_projections` and `refuse_adapters` raise.
     """
+    for method in REFUSED:
+        if f".{method.lower()}." in caller:
+            _refuse_method(method)
+    if model.base_model.layers is not model._native[0].layers and not _is_split(model):
+        raise ConfigError(
+            "layer_replication of PEFT has repeated blocks whose projections are packed; load the "
+            "model with from_pretrained(..., split_projections=True)"
+        )
+    split_projections(model)
+    refuse_adapters(model, model.__dict__.get("peft_config", {}))
+
+
+def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
+    """Raise if an adapter of PEFT does not work on a shell.
+
+    PEFT finds HF's projections only. It says nothing if a config also names packed ones.
+
+    Args: configs: PEFT's configs by the names of the adapters.
+    Raises:
+        ConfigError: a method is one of `REFUSED`, or a config names a packed projection.
+    """
+    from peft import PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    prefixes = {module: name for name, module in model.named_modules()}
-    for adapter, config in model.peft_config.items():
-        if getattr(config, "target_modules", None) is None:
-            continue
+    paths = {module: path for path, module in model.named_modules()}
+    for adapter, config in configs.items():
+        _refuse_method(PeftType(config.peft_type).name)
+        targets = getattr(config, "target_modules", None)
+        listed = [x for x in vars(config).values() if isinstance(x, list | set | tuple | dict)]
+        named = tuple(f".{x.removesuffix('.weight')}" for x in chain(*listed) if isinstance(x, str))
         for owner, packed, parts in _packed(model):
-            for part, _ in parts:
-                name = f"{prefixes[owner]}.{part}"
-                if not hasattr(owner, part) and check_target_module_exists(config, name):
-                    raise ConfigError(
-                        f"adapter {adapter!r} is for {name}, which is packed into {packed}, so "
-                        "that PEFT did not find it; add adapters by get_peft_model of ligermodels."
-                        "integrations.peft_adapters, or load the model with "
-                        "from_pretrained(..., split_projections=True)"
-                    )
+            path = f"{paths[owner]}.{packed}"
+            hf_paths = [f"{paths[owner]}.{part}" for part, _ in parts]
+            matches = [
+                isinstance(targets, str) and bool(check_target_module_exists(config, name))
+                for name in (path, *hf_paths)
+            ]
+            if f".{path}".endswith(named) or matches == [True] + [False] * len(parts):
+                raise ConfigError(
+                    f"adapter {adapter!r} names {path}, which HF's model does not have, so that "
+                    f"no other program would find it; name {', '.join(hf_paths)} instead"
+                )
+
+
+def _refuse_method(method: str) -> None:
+    if method in REFUSED:
+        raise ConfigError(
+            f"{method} of PEFT does not work on a native model: {REFUSED[method]}; use another "
+            "method, such as LoraConfig, or transformers' own model of this checkpoint"
+        )
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    return module is not None and all(weight.ndim == 1 for weight in module.parameters())
+
+
+def _is_split(model: Any) -> bool:
+    return all(isinstance(getattr(x, name), Concatenated) for x, name, _ in _packed(model))
 
 
 def refuse_in_part(path: Any, loaded: Any) -> None:
@@ -158,11 +219,10 @@ def _packed(model: Any) -> Iterator[tuple[nn.Module, str, list[tuple[str, int]]]
     Yields: the module, the projection's name in it, and HF's names and rows of its parts.
     """
     for entry in model.weight_map:
-        path = _home(entry.name)
-        parts = _parts(entry, path)
+        parts = _parts(entry, _home(entry.name))
         if parts is not None and entry.name.endswith(".weight"):
-            name = shell_name(entry.name).removesuffix(".weight").rpartition(".")[2]
-            yield model.get_submodule(path), name, parts
+            path, _, name = entry.name.removesuffix(".weight").rpartition(".")
+            yield model.base_model.get_submodule(path), name, parts
 
 
 def _parts(entry: Entry, path: str) -> list[tuple[str, int]] | None:

@@ -28,8 +28,8 @@ from ligermodels.integrations.hf_model import (
     LigerForSequenceClassification,
     LigerPreTrainedModel,
 )
-from ligermodels.integrations.peft_adapters import refuse_method
-from ligermodels.integrations.projections import split_for_adapters
+from ligermodels.integrations.hf_trainer import ResumesWithWords
+from ligermodels.integrations.projections import packed_afterwards
 from ligermodels.models.base import DecoderModel
 
 
@@ -62,7 +62,7 @@ def use_loss_head(model: nn.Module) -> bool:
     return True
 
 
-class _OnLossHead:
+class _OnLossHead(ResumesWithWords):
     """What the trainers have in common; it comes before TRL's class."""
 
     _model_class: Any = LigerForCausalLM
@@ -90,10 +90,8 @@ class _OnLossHead:
             )
         reference = self._reference(given)
         adapts = own and given.get("peft_config") is not None
-        if adapts:
-            refuse_method(given["peft_config"])
         try:
-            with split_for_adapters(given["model"]) if adapts else nullcontext():
+            with packed_afterwards(given["model"]) if adapts else nullcontext():
                 super().__init__(**given)
         finally:
             self._restore()

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from ligermodels.integrations.auto_map import write_auto_map
 from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
+from ligermodels.integrations.peft_adapters import get_peft_model
 from ligermodels.models.auto import AutoLiger
 from tests.examples import trainer_cases
 from tests.examples.trainer_cases import RATE, difference, make_rows
@@ -123,9 +125,9 @@ def adapter(**options: Any) -> LoraConfig:
     return LoraConfig(task_type="CAUSAL_LM", r=4, **options)
 
 
-def lora(**options: Any) -> Callable[[Path, Path], float]:
+def lora(wrap: Any = get_peft_model, **options: Any) -> Callable[[Path, Path], float]:
     def error(folder: Path, place: Path) -> float:
-        ours, expected = test_peft_adapters.pair(folder, adapter(**options))
+        ours, expected = test_peft_adapters.pair(folder, adapter(**options), wrap)
         first = relative(ours(tokens()).logits, expected(tokens()).logits)
         merged = ours.merge_and_unload()(tokens()).logits
         return max(first, relative(merged, expected(tokens()).logits))
@@ -328,6 +330,14 @@ CELLS = [
     ),
     Cell("PEFT", "LoRA, default targets, merged", "logits", 1e-5, lora(), "peft"),
     Cell("PEFT", "LoRA on all linears, merged", "logits", 1e-5, lora(target_modules=ALL), "peft"),
+    Cell(
+        "PEFT",
+        "`peft.get_peft_model`, LoRA on all linears, merged",
+        "logits",
+        1e-5,
+        lora(peft.get_peft_model, target_modules=ALL),
+        "peft",
+    ),
     Cell(
         "PEFT",
         "DoRA on all linears, merged",

@@ -12,7 +12,8 @@ import torch
 from transformers import TrainingArguments
 
 from ligermodels.integrations.hf_trainer import LigerTrainer
-from ligermodels.integrations.peft_adapters import REFUSED, get_peft_model
+from ligermodels.integrations.peft_adapters import get_peft_model
+from ligermodels.integrations.projections import REFUSED
 from tests.integrations import test_peft_adapters, test_trl_trainers
 from tests.integrations.matrix_cells import (
     NATIVE,
@@ -66,20 +67,15 @@ def rows() -> list[Any]:
     return [{name: cut(values) for name, values in row.items()} for row in examples([12, 3])]
 
 
-def adapted(folder: Path, place: Path, **options: Any) -> Any:
-    model = peft.get_peft_model(SHELL(folder), adapter(**options))
-    return model(input_ids=tokens())
+def adapted(folder: Path, **options: Any) -> Any:
+    return peft.get_peft_model(SHELL(folder), adapter(**options))
 
 
-def loads_adapter(load: Any, task_type: str | None) -> Callable[[Path, Path], Any]:
+def native_adapted(folder: Path, place: Path) -> Any:
     """PEFT takes a native model if an adapter has no task_type."""
-
-    def attempt(folder: Path, place: Path) -> Any:
-        config = peft.LoraConfig(task_type=task_type, target_modules=["q_proj", "o_proj"])
-        peft.get_peft_model(theirs(folder), config).save_pretrained(place)
-        return peft.PeftModel.from_pretrained(load(folder), str(place))
-
-    return attempt
+    config = peft.LoraConfig(target_modules=["q_proj", "o_proj"])
+    peft.get_peft_model(theirs(folder), config).save_pretrained(place)
+    return peft.PeftModel.from_pretrained(NATIVE(folder), str(place))
 
 
 def quantised_and(then: Callable[..., Any]) -> Callable[[Path, Path], Any]:
@@ -189,23 +185,16 @@ REFUSALS = [
     ),
     Refusal(
         "PEFT",
-        "`peft.get_peft_model` for packed projections",
-        "so that PEFT did not find it",
-        lambda folder, place: adapted(folder, place, target_modules=["q_proj", "o_proj"]),
-        "peft",
-    ),
-    Refusal(
-        "PEFT",
-        "`PeftModel.from_pretrained` for packed projections",
-        "belongs to a projection that is packed in this model",
-        loads_adapter(SHELL, "CAUSAL_LM"),
+        "`qkv_proj` and other names of packed projections",
+        "which HF's model does not have",
+        lambda folder, place: adapted(folder, target_modules=["qkv_proj", "o_proj"]),
         "peft",
     ),
     Refusal(
         "PEFT",
         "`PeftModel.from_pretrained`, native model",
         "is a name of HF's model",
-        loads_adapter(NATIVE, None),
+        native_adapted,
         "peft",
     ),
     Refusal(

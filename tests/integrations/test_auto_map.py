@@ -64,13 +64,15 @@ def test_it_opens_as_a_shell_and_saves_as_transformers_does(folder: Path, tmp_pa
     assert saved["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_adapters_of_tools_that_know_only_peft(folder: Path, tmp_path: Path) -> None:
-    write_auto_map(folder, split_projections=True)
+@pytest.mark.parametrize("split", [False, True])
+def test_adapters_of_tools_that_know_only_peft(split: bool, folder: Path, tmp_path: Path) -> None:
+    write_auto_map(folder, split_projections=split)
     models = [
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
         for trust in (True, False)
     ]
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"])
+    assert hasattr(models[0].model.layers[0].self_attn, "q_proj") == split
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
     adapted = [peft.get_peft_model(model, config) for model in models]
     ids, losses = torch.tensor([[3, 4, 5, 6]]), []
     for model in adapted:
@@ -95,7 +97,7 @@ def test_the_command_line_of_trl(
     (tmp_path / "data").mkdir()
     lines = (json.dumps({"text": text}) for text in texts(8))
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
-    write_auto_map(folder, split_projections=True)
+    write_auto_map(folder)
     losses, models, train = [], [], SFTTrainer.train
 
     def remember(trainer: SFTTrainer, **options: Any) -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.layers import LossHead
 from tests.integrations.test_hf_model import examples
+from tests.models import hf_models, zoo
 from tests.tiny_models import random_model
 
 
@@ -59,3 +61,30 @@ def test_a_native_model_is_refused_where_logits_are_needed(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="predict: "):
         LigerTrainer(model, arguments).predict(examples([12, 3]))
     assert LigerTrainer(model, arguments).evaluate(examples([12, 3]))["eval_loss"] > 0
+
+
+def test_optimizer_states_of_transformers_model(tmp_path: Path) -> None:
+    """They are resumed with split projections, in the order of HF's parameters, or refused."""
+    # All biases and norms of this qwen2 have the same shape, so that only their order tells them.
+    feature = zoo.Feature(config={"num_key_value_heads": 4, "head_dim": 12, "hidden_size": 48})
+    hf_models.build("qwen2", feature).save_pretrained(tmp_path / "hf")
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+    options: dict[str, Any] = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1}
+    options |= {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True, **options)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    Trainer(hf, arguments, train_dataset=rows).train()
+    states = torch.load(tmp_path / "run" / "checkpoint-2" / "optimizer.pt")["state"]
+    assert states
+    resume = str(tmp_path / "run" / "checkpoint-2")
+    split = LigerForCausalLM.from_pretrained(tmp_path / "hf", split_projections=True)
+    Trainer(split, arguments, train_dataset=rows).train(resume_from_checkpoint=resume)
+    expected = dict(hf.named_parameters())
+    for name, weight in split.named_parameters():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+    packed = LigerForCausalLM.from_pretrained(tmp_path / "hf")
+    trainer = LigerTrainer(packed, arguments, train_dataset=rows)
+    with pytest.raises(ConfigError, match=r"checkpoint-2: its optimizer .* split_projections=True"):
+        trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == 2

@@ -13,9 +13,10 @@ import transformers
 from peft import LoraConfig
 
 from ligermodels import AutoLiger
-from ligermodels.errors import CheckpointError, ConfigError, SaveError
+from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
-from ligermodels.integrations.peft_adapters import REFUSED, get_peft_model, load_peft_model
+from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
+from ligermodels.integrations.projections import REFUSED
 from tests.models import hf_models, zoo
 
 # The arguments with which a method works on a model of 48 features, beside its defaults.
@@ -64,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def pair(folder: Path, config: Any, **options: Any) -> tuple[Any, Any]:
+def pair(folder: Path, config: Any, wrap: Any = get_peft_model, **options: Any) -> tuple[Any, Any]:
     """Return a native and a transformers model with the same adapter, which is not zero."""
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", **options
@@ -72,7 +73,7 @@ def pair(folder: Path, config: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     expected = peft.get_peft_model(hf, config)
     torch.manual_seed(0)
-    ours = get_peft_model(
+    ours = wrap(
         LigerForCausalLM.from_pretrained(folder, **options), type(config)(**config.to_dict())
     )
     mine = dict(ours.named_parameters())
@@ -148,20 +149,21 @@ def test_method(method: str, folders: dict[str, Path]) -> None:
 def test_a_method_that_does_not_work_is_refused(
     method: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Before anything is split, and also where an adapter is loaded."""
+    """Before anything is split, where an adapter is loaded, and by PEFT itself."""
     words = f"^{method} of PEFT does not work on a native model: {REFUSED[method]}; use another"
     config = REFUSED_CONFIGS[method]
     config.save_pretrained(tmp_path)
     shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    names = [name for name, _ in shell.named_modules()]
+    names = {name for name, _ in shell.named_modules()}
     for call in (
         lambda: get_peft_model(shell, config),
         lambda: load_peft_model(shell, str(tmp_path)),
         lambda: load_peft_model(shell, "none", config=config),
+        lambda: peft.get_peft_model(shell, config),
     ):
         with pytest.raises(ConfigError, match=words):
             call()
-    assert [name for name, _ in shell.named_modules()] == names
+    assert {name for name, _ in shell.named_modules()} == names
 
 
 def test_what_the_refused_methods_do_on_models_of_transformers(tmp_path: Path) -> None:
@@ -228,6 +230,125 @@ def test_lora(name: str, family: str, folders: dict[str, Path], tmp_path: Path) 
     torch.testing.assert_close(again(ids()).logits, logits, rtol=1e-5, atol=1e-4)
 
 
+def in_the_decoder(model: Any, config: Any) -> Any:
+    peft.get_peft_model(model.model, config)
+    return model
+
+
+def through_transformers(model: Any, config: Any) -> Any:
+    model.add_adapter(config)
+    return model
+
+
+def as_the_second(model: Any, config: Any) -> Any:
+    wrap = get_peft_model if isinstance(model, LigerForCausalLM) else peft.get_peft_model
+    adapted = wrap(model, LoraConfig(target_modules=["o_proj"]))
+    adapted.add_adapter("second", config)
+    adapted.set_adapter("second")
+    return adapted
+
+
+WAYS: dict[str, Any] = {
+    "get_peft_model": peft.get_peft_model,
+    "ours": get_peft_model,
+    "inject_adapter_in_model": lambda model, config: peft.inject_adapter_in_model(config, model),
+    "add_adapter": through_transformers,
+    "decoder": in_the_decoder,
+    "second": as_the_second,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all linears": {"target_modules": "all-linear"},
+    "regex": {"target_modules": r".*\.1\..*_proj"},
+    "o_proj": {"target_modules": ["o_proj"]},
+    "all biases": {"target_modules": ["o_proj"], "bias": "all"},
+    "biases of adapters": {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"},
+    "saved mlp": {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]},
+    "saved attention": {"target_modules": ["up_proj"], "modules_to_save": ["self_attn"]},
+    "saved layer": {"target_modules": r".*\.0\..*q_proj", "modules_to_save": ["layers.1"]},
+    "saved projection": {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]},
+    "a layer": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "ranks": {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 3}},
+    "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight", "up_proj.weight"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": ["v_proj"]},
+}
+CASES = [(way, "all linears") for way in WAYS]
+CASES += [(way, name) for name in OPTIONS for way in ("get_peft_model", "ours")][2:]
+
+
+@pytest.mark.parametrize(("way", "name"), CASES)
+def test_every_way_trains_and_saves_what_it_does_on_hfs_model(
+    way: str, name: str, folders: dict[str, Path]
+) -> None:
+    """The projections are split wherever PEFT is at work; qwen2 has biases in some of them."""
+    if way == "decoder":
+        name = "regex"  # PEFT takes the last module for the head, and leaves it out of "all-linear"
+    made, saved = [], []
+    for cls in (LigerForCausalLM, transformers.AutoModelForCausalLM):
+        model = cls.from_pretrained(folders["qwen2"], attn_implementation="eager")
+        torch.manual_seed(0)
+        config = LoraConfig(**{"r": 2, "init_lora_weights": False, **OPTIONS[name]})
+        made.append(WAYS[way](model, config).eval())
+        if isinstance(made[-1], peft.PeftModel):
+            adapter = "second" if way == "second" else "default"
+            saved.append(peft.get_peft_model_state_dict(made[-1], adapter_name=adapter))
+        made[-1](input_ids=ids(), labels=ids()).loss.backward()
+    mine, theirs = (
+        {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+        for model in made
+    )
+    assert mine.keys() == theirs.keys()
+    for key, gradient in theirs.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(mine[key], gradient, rtol=1e-4, atol=1e-5 * scale)
+    logits = [model(input_ids=ids()).logits for model in made]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    if saved:
+        assert saved[0].keys() == saved[1].keys()
+        assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["qkv_proj", "o_proj"]},
+        {"target_modules": r".*(gate_up|o)_proj"},
+        {"target_modules": ["o_proj"], "modules_to_save": ["mlp.gate_up_proj"]},
+        {"target_modules": ["o_proj"], "target_parameters": ["self_attn.qkv_proj.weight"]},
+        {"target_modules": "all-linear", "exclude_modules": ["qkv_proj"]},
+        {"target_modules": ["o_proj"], "rank_pattern": {"qkv_proj": 2}},
+    ],
+)
+def test_names_of_packed_projections_are_refused(
+    options: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    """PEFT adapts what else it finds, and says nothing."""
+    words = r"adapter '(default|b)' names .*(qkv|gate_up)_proj, which HF's model does not have"
+    for wrap in (peft.get_peft_model, get_peft_model):
+        with pytest.raises(ConfigError, match=words):
+            wrap(LigerForCausalLM.from_pretrained(folders["llama"]), LoraConfig(**options))
+    shell = LigerForCausalLM.from_pretrained(folders["llama"])
+    adapted = get_peft_model(shell, LoraConfig(target_modules=["o_proj"]))
+    with pytest.raises(ConfigError, match=words):
+        adapted.add_adapter("b", LoraConfig(**options))
+
+
+def test_repeated_layers_need_split_projections(folders: dict[str, Path]) -> None:
+    """PEFT copies layers before it looks for projections."""
+    for repeated in ([[0, 2], [1, 2]], [[0, 1], [0, 1]]):
+        config = LoraConfig(target_modules=["q_proj"], layer_replication=repeated)
+        shell = LigerForCausalLM.from_pretrained(folders["llama"])
+        with pytest.raises(ConfigError, match="layer_replication of PEFT has repeated blocks"):
+            peft.get_peft_model(shell, config)
+    shell = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    losses = [
+        peft.get_peft_model(model, config)(input_ids=ids(), labels=ids(), use_cache=False).loss
+        for model in (shell, hf)
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+
+
 def test_projections_without_adapter_stay_packed(folders: dict[str, Path]) -> None:
     model = LigerForCausalLM.from_pretrained(folders["llama"])
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
@@ -240,14 +361,12 @@ def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path
     for call in (
         lambda shell: get_peft_model(shell, config),
         lambda shell: load_peft_model(shell, str(tmp_path), config=config),
-        lambda shell: shell.add_adapter(config),
-        lambda shell: shell.load_adapter(str(tmp_path)),
     ):
         shell = LigerForCausalLM.from_pretrained(folders["llama"])
-        names = [name for name, _ in shell.named_modules()]
+        names = {name for name, _ in shell.named_modules()}
         with pytest.raises((ValueError, OSError)):
             call(shell)
-        assert [name for name, _ in shell.named_modules()] == names
+        assert {name for name, _ in shell.named_modules()} == names
 
 
 @pytest.mark.parametrize(
@@ -274,16 +393,6 @@ def test_an_adapter_is_not_loaded_in_part(
         assert torch.equal(shell(ids()).logits, before)
     with pytest.raises(ConfigError, match=message):
         LigerForCausalLM.from_pretrained(tmp_path)  # loads the model that the adapter names
-
-
-def test_a_second_adapter_may_be_for_others_if_all_are_split(folders: dict[str, Path]) -> None:
-    shell = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
-    adapted = get_peft_model(shell, LoraConfig(task_type="CAUSAL_LM"))
-    adapted.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"]))
-    adapted.set_adapter("second")
-    adapted(input_ids=ids(), labels=ids()).loss.backward()
-    grads = [p.grad for name, p in adapted.named_parameters() if "lora_B.second" in name]
-    assert len(grads) == 2 and all(grad is not None and grad.any() for grad in grads)
 
 
 def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -351,27 +460,15 @@ def test_the_walk_of_tensors_has_merged_adapters(folders: dict[str, Path]) -> No
 def test_an_adapter_of_packed_projections_is_not_left_out(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """PEFT itself finds o_proj in the model, and would load nothing else of the adapter."""
+    """PEFT's own loader finds all projections in a packed shell."""
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
     _, expected = pair(folders["llama"], config)
     expected.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"q_proj.*packed in this model; load it with"):
-        peft.PeftModel.from_pretrained(
-            LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
-        )
-
-
-@pytest.mark.parametrize("targets", [["o_proj", "q_proj"], r".*\.(q_proj|o_proj)"])
-def test_a_projection_that_peft_did_not_find_is_refused(
-    folders: dict[str, Path], targets: Any
-) -> None:
-    """PEFT itself adapts o_proj alone, and would train less than it was asked for."""
-    model = LigerForCausalLM.from_pretrained(folders["llama"])
-    adapted = peft.get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
-    with pytest.raises(
-        ConfigError, match=r"layers\.0\.self_attn\.q_proj, which is packed into qkv"
-    ):
-        adapted(input_ids=ids())
+    loaded = peft.PeftModel.from_pretrained(
+        LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
+    ).eval()
+    logits = expected(input_ids=ids()).logits
+    torch.testing.assert_close(loaded(input_ids=ids()).logits, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_without_its_adapter_computes_again(folders: dict[str, Path]) -> None:
@@ -380,23 +477,6 @@ def test_a_model_without_its_adapter_computes_again(folders: dict[str, Path]) ->
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
     adapted(input_ids=ids())
     torch.testing.assert_close(adapted.unload()(input_ids=ids()).logits, expected)
-
-
-def test_a_second_adapter_that_peft_did_not_find_is_refused(folders: dict[str, Path]) -> None:
-    model = LigerForCausalLM.from_pretrained(folders["llama"])
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
-    adapted = get_peft_model(model, config)
-    adapted(input_ids=ids())
-    adapted.add_adapter("b", LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"]))
-    adapted(input_ids=ids())
-    adapted.delete_adapter("b")
-    adapted(input_ids=ids())
-    more = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj", "up_proj"])
-    adapted.add_adapter("c", more)
-    with pytest.raises(
-        ConfigError, match=r"adapter 'c' is for .*up_proj, which is packed into gate"
-    ):
-        adapted(input_ids=ids())
 
 
 def test_other_models_get_what_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:

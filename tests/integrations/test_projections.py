@@ -42,14 +42,15 @@ def test_splitting_changes_nothing(family: str) -> None:
     assert twin.native.state_dict().keys() == random_model(family).state_dict().keys()
 
 
-def test_a_checkpoint_is_loaded_into_split_projections(tmp_path: Path) -> None:
-    hf = hf_models.build("qwen2", zoo.Feature())
+@pytest.mark.parametrize("family", sorted({*families()} - {"gemma3"}))  # it has other towers
+def test_a_checkpoint_is_loaded_into_split_projections(family: str, tmp_path: Path) -> None:
+    hf = hf_models.build(family, zoo.Feature())
     hf.save_pretrained(tmp_path)
     shell = LigerForCausalLM.from_pretrained(tmp_path, split_projections=True)
     want, got = hf.state_dict(), shell.state_dict()
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    # In this order, tools draw the values of new adapters.
-    orders = [[n for n, m in x.named_modules() if type(m) is nn.Linear] for x in (hf, shell)]
+    # In this order, tools draw the values of new adapters, and optimizers save their states.
+    orders = [[name for name, _ in model.named_parameters()] for model in (hf, shell)]
     assert orders[0] == orders[1]
     shell.save_pretrained(tmp_path / "again")
     again = type(hf).from_pretrained(tmp_path / "again").state_dict()

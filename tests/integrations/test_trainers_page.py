@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ligermodels.integrations.peft_adapters import REFUSED
+from ligermodels.integrations.projections import REFUSED
 from tests import markdown
 
 PAGE = (markdown.ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
