@@ -87,3 +87,13 @@ def test_factors_are_cast_to_the_outputs() -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert layer.lora_b.grad.dtype == torch.float32 and base.weight.grad is None
+
+
+def test_a_merged_weight_is_rounded_once() -> None:
+    base = nn.Linear(40, 30, bias=False, dtype=torch.bfloat16)
+    layer = LoraLinear(base, rank=3, alpha=5.0).to(torch.bfloat16)
+    nn.init.normal_(layer.lora_b)
+    factors = layer.lora_b.double() @ layer.lora_a.double()
+    expected = base.weight.double() + layer.scaling * factors
+    layer.add_to(base.weight)
+    torch.testing.assert_close(base.weight.double(), expected, rtol=2.0**-8, atol=1e-6)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tests.kernels.tolerances import assert_close
 
+NAN = float("nan")
+
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Return a random float64 tensor on the CPU; a shape and a seed always give the same values."""
@@ -17,34 +19,37 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
 
-def strided(x: Tensor) -> Tensor:
+def strided(x: Tensor, number: int = 0) -> Tensor:
     """Return the values as every second element of longer rows; the other elements are NaN."""
-    longer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    longer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), NAN)
     view = longer[..., ::2]
     view.copy_(x)
     return view
 
 
-def transposed(x: Tensor) -> Tensor:
+def transposed(x: Tensor, number: int = 0) -> Tensor:
     """Return the values stored with the last two dimensions swapped."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.ndim > 1 else x
 
 
-def sliced(x: Tensor) -> Tensor:
-    """Return the values as an unaligned slice of longer rows; the other elements are NaN."""
-    longer = x.new_full((*x.shape[:-1], x.shape[-1] + 3), float("nan"))
-    view = longer[..., 1:-2]
+def sliced(x: Tensor, number: int = 0) -> Tensor:
+    """Return the values as an unaligned slice of longer rows; the other elements are NaN.
+
+    The numbers of two tensors make all their strides differ, even if their shapes are the same.
+    """
+    longer = x.new_full([size + number for size in x.shape[:-1]] + [x.shape[-1] + 3 + number], NAN)
+    view = longer[(*(slice(size) for size in x.shape[:-1]), slice(1, x.shape[-1] + 1))]
     view.copy_(x)
     return view
 
 
-def expanded(x: Tensor) -> Tensor:
+def expanded(x: Tensor, number: int = 0) -> Tensor:
     """Return the first batch row expanded to the whole batch; parameters stay as they are."""
     return x[:1].expand_as(x) if x.ndim > 2 else x
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": torch.Tensor.contiguous,
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "contiguous": lambda x, number: x.contiguous(),
     "strided": strided,
     "transposed": transposed,
     "sliced": sliced,
@@ -106,7 +111,7 @@ def compare(
                 if layout == "expanded":
                     x = expanded(x).contiguous()
                 if kind == "ours" and x.ndim:
-                    x = LAYOUTS[layout](x)
+                    x = LAYOUTS[layout](x, len(made))
                 x = x.detach()
                 made[name] = x.requires_grad_(name not in frozen and name not in constant)
         return made
@@ -129,11 +134,12 @@ def compare(
                     upstream = expanded(upstream)
                 upstreams.append(upstream.to(device, x.dtype))
         pairs = []
-        for x, y, upstream in zip(result, results.get("ours", result), upstreams):
+        compared = zip(result, results.get("ours", result), upstreams)
+        for i, (x, y, upstream) in enumerate(compared):
             if y.requires_grad and x.requires_grad:
                 upstream = upstream.to(x.device, x.dtype)
                 if kind == "ours" and x.ndim:
-                    upstream = LAYOUTS[layout](upstream)
+                    upstream = LAYOUTS[layout](upstream, i)
                 pairs.append((x, upstream))
         results[kind] = result
         wanted = leaves(made)

@@ -129,13 +129,16 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: float = 1.0,
     class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     shape = targets.shape
     t = widened(logits).reshape(-1, logits.shape[-1]) * logit_scale
     flat = targets.reshape(-1)
     if softcap is not None:
         t = softcap * torch.tanh(t / softcap)
+    t = t / temperature
     weights = None if class_weights is None else class_weights.to(t.dtype)
     loss = F.cross_entropy(
         t,
@@ -148,6 +151,8 @@ def cross_entropy(
     valid = flat != ignore_index
     z = z_loss * torch.logsumexp(t, -1).square() * valid
     loss = loss + z
+    if token_weights is not None:
+        loss, z = (x * token_weights.reshape(-1) for x in (loss, z))
     if reduction == "none":
         return loss.view(shape), z.view(shape)
     divisor: float | Tensor = 1.0

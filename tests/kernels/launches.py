@@ -16,6 +16,8 @@ import torch
 
 from ligermodels.kernels.launch import Launch, Launches, launch_for
 
+# It sums a row of each program of another kernel, of which there are some thousands.
+SMALL = ("column_sums_kernel",)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -170,10 +172,44 @@ def recorder(monkeypatch: Any, vendor: str) -> Recording:
     return recording
 
 
+_RESULT = re.compile(r"(%\w+)(?::\d+)? = ([\w.]+) ?(.*?)(?: loc\(.*)?$")
+_LARGEST_FACTOR = 64  # rows of a tile; offsets in them have more columns
+
+
+def products_of_32_bits(ttir: str) -> list[str]:
+    """Return the products of a kernel in Triton's IR that could be an offset past 2^31.
+
+    Numbers of programs, rows and columns fit in 32 bits, also multiplied by the rows of a tile. A
+    program's number times more than that, or two numbers that are known only at run time, may not.
+    A remainder is no program's number any more.
+    """
+    of_program, found = set(), []
+    constants = dict(re.findall(r"(%\w+) = arith\.constant (?:dense<)?(-?\d+)>? :", ttir))
+    for line in map(str.strip, ttir.splitlines()):
+        match = _RESULT.match(line)
+        if match is None and not line.startswith("scf.for"):
+            continue
+        if "scf.for" in line:
+            for name, start in re.findall(r"(%\w+) = (%\w+)", line):
+                (of_program.add if start in of_program else of_program.discard)(name)
+            continue
+        result, op, rest = match.groups()
+        operands = re.findall(r"%\w+", rest)
+        derived = op == "tt.get_program_id" or bool(of_program.intersection(operands))
+        derived = derived and op not in ("arith.remsi", "arith.remui", "tt.load", "tt.addptr")
+        (of_program.add if derived else of_program.discard)(result)
+        if op == "arith.muli" and rest.endswith(("i32", "i32>")):
+            factors = [int(constants[x]) for x in operands if x in constants]
+            if not factors or (derived and max(factors) > _LARGEST_FACTOR):
+                found.append(line)
+    return found
+
+
 class Usage(NamedTuple):
     shared: int
     spilled: int  # registers or bytes of stack; the tests only check that it is 0
     threads: int
+    narrow: list[str]  # products that should have 64 bits
 
 
 def compiled_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Any:
@@ -203,7 +239,9 @@ def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int)
         )
     else:
         spilled = _cuda_stack(compiled.asm["cubin"])
-    return Usage(compiled.metadata.shared, spilled, compiled.metadata.num_warps * warp_size)
+    threads = compiled.metadata.num_warps * warp_size
+    narrow = [] if launch.kernel.__name__ in SMALL else products_of_32_bits(compiled.asm["ttir"])
+    return Usage(compiled.metadata.shared, spilled, threads, narrow)
 
 
 def _cuda_stack(cubin: bytes) -> int:

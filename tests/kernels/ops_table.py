@@ -80,7 +80,7 @@ def rope(
     leading: tuple[int, ...],
     half: int,
     heads: int = 3,
-    kv_heads: int = 1,
+    kv_heads: int = 2,
     each_row: bool = False,
     rest: int = 0,
     **options: Any,
@@ -97,7 +97,7 @@ def rope(
 
 
 def qk_norm_rope(
-    leading: tuple[int, ...], half: int, heads: int = 3, kv_heads: int = 1, **options: Any
+    leading: tuple[int, ...], half: int, heads: int = 3, kv_heads: int = 2, **options: Any
 ) -> Inputs:
     weights = {f"{name}_weight": random(2 * half, seed=i) for i, name in enumerate("qk")}
     return rope(leading, half, heads, kv_heads) | weights | {"eps": 1e-5} | options
@@ -134,7 +134,7 @@ def norm_qkv_rope(
     width: int,
     half: int = 4,
     heads: int = 3,
-    kv_heads: int = 1,
+    kv_heads: int = 2,
     full: bool = True,
 ) -> Inputs:
     out = (heads + 2 * kv_heads) * 2 * half

@@ -74,8 +74,8 @@ def test_several_frozen_inputs(compiled_place, frozen) -> None:
     compare(norm_qkv_rope, formulas.norm_qkv_rope, made, place, frozen=frozen, constant=CONSTANT)
 
 
-@pytest.mark.parametrize("pairs", [0, 1])
-def test_a_part_of_each_head_is_rotated(float32_place, pairs) -> None:
+@pytest.mark.parametrize("pairs", [0, 2, 3])
+def test_neighbouring_pairs_of_a_part_or_all_of_each_head(float32_place, pairs) -> None:
     made = qkv_inputs()
     made |= {name: made[name][..., :pairs] for name in CONSTANT} | {"interleaved": True}
     compare(norm_qkv_rope, formulas.norm_qkv_rope, made, float32_place, constant=CONSTANT)

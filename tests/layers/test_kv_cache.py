@@ -170,3 +170,26 @@ def test_truncate_keeps_the_first_tokens() -> None:
     for length in (-1, 4):
         with pytest.raises(ValueError, match=f"cannot keep {length} tokens of 3"):
             cache.truncate(length)
+
+
+@pytest.mark.parametrize("extra", [1, 2, 4])
+def test_windows_keep_what_truncate_may_bring_back(extra):
+    """After up to `extra` tokens are removed, every layer still has all keys of its window."""
+    model = torch.nn.ModuleList(
+        Attention(16, 4, 2, layer_index=i, sliding_window=w) for i, w in enumerate((3, None, 5))
+    )
+    keys, values = tokens(LENGTH)
+    for removed in range(1, extra + 1):
+        cache = KVCache.of(model, 2, LENGTH, extra=extra)
+        assert cache.sizes == [3 + extra, LENGTH, 5 + extra]
+        for begin, end in ((0, 9), (9 - removed, LENGTH - removed), (LENGTH - removed, LENGTH)):
+            cache.truncate(begin)
+            for layer, window in enumerate((3, LENGTH, 5)):
+                k, v = cache.update(layer, keys[:, :, begin:end], values[:, :, begin:end])
+                held = cache.key_positions(layer, end - begin)
+                held = torch.arange(end) if held is None else held
+                seen = held > begin - window  # the others may be of removed tokens
+                assert set(range(max(0, begin + 1 - window), end)) <= set(held.tolist())
+                assert torch.equal(k[:, :, seen], keys[:, :, held[seen]])
+                assert torch.equal(v[:, :, seen], values[:, :, held[seen]])
+            cache.advance(end - begin)

@@ -113,9 +113,10 @@ def test_token_weights(kind: str) -> None:
     head, weight, _ = build(kind)
     hidden, targets = data()
     weights = torch.linspace(-1, 1, targets.numel()).view_as(targets)
-    each = head(hidden, targets, reduction="none").loss
-    out = head(hidden, targets, token_weights=weights, return_token_loss=True)
+    each, each_z, *_ = head(hidden, targets, reduction="none", z_loss=0.1)
+    out = head(hidden, targets, token_weights=weights, return_token_loss=True, z_loss=0.1)
     wanted = (each * weights).sum() / out.num_valid
+    assert relative(out.z_loss, (each_z * weights).sum() / out.num_valid) <= 1e-6
     assert relative(out.loss, wanted) <= 1e-6
     assert relative(out.token_loss, each * weights) <= 1e-6
     grads = torch.autograd.grad(out.loss, [hidden, weight], retain_graph=True)

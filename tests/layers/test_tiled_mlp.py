@@ -91,9 +91,14 @@ def same(ours: dict[str, Tensor | None], expected: dict[str, Tensor | None], bou
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_error_is_that_without_tiles(dtype, normed, device) -> None:
-    """Against float64, tiles add at most one rounding of the dtype to the sum over the tokens."""
+@pytest.mark.parametrize("tile", [TILE, 1])
+def test_the_error_is_that_without_tiles(tile, dtype, normed, device) -> None:
+    """Against float64, tiles add at most one rounding of the dtype to the sum over the tokens.
+
+    A sum of so many tiles in bfloat16 would add one for each.
+    """
     ours, whole = (made.to(device, dtype) for made in pair(normed=normed))
+    ours.tile = tile
     exact = copy.deepcopy(whole).double()
     x, upstream = (made.detach().to(device) for made in inputs(dtype))
     x.requires_grad_()
@@ -102,7 +107,7 @@ def test_the_error_is_that_without_tiles(dtype, normed, device) -> None:
     for name, want in right.items():
         rounding = torch.finfo(dtype).eps / 2
         assert relative(got[name], want) <= relative(expected[name], want) + rounding, name
-    assert ours.calls == 2 * -(-LEADING[0] * LEADING[1] // TILE)
+    assert ours.calls == 2 * -(-LEADING[0] * LEADING[1] // tile)
 
 
 def test_no_more_tokens_than_a_tile_run_once() -> None:

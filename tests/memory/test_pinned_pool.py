@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import pytest
+
 from ligermodels.memory.pinned_pool import MIB, PinnedPool
 
 
-def test_the_pool_gives_disjoint_memory_within_its_budget() -> None:
+@pytest.mark.parametrize("sizes", [(1, 60 * MIB), (8 * MIB, 8 * MIB)], ids=["any", "equal"])
+def test_the_pool_gives_disjoint_memory_within_its_budget(sizes: tuple[int, int]) -> None:
+    """Pieces of equal size take the places of others exactly."""
     choose = random.Random(0)
     budget = 700 * MIB
     slabs: list[int] = []
@@ -18,7 +22,7 @@ def test_the_pool_gives_disjoint_memory_within_its_budget() -> None:
         if taken and choose.random() < 0.5:
             pool.give_back(taken.pop(choose.randrange(len(taken)))[1])
             continue
-        nbytes = choose.randint(1, 60 * MIB)
+        nbytes = choose.randint(*sizes)
         pieces = pool.take(nbytes)
         if pieces is None:
             assert budget - sum(-(-n // 512) * 512 for n, _ in taken) < nbytes

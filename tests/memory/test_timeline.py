@@ -42,6 +42,27 @@ def test_plans_are_judged_together_as_alone() -> None:
     np.testing.assert_array_equal(together, alone)
 
 
+@pytest.mark.parametrize("layers", [1, 2, HOLD, 6])
+def test_the_costs_are_those_of_the_layers_one_after_the_other(layers: int) -> None:
+    """Follow which layers' tensors are on the GPU, as `Offloader` says that it moves them."""
+    draw = np.random.default_rng(3)
+    choices = random_choices(draw, layers)
+    for plan in draw.integers(0, 8, (40, layers)):
+        at = plan, np.arange(layers)
+        kept, beside, moves = choices.kept[at], choices.beside[at], choices.host[plan]
+
+        # The bytes up to layer i; of those that move only what has not left, or has returned.
+        def present(i: int, first: int, kept=kept, moves=moves) -> int:
+            return sum(kept[j] for j in range(i + 1) if not moves[j] or j >= first)
+
+        backward = [present(i, i - 1) + beside[i] for i in range(layers)]
+        at_head = present(layers - 1, layers - HOLD) + choices.at_head
+        seconds, peak, host = choices.costs(plan)
+        copies = kept * moves / choices.host_bytes
+        assert peak == max(*backward, at_head) and host == sum(kept * moves)
+        assert seconds == layer_seconds(choices.forward[at], choices.backward[at], copies)
+
+
 def random_choices(draw: np.random.Generator, layers: int) -> Choices:
     """Four levels, each on the GPU and in host memory."""
     kept = np.sort(draw.integers(5, 60, (4, layers)), axis=0)[::-1]

@@ -114,6 +114,12 @@ def test_a_model_alone_is_not_sharded() -> None:
         pass
 
 
+def test_copies_of_key_heads_on_meshes_of_two_dimensions(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    check(run_ranks(__name__, 4, tmp_path, True), subtests)
+
+
 def meshes(ranks: int) -> dict[str, DeviceMesh]:
     """Return the layouts that so many ranks can have."""
     mesh = mesh_of
@@ -129,8 +135,13 @@ def mesh_of(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
 
-def cases(ranks: int) -> dict[str, Case]:
+def cases(ranks: int, only_copies: bool = False) -> dict[str, Case]:
     layouts = meshes(ranks)
+    if only_copies:
+        layouts["tp and fsdp"] = mesh_of(tp=2, dp_shard=2)
+        layouts["cp and tp"] = mesh_of(cp=2, tp=2)
+        cut = {layout: mesh for layout, mesh in layouts.items() if "tp" in layout}
+        return {k: v for layout, mesh in cut.items() for k, v in copies(layout, mesh).items()}
     found: dict[str, Case] = {"refused meshes": refused}
     backwards = DeviceMesh("cpu", [*range(ranks)][::-1], mesh_dim_names=("dp_shard",))
     found["ranks in another order, save"] = partial(save, backwards)
@@ -168,13 +179,23 @@ def cases(ranks: int) -> dict[str, Case]:
         if "tp" in layout:
             found[f"{layout}, memory of a whole parameter"] = partial(whole_memory, mesh)
             found[f"{layout}, state dict"] = partial(state_dict, mesh)
-            one = {"num_key_value_heads": 1}
-            found[f"{layout}, one key head"] = partial(step, mesh, "qwen2", False, sizes=one)
+            found |= copies(layout, mesh)
         if layout in ("dp_shard", "hsdp"):
             found[f"{layout}, outputs of tokens"] = partial(quiet, mesh)
         for name, options in HEAD_OPTIONS.items() if "tp" in layout else ():
             found[f"{layout}, head, {name}"] = partial(head, mesh, options)
     return found
+
+
+def copies(layout: str, mesh: DeviceMesh) -> dict[str, Case]:
+    """Return cases in which several ranks of tensor parallelism have the same key heads."""
+    heads = mesh["tp"].size() // 2
+    sizes = {"num_key_value_heads": heads}
+    return {
+        f"{layout}, {heads} key heads": partial(step, mesh, "qwen2", False, sizes=sizes),
+        f"{layout}, {heads} key heads, norm": partial(clipping, mesh, family="qwen2", sizes=sizes),
+        f"{layout}, {heads} key heads, written": partial(written, mesh, sizes),
+    }
 
 
 def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
@@ -390,8 +411,14 @@ def logits(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     return {"logits": relative(ours, theirs), "gradient": relative(mine.grad, whole.grad)}
 
 
-def clipping(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
-    model = make(True)
+def clipping(
+    mesh: DeviceMesh,
+    rank: int,
+    folder: Path,
+    family: str = "llama",
+    sizes: dict[str, Any] | None = None,
+) -> dict[str, float]:
+    model = make(True, family, **(sizes or {}))
     sharded = shard(copy.deepcopy(model), mesh)
     ids, labels = data()
     model(ids, labels=labels).loss.backward()
@@ -478,6 +505,23 @@ def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
             whole = sharded.tensor_shards[name].whole(own)
         # A thread of gloo may hold a block a moment longer.
         result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 2 * 80)
+    return result
+
+
+def written(mesh: DeviceMesh, sizes: dict[str, Any], rank: int, folder: Path) -> dict[str, float]:
+    """A checkpoint gets every element of a parameter once from the ranks of a tp group."""
+    sharded = shard(make(True, "qwen2", **sizes), mesh)
+    state, result = sharded.state_dict(), {}
+    for name in sharded.tensor_shards:
+        mine = torch.zeros(state[name].shape)
+        for item in state[name].__create_write_items__(name, None):
+            chunk = item.tensor_data.chunk
+            mine[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes))] += 1
+        copies = mesh.size() // mesh["tp"].size()
+        if "dp_replicate" not in (mesh.mesh_dim_names or ()):
+            copies = 1  # the other ranks have other rows
+        dist.all_reduce(mine)
+        result[name] = float((mine != copies).sum())
     return result
 
 

@@ -178,7 +178,7 @@ def layer_norm_backward_kernel(
         row += step
         if PREFETCH:
             s, grad, grad_s, mean, rstd = next_s, next_grad, next_grad_s, next_mean, next_rstd
-    partial_ptr += program * columns * (NEEDS_WEIGHT_GRAD + NEEDS_BIAS_GRAD)
+    partial_ptr += program.to(tl.int64) * columns * (NEEDS_WEIGHT_GRAD + NEEDS_BIAS_GRAD)
     if NEEDS_WEIGHT_GRAD:
         tl.store(partial_ptr + column, grad_weight, mask=inside)
         partial_ptr += columns

@@ -309,7 +309,7 @@ def qk_norm_rope_backward_kernel(
             at = grad_v + head.to(tl.int64) * grad_v_head_stride + wide
             tl.store(to + head * (2 * HALF) + wide, tl.load(at, mask=mask, other=0.0), mask=mask)
     if partial_ptr is not None:
-        at = partial_ptr + program * (4 * HALF) + tl.arange(0, BLOCK_HALF)
+        at = partial_ptr + program.to(tl.int64) * (4 * HALF) + tl.arange(0, BLOCK_HALF)
         mask = tl.arange(0, BLOCK_HALF) < HALF
         tl.store(at, tl.sum(grad_q_weight_a, 0), mask=mask)
         tl.store(at + HALF, tl.sum(grad_q_weight_b, 0), mask=mask)

@@ -170,7 +170,8 @@ def rms_norm_backward_kernel(
         if PREFETCH:
             s, grad, grad_s, rstd = next_s, next_grad, next_grad_s, next_rstd
     if partial_ptr is not None:
-        tl.store(partial_ptr + program * columns + column, grad_weight, mask=inside)
+        at = program.to(tl.int64) * columns + column
+        tl.store(partial_ptr + at, grad_weight, mask=inside)
 
 
 def rms_norm_forward(

@@ -13,7 +13,7 @@ from ligermodels.kernels import cross_entropy, linear_cross_entropy
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
-from tests.kernels.test_cross_entropy import OPTIONS, OUT_OF_RANGE, options_for, targets_for
+from tests.kernels.test_cross_entropy import OUT_OF_RANGE, options_for, targets_for
 from tests.pairwise import pairwise
 
 ROWS, WIDTH, VOCAB = 23, 14, 51
@@ -43,7 +43,7 @@ def _accumulate_product_flop(_, a, b, **__) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-CONSTANT = ("class_weights",)
+CONSTANT = ("class_weights", "token_weights")
 
 
 def inputs(
@@ -82,16 +82,53 @@ def on(place, made: dict) -> dict:
 
 
 @pairwise(
+    lambda reduction, normalizer: reduction == "mean" or normalizer is None,
     indirect=["place"],
     place=PLACES,
-    name=OPTIONS,
-    reduction=["none", "sum", "mean"],
+    reduction=["mean", "sum", "none"],
     cut=CUTS,
+    label_smoothing=[0.0, 0.2, 1.0],
+    z_loss=[0.0, 0.02],
+    softcap=[None, 3.0],
+    logit_scale=[1.0, 1.7],
+    temperature=[1.0, 0.6],
+    class_weights=[False, True],
+    token_weights=[False, True],
+    bias=[False, True],
+    ignore_index=[-100, 3],
+    normalizer=[None, 5.0],
 )
-def test_options_reductions_and_chunks(place, name, reduction, cut) -> None:
-    """Compare loss, z-loss and gradients for every option, with random upstream gradients."""
+def test_every_pair_of_options(
+    place,
+    reduction,
+    cut,
+    label_smoothing,
+    z_loss,
+    softcap,
+    logit_scale,
+    temperature,
+    class_weights,
+    token_weights,
+    bias,
+    ignore_index,
+    normalizer,
+) -> None:
+    """Compare loss, z-loss and gradients, with random upstream gradients."""
     width, chunk_size = CUTS[cut]
-    made = inputs(width=width, name=name) | {"reduction": reduction, "chunk_size": chunk_size}
+    made = inputs(width=width, bias=bias) | {
+        "targets": targets_for((ROWS,), VOCAB, ignore_index),
+        "reduction": reduction,
+        "chunk_size": chunk_size,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "temperature": temperature,
+        "class_weights": random(VOCAB, seed=9).abs() + 0.1 if class_weights else None,
+        "token_weights": random(ROWS, seed=10) if token_weights else None,
+        "ignore_index": ignore_index,
+        "normalizer": normalizer,
+    }
     compare(ours, formula, made, place, constant=CONSTANT)
 
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
+from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING, PLACES
 from tests.kernels.linear_cross_entropy.test_functions import (
@@ -48,6 +49,17 @@ def least_budget(made: dict, **options) -> int:
     with pytest.raises(ValueError, match="at least") as error:
         linear_cross_entropy(**made, **options, max_scratch_bytes=1)
     return int(str(error.value).split()[-1])
+
+
+def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:
+    """The sum of the first chunk needs more digits than bfloat16 has; the second takes 1 away."""
+    small, low = 2.0**-9, torch.bfloat16
+    hidden, weight = torch.ones(3, 2, dtype=low), torch.ones(4, 2, dtype=low)
+    sums = GradSums(hidden, weight, None, NeedsGrad(bias=True), one_chunk=False)
+    for rows, values in ((slice(0, 2), [1.0, small]), (slice(2, 3), [-1.0])):
+        grad_logits = torch.tensor(values, dtype=low)[:, None].expand(-1, 4)
+        sums.add(rows, hidden[rows], grad_logits)
+    assert torch.equal(sums.bias, torch.full((4,), small))
 
 
 def test_budget_reaches_the_chunks(compiled_place, monkeypatch) -> None:

@@ -171,36 +171,6 @@ def test_a_temperature_is_a_scale_of_the_capped_logits(place) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="other tests run the same kernels in the interpreter")
-@pairwise(
-    indirect=["place"],
-    place=PLACES,
-    name=["plain", "z-loss", "weights"],
-    reduction=["none", "sum", "mean"],
-    chunk_size=[None, 9],
-)
-def test_token_weights(place, name, reduction, chunk_size) -> None:
-    made = test_functions.inputs(name=name) | {"chunk_size": chunk_size, "reduction": reduction}
-    made["token_weights"] = random(ROWS, seed=9)
-
-    def weighted(token_weights, **kwargs):
-        return linear_cross_entropy(**kwargs, token_weights=token_weights)[:2]
-
-    def weighted_formula(token_weights, chunk_size, reduction, **kwargs):
-        losses = test_functions.formula(**kwargs, reduction="none")
-        losses = [x * token_weights for x in losses]
-        if reduction == "none":
-            return tuple(losses)
-        divisor = 1.0
-        if reduction == "mean":
-            weights = kwargs.get("class_weights", kwargs["hidden"].new_ones(VOCAB))
-            valid = kwargs["targets"] != -100
-            divisor = weights[kwargs["targets"][valid]].sum()
-        return tuple(x.sum() / divisor for x in losses)
-
-    compare(weighted, weighted_formula, made, place, constant=(*CONSTANT, "token_weights"))
-
-
-@pytest.mark.skipif(INTERPRETING, reason="other tests run the same kernels in the interpreter")
 @pytest.mark.parametrize("budget", ["skip_ignored", "no gradients in forward", "vocabulary"])
 def test_token_weights_in_every_strategy(float32_place, budget) -> None:
     made = on(float32_place, test_functions.inputs((40,), bias=False))
