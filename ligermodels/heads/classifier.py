@@ -43,6 +43,11 @@ class SequenceClassifier(DecoderModel):
     number of labels is that of `config.extra["id2label"]`, 2 by default. A reward model has one.
     """
 
+    # What HF's Trainer asks for: labels belong to rows, and the loss is the mean of a batch, which
+    # Trainer then averages over the micro-batches of a step.
+    loss_type = "ForSequenceClassification"
+    accepts_loss_kwargs = False
+
     score: nn.Linear
 
     def __init__(self, config: ModelConfig) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from ligermodels.errors import shown
 from ligermodels.integrations.hf_cache import HFCache
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.inputs import flattened_documents
 
 # What tools pass to every model, and what needs no answer here.
 _WITHOUT_EFFECT = {"cache_position", "return_dict", "logits_to_keep"}
-# A flattened batch; all of them say the same, and seq_idx is the number of each token's document.
-_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class LayerOutputs:
@@ -96,13 +95,9 @@ def native_inputs(
         "position_ids": position_ids,
         "cache": cache,
     }
-    flattened = {name: others.pop(name) for name in _FLATTENED if name in others}
-    if flattened.get("cu_seq_lens_q") is not None:
-        inputs |= {
-            "cu_seqlens": flattened["cu_seq_lens_q"],
-            "max_seqlen": flattened.get("max_length_q"),
-            "position_ids": None,
-        }
+    others = {**others, "position_ids": position_ids}
+    inputs |= flattened_documents(others)
+    del others["position_ids"]
     unknown = {
         name: value
         for name, value in others.items()

@@ -140,6 +140,13 @@ class LigerPreTrainedModel(PreTrainedModel):
     @property
     def native(self) -> DecoderModel:
         """The native model, which has this model's modules and parameters."""
+        return self._up_to_date()
+
+    def _up_to_date(self) -> DecoderModel:
+        """Return the native model, after it has got the modules that tools have put in here.
+
+        It writes only what differs: torch.compile does not trace some of these writes.
+        """
         native = self._native[0]
         for name, child in self.base_model.named_children():
             if getattr(native, name) is not child:  # a tool has replaced it, such as PEFT
@@ -400,17 +407,17 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             config._name_or_path = str(model.source_folder)
         return shell(config, model).train(model.training)
 
-    @property
-    def native(self) -> DecoderModel:
-        """The native model, which has this model's modules and parameters."""
-        native = super().native
+    def _up_to_date(self) -> DecoderModel:
+        native = super()._up_to_date()
         head, embedding = native.head, native.embed_tokens
         lm_head = self.lm_head
-        head.vocab_size = native.config.vocab_size = self.config.vocab_size
+        if native.config.vocab_size != self.config.vocab_size:
+            head.vocab_size = native.config.vocab_size = self.config.vocab_size
         weight = getattr(embedding, "weight", None)
         if is_plain(lm_head, nn.Linear) and lm_head.weight is weight:
-            head._modules.pop("proj", None)
-            head.tie(embedding)
+            if not head.is_tied or head._tied[0] is not embedding:
+                head._modules.pop("proj", None)
+                head.tie(embedding)
         elif head._modules.get("proj") is not lm_head:
             head._tied = ()
             head.add_module("proj", lm_head)
@@ -592,7 +599,12 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
 
     `LigerForSequenceClassification.from_pretrained(path, num_labels=1)` is a reward model for
     TRL's RewardTrainer. With split_projections=True, it has HF's projections.
+
+    Over the micro-batches of a step, Trainer averages its losses. On transformers' models it adds
+    them: there, the loss and the gradients grow with gradient_accumulation_steps.
     """
+
+    accepts_loss_kwargs = False  # Trainer reads it
 
     def __init__(
         self,

@@ -10,6 +10,8 @@ from torch import nn
 from transformers import Trainer
 
 from ligermodels.errors import ConfigError
+from ligermodels.heads.classifier import SequenceClassifier
+from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.base import DecoderModel
 
 
@@ -34,12 +36,13 @@ class LigerTrainer(ResumesWithWords, Trainer):
     """`transformers.Trainer` that asks for no logits in an evaluation without metrics.
 
     Trainer itself asks for them in every evaluation, and then leaves them out. On a native model,
-    which never returns logits, features that need them are refused.
+    which never returns logits, features that need them are refused; a native classifier returns
+    logits, so that metrics and predictions work.
 
     Raises:
         ConfigError: the model is a native one, and the arguments smooth labels, add noise to the
-            embeddings (NEFTune) or ask for metrics; or a checkpoint to resume from has optimizer
-            states for other projections.
+            embeddings (NEFTune), compute a loss of their own or ask for metrics; or a checkpoint to
+            resume from has optimizer states for other projections.
     """
 
     def __init__(self, model: Any = None, args: Any = None, **options: Any) -> None:
@@ -48,18 +51,17 @@ class LigerTrainer(ResumesWithWords, Trainer):
             for name in ("label_smoothing_factor", "neftune_noise_alpha")
             if getattr(args, name, None)
         ]
-        asked += [
-            name
-            for name in ("compute_metrics", "preprocess_logits_for_metrics")
-            if options.get(name) is not None
-        ]
+        needs = ["compute_loss_func"]
+        if not isinstance(model, SequenceClassifier):
+            needs += ["compute_metrics", "preprocess_logits_for_metrics"]
+        asked += [name for name in needs if options.get(name) is not None]
         if asked and isinstance(model, DecoderModel):
             raise _needs_shell(asked)
         super().__init__(model, args, **options)
 
     def predict(self, *args: Any, **options: Any) -> Any:
-        """Return the logits of a dataset, as Trainer does; a native model has none to return."""
-        if isinstance(self.model, DecoderModel):
+        """Return the logits of a dataset, as Trainer does; a native decoder has none to return."""
+        if isinstance(self.model, DecoderModel) and not isinstance(self.model, SequenceClassifier):
             raise _needs_shell(["predict"])
         return super().predict(*args, **options)
 
@@ -71,9 +73,12 @@ class LigerTrainer(ResumesWithWords, Trainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """Return (loss, logits, labels) of a batch, or (loss, None, None)."""
-        smooths = self.label_smoother is not None  # it computes its loss from logits
-        has_logits = not isinstance(self.model, DecoderModel)
-        if prediction_loss_only and "labels" in inputs and has_logits and not smooths:
+        # These compute the loss from logits.
+        takes_logits = self.label_smoother is not None or self.compute_loss_func is not None
+        adapted = hasattr(self.model, "get_base_model")  # by PEFT
+        base = self.model.get_base_model() if adapted else self.model
+        skips = isinstance(base, LigerForCausalLM) and not takes_logits
+        if prediction_loss_only and "labels" in inputs and skips:
             inputs = {**inputs, "skip_logits": True}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 

@@ -188,8 +188,8 @@ def check_rope(
         )
     batch, seq, columns = shape
     heads = num_heads + 2 * num_kv_heads
-    head_dim, rest = divmod(columns, heads)
-    if rest or not head_dim:
+    head_dim = columns // heads  # torch.jit.trace counts in tensors, which have no divmod
+    if columns % heads or not head_dim:
         raise ValueError(
             f"{op}: packed rows have {columns} columns; expected a multiple of {heads}: "
             f"{num_heads} query heads + 2 * {num_kv_heads} key/value heads"

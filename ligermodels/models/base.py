@@ -30,11 +30,13 @@ from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import HFModel
 from ligermodels.models.inputs import (
+    FLATTENED,
     check_embeds,
     check_ids,
     check_labels,
     check_memory,
     check_tensors,
+    flattened_documents,
     hiding,
     next_token_targets,
     rows_mask,
@@ -193,14 +195,30 @@ class DecoderModel(HFModel, PlannedModel):
             cache: a `ligermodels.KVCache`, for inference.
             return_hidden: whether an output for labels has the hidden states, too.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
-                reduction, label_smoothing, ...).
+                reduction, label_smoothing, ...). cu_seq_lens_q and max_length_q, the names of
+                DataCollatorWithFlattening, are taken as cu_seqlens and max_seqlen; its position_ids
+                are not needed then.
         Returns: (batch, seq, hidden), or a `HeadOutput`.
         Raises:
             ValueError: the inputs contradict each other, or the model cannot honour one of them.
             IndexError: on a CPU in eager mode, an id or a label is outside the vocabulary.
-            ConfigError: an attribute that the class declares was not set.
+            ConfigError: an attribute that the class declares was not set, or a transform of
+                torch.func runs the model.
         """
         self._check_attributes()
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise ConfigError(
+                f"{type(self).__name__}: transforms of torch.func (grad, vjp, jvp, vmap) are not "
+                "implemented by the fused ops; use loss.backward() or torch.autograd.grad, row by "
+                "row for the gradients of single rows"
+            )
+        if any(name in loss_options for name in FLATTENED):
+            given: dict[str, Any] = {**loss_options, "position_ids": position_ids}
+            found = flattened_documents(given)
+            position_ids = given.pop("position_ids")
+            loss_options = given  # type: ignore[assignment]
+            if found:
+                cu_seqlens, max_seqlen, position_ids = found.values()
         check_tensors(
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
@@ -215,8 +233,9 @@ class DecoderModel(HFModel, PlannedModel):
         if labels is None and loss_options:
             raise ValueError(
                 f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
-                "options out. (HF's Trainer takes the labels out if it smooths them: set "
-                "model.head.loss_options['label_smoothing'] instead of label_smoothing_factor)"
+                "options out. (HF's Trainer takes the labels out for label_smoothing_factor, where "
+                "model.head.loss_options['label_smoothing'] does the same, and for "
+                "compute_loss_func, which needs LigerForCausalLM.from_native(model))"
             )
         if labels is not None:
             check_labels(labels, (batch, seq))

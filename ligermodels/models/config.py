@@ -212,6 +212,22 @@ class ModelConfig:
         return cls(**copy.deepcopy({**_SMALL, **cls.small_fields, **overrides}))
 
     @property
+    def keys_to_ignore_at_inference(self) -> list[str]:
+        """Raise ConfigError if transformers' Trainer is about to take hidden states for logits.
+
+        Trainer asks for this name before each batch of an evaluation or a prediction. Whether it
+        will keep what the model returns without labels is only in its local variables.
+        """
+        asking = sys._getframe(1).f_locals
+        if asking.get("has_labels") is False and asking.get("prediction_loss_only") is False:
+            raise ConfigError(
+                "Trainer predicts without labels: a native model returns hidden states, which are "
+                "no predictions; pass LigerForCausalLM.from_native(model), or "
+                "LigerForSequenceClassification for a classifier"
+            )
+        return []
+
+    @property
     def rotary_dim(self) -> int:
         """The number of elements of a head that rope rotates: the first ones."""
         return int(self.head_dim * getattr(self, "partial_rotary_factor", 1.0))

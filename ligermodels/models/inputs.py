@@ -1,6 +1,7 @@
 """What a forward is given: checks of the tensors, the mask of the rows, and the targets."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,33 @@ from ligermodels.layers.attention_mask import (
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.sequence_shard import SequenceShard
+
+# The names that transformers' collators give to the documents of a flattened batch. All of them say
+# the same, and seq_idx is the number of each token's document.
+FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def flattened_documents(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Take the names of a flattened batch out of `inputs`; return what they replace.
+
+    Returns: `DecoderModel.forward`'s arguments cu_seqlens and max_seqlen, and position_ids as None,
+        because these documents begin at 0; nothing without cu_seq_lens_q.
+    Raises:
+        ValueError: seq_idx is the only one that tells the documents, which the model cannot honour.
+    """
+    given = {name: inputs.pop(name) for name in FLATTENED if name in inputs}
+    if given.get("cu_seq_lens_q") is None:
+        if given.get("seq_idx") is not None and inputs.get("position_ids") is None:
+            raise ValueError(
+                "seq_idx: the model finds documents by position_ids or cu_seq_lens_q; let the "
+                "collator return one of them, too"
+            )
+        return {}
+    return {
+        "cu_seqlens": given["cu_seq_lens_q"],
+        "max_seqlen": given.get("max_length_q"),
+        "position_ids": None,
+    }
 
 
 def next_token_targets(

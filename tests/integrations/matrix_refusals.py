@@ -9,7 +9,7 @@ from typing import Any
 
 import peft
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.integrations.peft_adapters import get_peft_model
@@ -61,6 +61,13 @@ def liger_trainer(arguments: dict[str, Any], **options: Any) -> Callable[[Path, 
         return LigerTrainer(NATIVE(folder), given, **options).predict(rows())
 
     return attempt
+
+
+def predicted_without_labels(folder: Path, place: Path) -> Any:
+    given = TrainingArguments(str(place), report_to=[], use_cpu=True, disable_tqdm=True)
+    return Trainer(NATIVE(folder), given).predict(
+        [{"input_ids": row["input_ids"]} for row in rows()]
+    )
 
 
 def rows() -> list[Any]:
@@ -161,6 +168,12 @@ REFUSALS = [
         "`label_smoothing_factor`, native model",
         "loss options need labels",
         trained(NATIVE, rows(), label_smoothing_factor=0.1),
+    ),
+    Refusal(
+        "Trainer",
+        "`predict` without labels, native model",
+        "a native model returns hidden states, which are no predictions",
+        predicted_without_labels,
     ),
     *(
         Refusal("LigerTrainer", f"`{name}`, native model", f"{name}: {NEEDS_SHELL}", attempt)

@@ -11,9 +11,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from ligermodels.errors import CheckpointError
+from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.auto import AutoLiger
 from tests.integrations.test_hf_model import examples, train
 from tests.integrations.tiny_text import tokenizer
@@ -41,6 +42,37 @@ def test_losses_of_trainer(options: dict[str, Any], folder: Path, tmp_path: Path
     rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
     ours = train(AutoLiger.from_hf(folder), tmp_path, rows, **options)
     assert ours == pytest.approx(train(theirs(folder), tmp_path, rows, **options), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}], ids=len)
+def test_flattened_batches_equal_padded_ones(
+    options: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    ids = [row["input_ids"][: 3 + i % 5] for i, row in enumerate(examples([0] * 8))]
+    padded = [
+        {
+            "input_ids": row + [2] * (7 - len(row)),
+            "labels": row + [-100] * (7 - len(row)),
+            "attention_mask": [1] * len(row) + [0] * (7 - len(row)),
+        }
+        for row in ids
+    ]
+    flat = DataCollatorWithFlattening(return_seq_idx=bool(options), **options)
+    found = []
+    for rows, collator in (([{"input_ids": row} for row in ids], flat), (padded, None)):
+        model = AutoLiger.from_hf(folder)
+        losses = train(model, tmp_path, rows, collator)
+        arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+        metrics = Trainer(model, arguments, collator, eval_dataset=rows).evaluate()
+        found.append([*losses, metrics["eval_loss"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_documents_told_by_seq_idx_alone_are_refused(folder: Path) -> None:
+    numbers = torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    for model in (AutoLiger.from_hf(folder), LigerForCausalLM.from_pretrained(folder)):
+        with pytest.raises(ValueError, match=r"seq_idx: .*position_ids or cu_seq_lens_q"):
+            model(input_ids=torch.tensor([[5, 6, 7]]), seq_idx=numbers)
 
 
 def test_accumulation_equals_one_batch(folder: Path, tmp_path: Path) -> None:

@@ -405,6 +405,33 @@ def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "auto_map" not in config
 
 
+# Each compilation takes seconds.
+COMPILED = [x if x == "llama" else pytest.param(x, marks=pytest.mark.long) for x in FAMILIES]
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_equals_eager(family: str, folders: dict[str, Path]) -> None:
+    """In training and in evaluation there is one graph, as of a native model."""
+    model, x = LigerForCausalLM.from_pretrained(folders[family]).train(), ids()
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    for training in (True, False):
+        torch._dynamo.reset()
+        expected = model.train(training)(x, labels=x, attention_mask=mask)
+        expected.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(
+            x, labels=x, attention_mask=mask
+        )
+        found.loss.backward()
+        torch.testing.assert_close(found.loss, expected.loss)
+        assert (found.logits is None) == training
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+        model.zero_grad()
+
+
 def examples(lengths: list[int]) -> list[dict[str, list[int]]]:
     """Rows of 12 tokens with labels for so many of them."""
     generator = torch.Generator().manual_seed(1)

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_model import LigerForCausalLM
+from ligermodels.heads.classifier import LigerClassifier
+from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.layers import LossHead
 from tests.integrations.test_hf_model import examples
@@ -45,6 +54,97 @@ def test_smoothed_labels_have_their_logits(tmp_path: Path) -> None:
     rows = examples([12, 3])
     found = [cls(model, arguments).evaluate(rows)["eval_loss"] for cls in (LigerTrainer, Trainer)]
     assert found[0] == found[1]
+
+
+def token_mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def test_a_loss_of_its_own_has_its_logits(tmp_path: Path) -> None:
+    model = LigerForCausalLM.from_native(random_model("llama", vocab_size=131))
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    rows, loss = examples([12, 3]), {"compute_loss_func": token_mean}
+    expected = Trainer(model, arguments).evaluate(rows)["eval_loss"]
+    assert LigerTrainer(model, arguments, **loss).evaluate(rows)["eval_loss"] == pytest.approx(
+        expected, rel=1e-6
+    )
+    with pytest.raises(ConfigError, match="compute_loss_func: "):
+        LigerTrainer(model.native, arguments, **loss)
+    with pytest.raises(ValueError, match=r"for compute_loss_func, .*from_native"):
+        Trainer(model.native, arguments, **loss).evaluate(rows)
+
+
+def test_hidden_states_are_no_predictions(tmp_path: Path) -> None:
+    """Trainer itself would return them. Without predictions, it may evaluate anything."""
+    model = random_model("llama", vocab_size=131)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    rows = [{"input_ids": row["input_ids"]} for row in examples([12, 3])]
+    metrics = {"compute_metrics": lambda found: {}}
+    with pytest.raises(ConfigError, match=r"hidden states, .*LigerForCausalLM.from_native"):
+        Trainer(model, arguments).predict(rows)
+    with pytest.raises(ConfigError, match="hidden states"):
+        Trainer(model, arguments, **metrics).evaluate(rows)
+    assert "eval_loss" not in Trainer(model, arguments).evaluate(rows)
+    shell = LigerForCausalLM.from_native(model)
+    assert Trainer(shell, arguments).predict(rows).predictions.shape == (2, 12, 131)
+
+
+PROBLEMS: dict[str, Any] = {
+    "regression": (1, lambda i: [float(i)]),
+    "single_label_classification": (3, lambda i: i % 3),
+    "multi_label_classification": (3, lambda i: [float(i >> bit & 1) for bit in range(3)]),
+}
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of the score at each step."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.found.append(model.score.weight.grad.clone())
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_classifiers_train_as_in_transformers(problem: str, tmp_path: Path) -> None:
+    """Accumulated steps are those of one batch; on transformers' model Trainer adds the means."""
+    count, label = PROBLEMS[problem]
+    config = {"num_labels": count, "problem_type": problem, "pad_token_id": 2}
+    hf_models.build("llama", zoo.Feature()).save_pretrained(tmp_path / "lm")
+    torch.manual_seed(0)
+    made = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", **config)
+    made.save_pretrained(tmp_path / "hf")
+    rows = [
+        {"input_ids": row["input_ids"], "labels": label(i)}
+        for i, row in enumerate(examples([0] * 8))
+    ]
+
+    def run(load: Any, size: int) -> tuple[list[float], list[Tensor], Any]:
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        arguments = TrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
+            max_steps=2, optim="sgd", save_strategy="no", learning_rate=1e-3, seed=1, **options,
+        )  # fmt: skip
+        gradients = Gradients()
+        trainer = Trainer(
+            load(tmp_path / "hf"), arguments, train_dataset=rows, callbacks=[gradients]
+        )
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        return losses, gradients.found, trainer.predict(rows).predictions
+
+    losses, gradients, logits = run(AutoModelForSequenceClassification.from_pretrained, 4)
+    for load in (LigerForSequenceClassification.from_pretrained, LigerClassifier.from_hf):
+        for size in (4, 2):
+            found = run(load, size)
+            assert found[0] == pytest.approx(losses, rel=1e-5)
+            for mine, other in zip(found[1], gradients, strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(found[2]), torch.tensor(logits), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_a_native_model_is_refused_where_logits_are_needed(tmp_path: Path) -> None:

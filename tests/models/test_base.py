@@ -193,6 +193,38 @@ def with_third() -> WithThird:
     return WithThird(LlamaConfig(**TINY, initializer_range=0.2))
 
 
+def test_a_traced_model_computes_other_shapes() -> None:
+    model, (first, _) = tiny_model(), tokens()
+    traced = torch.jit.trace(model, (first,), check_trace=False)
+    ids = torch.randint(3, TINY["vocab_size"], (3, 5), generator=torch.Generator().manual_seed(1))
+    expected = model(ids)
+    expected.sum().backward()
+    used = [p for p in model.parameters() if p.grad is not None]  # all but the head
+    want = [p.grad for p in used]
+    model.zero_grad()
+    found = traced(ids)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected)
+    for parameter, gradient in zip(used, want, strict=True):
+        assert relative(parameter.grad, gradient) <= 1e-6
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    """Without a transform, torch.func.functional_call works."""
+    model, (ids, labels) = tiny_model(), tokens()
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (ids,), {"labels": labels}).loss
+
+    torch.testing.assert_close(loss(weights), model.loss(ids, labels))
+    for transform in (torch.func.grad(loss), lambda w: torch.func.jvp(loss, (w,), (w,))):
+        with pytest.raises(ConfigError, match=r"torch\.func .* are not implemented.*backward\(\)"):
+            transform(weights)
+    with pytest.raises(ConfigError, match=r"torch\.func"):
+        torch.func.vmap(lambda row: model(row[None]))(ids)
+
+
 def test_layers_may_return_an_auxiliary_loss() -> None:
     model = with_third()
     ids, labels = tokens()
