@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ligermodels.converters import hf_config
+from ligermodels.converters import hf_config, hf_rope
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.verify import compare
 from ligermodels.errors import ConfigError, LigerError, first_line
@@ -82,7 +83,9 @@ class Cell:
 
 @dataclass
 class FamilyReport:
-    """What `check_family` found. `str` makes a table of it. `ok` is True if every check passed.
+    """What `check_family` found. `str` makes a table of the worst errors.
+
+    `ok` is True if every check passed.
 
     Attributes:
         family: the model_type.
@@ -97,18 +100,26 @@ class FamilyReport:
         return all(cell.ok for row in self.rows.values() for cell in row.values())
 
     def __str__(self) -> str:
-        checks = [check for check in BOUNDS if any(check in row for row in self.rows.values())]
-        table = [[self.family, *checks]]
+        table = [[self.family, "worst", "bound", "config"]]
+        notes: dict[str, str] = {}
+        failed = 0
+        for check, cell in self.worst().items():
+            where = next(name for name, row in self.rows.items() if row.get(check) is cell)
+            table.append([check, str(cell), f"{BOUNDS[check]:.0e}", where])
+            failed += not cell.ok
         for name, row in self.rows.items():
-            table.append([name, *(str(row[c]) if c in row else "" for c in checks)])
+            for check, cell in row.items():  # One cause may fail many checks.
+                if cell.note:
+                    notes.setdefault(cell.note, cell.note if cell.ok else f"{name}, {check}: ")
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-        notes: dict[str, None] = {}
-        for name, row in self.rows.items():
-            for check, cell in row.items():
-                if cell.note:
-                    notes[cell.note if cell.ok else f"{name}, {check}: {cell.note}"] = None
-        return "\n".join([*lines, *notes])
+        for note, start in notes.items():
+            text = note if start == note else start + note
+            lines += textwrap.wrap(text, 80, break_long_words=False, break_on_hyphens=False)
+        verdict = f"FAILED: {failed} of {len(table) - 1} checks are not within their bounds"
+        if not failed:
+            verdict = f"passed: every check is within its bound, for {len(self.rows)} configs"
+        return "\n".join([*lines, verdict])
 
     def worst(self) -> dict[str, Cell]:
         """Return the worst result of each check over all configs."""
@@ -191,6 +202,13 @@ def shrunk(config: ModelConfig) -> ModelConfig:
         for key, value in extra.items()
         if key not in ("original_max_position_embeddings", "dtype", "torch_dtype")
     }
+    # An export compares the fields with `extra`, which must not hold those of the large model.
+    rope = (*hf_rope.FIELDS, "rope_parameters")
+    extra = {key: value for key, value in extra.items() if key not in rope}
+    for key in extra:
+        name = cls.key_aliases.get(key, key)
+        if name in values and values[name] != getattr(config, name):
+            extra[key] = copy.deepcopy(values[name])
     return cls(**{**values, "dtype": None}, extra=extra)
 
 

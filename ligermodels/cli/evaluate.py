@@ -79,6 +79,8 @@ def run(given: argparse.Namespace) -> None:
     width = max(map(len, names))
     for file, result in found.get("files", {}).items():
         cut = f"  (long examples cut: {result['truncated']:,})" if result["truncated"] else ""
+        if result["untargeted"]:
+            cut += f"  (without a target: {result['untargeted']:,})"
         print(
             f"{file:<{width}}  perplexity {result['perplexity']:.4f}  loss {result['loss']:.4f}  "
             f"{result['targets']:,} targets{cut}"
@@ -119,6 +121,7 @@ def _files(
             "targets": one.targets,
             "tokens": one.tokens,
             "truncated": one.truncated,
+            "untargeted": one.untargeted,
             "tokens_per_second": one.tokens / max(one.seconds, 1e-9),
         }
         for file, one in losses.items()

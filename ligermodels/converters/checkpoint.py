@@ -1,5 +1,6 @@
 """Read a checkpoint: first all headers, then compare names and shapes, then read the tensors."""
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,10 +250,12 @@ class Checkpoint:
                 yield
 
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(lambda: list(read_from(left.pop)))
+            other = None
+            with contextlib.suppress(RuntimeError):  # No thread can start: this one takes all.
+                other = pool.submit(lambda: list(read_from(left.pop)))
             try:
                 yield from read_from(left.popleft)
-                yield from other.result()
+                yield from other.result() if other else ()
             finally:
                 left.clear()
 

@@ -12,13 +12,17 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from ligermodels.errors import LigerError, printable, shown
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
 
 _MAX_JSON = 100_000_000  # safetensors allows headers of this size, and an index is not larger
 _MAX_DEPTH = 100  # Code that copies or compares the parsed value also recurses.
@@ -178,13 +182,10 @@ def read_json_if_present(path: Path, error: type[LigerError]) -> dict[str, Any] 
     return parsed
 
 
-def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, Any]:
-    """Parse a JSON object that has no duplicate keys.
-
-    Args: where names the source of `text` in messages.
-    Raises:
-        error: `text` is not such an object. The message says why, for a syntax error with its line.
-    """
+def unique_keys(
+    where: str, error: type[LigerError]
+) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return an `object_pairs_hook` for json that raises `error` if a key appears twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -193,8 +194,19 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
             raise error(f"{where}: key {shown(twice)} appears twice")
         return found
 
+    return unique
+
+
+def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, Any]:
+    """Parse a JSON object that has no duplicate keys.
+
+    Args: where names the source of `text` in messages.
+    Raises:
+        error: `text` is not such an object. The message says why, for a syntax error with its line.
+    """
+
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys(where, error))
     except UnicodeDecodeError:
         raise error(f"{where}: the content is not UTF-8 text") from None
     except json.JSONDecodeError as fault:
@@ -211,6 +223,23 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
     if not isinstance(parsed, dict):
         raise error(f"{where}: the JSON holds a {type(parsed).__name__}, expected an object")
     return parsed
+
+
+def in_threads(
+    call: Callable[[_Item], _Made], items: Iterable[_Item], most: int | None = None
+) -> list[_Made]:
+    """Return what `call` makes of each item, computed by at most `most` threads.
+
+    Where no thread can start, because of a limit on memory or processes, this one computes the
+    rest.
+    """
+    items = list(items)
+    with ThreadPoolExecutor(most) as pool:
+        futures: list[Future[_Made]] = []
+        with contextlib.suppress(RuntimeError):  # "can't start new thread"
+            futures += (pool.submit(call, item) for item in items)
+        rest = [call(item) for item in items[len(futures) :]]
+        return [future.result() for future in futures] + rest
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -7,8 +7,8 @@ read, in transformers' order of precedence, and both are written.
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, Protocol
 
 from ligermodels.converters.files import is_int, is_number
 from ligermodels.errors import ConfigError, printable, shown
@@ -29,6 +29,12 @@ _OPTIONAL_NUMBERS = ("factor", "original_max_position_embeddings", "attention_fa
 _OPTIONAL_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Outside these bounds a frequency overflows or underflows.
 _LEAST, _MOST = 1e-6, 1e12
+# All keys of a rope object that something here reads.
+_READ = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"),
+    *("short_factor", "long_factor", *_OPTIONAL_NUMBERS, *_OPTIONAL_OR_ZERO),
+    *(name for names in ROPE_TYPES.values() for name in names),
+}
 _HAS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -39,7 +45,10 @@ class RopeConfig(Protocol):
     Some classes also have `rope_local_base_freq`, and some have `partial_rotary_factor`.
 
     Attributes: rope_scaling has a "rope_type" and no theta; it is None for plain rope.
+        unread_rope_keys names keys of it that `RotaryEmbedding` does not read and that may stay.
     """
+
+    unread_rope_keys: ClassVar[tuple[str, ...]]
 
     rope_theta: float
     rope_scaling: dict[str, Any] | None
@@ -57,7 +66,8 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
         if not isinstance(raw.get(key), (dict, type(None))):
             raise ConfigError(f"{key!r} is {shown(raw[key])}, expected an object or null")
     if (local_theta := getattr(config_class, "rope_local_base_freq", None)) is not None:
-        return _fields_per_layer_type(raw, theta, ("rope_local_base_freq", local_theta))
+        local = ("rope_local_base_freq", local_theta)
+        return _fields_per_layer_type(raw, theta, local, config_class)
     # A non-empty rope_scaling replaces all of rope_parameters, also its theta.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = dict(raw.get(key) or {})
@@ -70,6 +80,7 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
         fields["partial_rotary_factor"] = part = _part(given, key, raw, default)
         if is_int(raw.get("head_dim")):
             raw = {**raw, "head_dim": int(raw["head_dim"] * part)}
+    _refuse_unread(given, config_class.unread_rope_keys, f"'{key}.")
     rope_theta, scaling = _theta_and_scaling(given, key, raw, theta)
     return {"rope_theta": rope_theta, "rope_scaling": scaling, **fields}
 
@@ -88,7 +99,10 @@ def _part(given: dict[str, Any], key: str, raw: Mapping[str, Any], default: floa
 
 
 def _fields_per_layer_type(
-    raw: Mapping[str, Any], theta: tuple[str, float], local_theta: tuple[str, float]
+    raw: Mapping[str, Any],
+    theta: tuple[str, float],
+    local_theta: tuple[str, float],
+    config_class: type[RopeConfig],
 ) -> dict[str, Any]:
     nested = raw.get("rope_parameters") or {}
     for name, value in nested.items():
@@ -103,9 +117,12 @@ def _fields_per_layer_type(
         **(nested.get("full_attention") or {"rope_type": "default"}),
         **(raw.get("rope_scaling") or {}),
     }
+    may_stay = config_class.unread_rope_keys
+    _refuse_unread(full, may_stay, f"'{key}.")
     rope_theta, scaling = _theta_and_scaling(full, key, raw, theta)
     key = "rope_parameters.sliding_attention"
     sliding = nested.get("sliding_attention") or {}
+    _refuse_unread(sliding, may_stay, f"'{key}.")
     rope_local_base_freq, local_scaling = _theta_and_scaling(sliding, key, raw, local_theta)
     if local_scaling is not None:
         raise ConfigError(
@@ -154,11 +171,24 @@ def _theta_and_scaling(
     return theta, {"rope_type": rope_type, **scaling}
 
 
-def check_scaling(scaling: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+def _refuse_unread(scaling: Mapping[str, Any], may_stay: Collection[str], where: str) -> None:
+    """Refuse a key that no rope reads: the family's own code may compute with it, as with alpha."""
+    for name, value in scaling.items():
+        known = name in _READ or name in may_stay
+        if not known and value is not None and not isinstance(value, dict):
+            raise ConfigError(
+                f"{where}{printable(name)}' is {shown(value)}, which no rope here reads; if it "
+                "does not change the computation, add it to unread_rope_keys of the config class"
+            )
+
+
+def check_scaling(
+    scaling: Mapping[str, Any], sizes: Mapping[str, Any], unread: Collection[str] = ()
+) -> None:
     """Refuse a `rope_scaling` that no model can have.
 
     Args: sizes holds the config's rope_theta and max_position_embeddings, and as head_dim the size
-        of the rotated part of a head.
+        of the rotated part of a head. unread names keys that may stay although no rope reads them.
     Raises:
         ConfigError: a number is missing or wrong. The message names it.
     """
@@ -168,6 +198,7 @@ def check_scaling(scaling: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
             f"config: rope_scaling has rope_type {shown(rope_type)}, expected one of "
             f"{', '.join(ROPE_TYPES)}"
         )
+    _refuse_unread(scaling, unread, "config: 'rope_scaling.")
     _check(rope_type, scaling, sizes, "config: 'rope_scaling.")
 
 

@@ -13,11 +13,11 @@ import os
 import re
 import uuid
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.checkpoint_files import COPIED_FILES
+from ligermodels.converters.files import in_threads
 from ligermodels.errors import CheckpointError, shown
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -81,8 +81,7 @@ class Snapshot:
             whole = name in unchecked or not _is_weights(name)
             return contradiction(self.folder / name, self.said[name], whole)
 
-        with ThreadPoolExecutor(4) as pool:
-            faults = {name: why for name, why in zip(names, pool.map(fault, names)) if why}
+        faults = {name: why for name, why in zip(names, in_threads(fault, names, 4)) if why}
         for name in faults.keys() & unchecked:
             _discard(self.folder / name)
         if faults:

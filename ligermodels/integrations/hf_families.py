@@ -1,6 +1,5 @@
 """The class of shells and the config of each family, and which of them a checkpoint needs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import find_adapter_config_file
 
 from ligermodels.converters import hf_config
+from ligermodels.converters.files import read_json
 from ligermodels.errors import ConfigError, shown
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
@@ -41,7 +41,7 @@ def raw_config(path: Any, options: dict[str, Any]) -> dict[str, Any]:
     raw, _ = PreTrainedConfig.get_config_dict(path, **given)
     if not raw.get("model_type") and (adapter := find_adapter_config_file(path, **given)):
         # transformers loads the model that an adapter belongs to, and then the adapter.
-        model = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        model = read_json(Path(adapter), ConfigError)["base_model_name_or_path"]
         for name in ("revision", "subfolder"):  # They are the adapter's own.
             given.pop(name, None)
         raw, _ = PreTrainedConfig.get_config_dict(model, **given)

@@ -132,6 +132,7 @@ class Attention(Planned, CachedLayer, nn.Module):
             so that many keys in a causal layer, with its own. By default it sees all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
+        norms_after_rope: whether they come after the rotation instead, as in Hunyuan.
         layer_index: index of this layer in a KV cache, and for layers that take its keys.
         rotary_dim: the number of elements at the start of each head that rope rotates. The default
             is head_dim; 0 means that the layer does not use positions.
@@ -168,6 +169,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         interleaved_rope: bool = False,
         shares_kv: bool = False,
         kv_from: int | None = None,
+        norms_after_rope: bool = False,
     ) -> None:
         super().__init__()
         heads = head_sizes("Attention", hidden_size, num_heads, num_kv_heads, head_dim)
@@ -205,6 +207,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.norms_after_rope = norms_after_rope
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=out_bias)
 
@@ -279,6 +282,10 @@ class Attention(Planned, CachedLayer, nn.Module):
                 **x.options,
             )
         qkv, total = norm_then_linear(x, linear)
+        if self.norms_after_rope:
+            q, k, v = kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope)
+            q = q if q_norm is None else q_norm(q)
+            return q, k if k_norm is None else k_norm(k), v, total
         if self.fuses_head_norms and qkv.numel():
             assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
             weights = q_norm.weight, k_norm.weight
@@ -326,12 +333,14 @@ class Attention(Planned, CachedLayer, nn.Module):
     def fuses_head_norms(self) -> bool:
         """Whether the norms of q and k run in one op with rope.
 
-        They must be plain RMSNorms with the same options, and rope must rotate whole heads.
+        They must be plain RMSNorms with the same options, before rope, and rope must rotate
+        whole heads.
         """
         q_norm, k_norm = self.q_norm, self.k_norm
         return (
             self.rotary_dim == self.head_dim
             and not self.interleaved_rope
+            and not self.norms_after_rope
             and is_plain(q_norm, RMSNorm)
             and is_plain(k_norm, RMSNorm)
             and q_norm.options == k_norm.options

@@ -157,6 +157,14 @@ def hidden_cosine(
             f"hidden_cosine: targets {tuple(targets.shape)}; expected the shape of the tokens, "
             f"{tuple(hidden.shape[:-1])}"
         )
-    away = 1 - F.cosine_similarity(hidden.float(), teacher_hidden.detach().float(), dim=-1)
-    counts = torch.ones_like(away) if targets is None else (targets != ignore_index).to(away)
-    return divided(torch.where(counts > 0, away, 0.0).sum(), normalizer, counts.sum())
+    hidden, teacher_hidden = hidden.float(), teacher_hidden.detach().float()
+    if targets is None:
+        kept = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+    else:
+        # What does not count is replaced before the formula, as in `counted`.
+        kept = targets != ignore_index
+        hidden, teacher_hidden = (
+            torch.where(kept[..., None], x, 1.0) for x in (hidden, teacher_hidden)
+        )
+    away = 1 - F.cosine_similarity(hidden, teacher_hidden, dim=-1)
+    return divided(torch.where(kept, away, 0.0).sum(), normalizer, kept.sum())

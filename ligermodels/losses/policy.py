@@ -24,6 +24,7 @@ from ligermodels.losses.terms import (
     check_choice,
     check_factors,
     check_shapes,
+    counted,
     divided,
     mean_of,
     token_means,
@@ -81,6 +82,7 @@ def grpo_loss(
         importance_sampling_ratio: (batch, seq) or (batch, 1), from `importance_ratio`: a factor
             that corrects for an engine that samples from slightly other probabilities.
         entropy: (batch, seq), for top_entropy_quantile and entropy_coef, and for the metrics.
+            (Where the mask is false, no tensor is looked at: it may hold infinity or NaN.)
         loss_type: one of `GRPO_LOSS_TYPES`: "grpo" (Shao et al. 2024, arXiv 2402.03300), "bnpo",
             "dr_grpo" (Liu et al. 2025, arXiv 2503.20783), "dapo" (Yu et al. 2025, arXiv
             2503.14476), "cispo" (MiniMax 2025, arXiv 2506.13585), "sapo" (Gao et al. 2025, arXiv
@@ -123,12 +125,15 @@ def grpo_loss(
         raise ConfigError("entropy: entropy_coef and top_entropy_quantile need it")
     if loss_type == "cispo" and epsilon_high is None:
         raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
-    advantages = _per_token(advantages, mask)
     mask = mask.bool()
+    # What stands beside the completions is not looked at.
+    advantages = counted(_per_token(advantages, mask), mask)
+    log_probs = counted(log_probs, mask)
+    if importance_sampling_ratio is not None:
+        importance_sampling_ratio = counted(importance_sampling_ratio, mask, fill=1.0)
     high = epsilon if epsilon_high is None else epsilon_high
-    old = log_probs.detach() if old_log_probs is None else old_log_probs
-    # What stands beside the completions is not looked at: it may be infinite or NaN.
-    log_ratio = torch.where(mask, log_probs - old, 0.0)
+    old = log_probs.detach() if old_log_probs is None else counted(old_log_probs, mask)
+    log_ratio = log_probs - old
     if importance_sampling_level == "sequence":
         ratio = token_means(log_ratio, mask)[:, None].exp()
     else:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import ConfigError
-from ligermodels.losses.terms import LossOutput, divided, mean_of
+from ligermodels.losses.terms import LossOutput, counted, divided, mean_of
 
 
 def bradley_terry_loss(
@@ -36,6 +36,8 @@ def bradley_terry_loss(
         ConfigError: a shape is wrong.
     """
     _check_same(chosen=chosen, rejected=rejected, mask=mask)
+    if mask is not None:
+        chosen, rejected = counted(chosen, mask), counted(rejected, mask)
     difference = beyond = chosen - rejected
     if margin is not None:
         if margin.shape not in (chosen.shape, chosen.shape[:1]):
@@ -43,7 +45,8 @@ def bradley_terry_loss(
                 f"margin: the shape is {tuple(margin.shape)}; expected ({len(chosen)},), one for "
                 "each pair, or the shape of the rewards"
             )
-        beyond = difference - margin.view(*margin.shape, *[1] * (chosen.dim() - margin.dim()))
+        margin = margin.view(*margin.shape, *[1] * (chosen.dim() - margin.dim()))
+        beyond = difference - (margin if mask is None else counted(margin, mask))
     losses = -F.logsigmoid(beyond)
     if center_rewards_coefficient is not None:
         losses = losses + center_rewards_coefficient * (chosen + rejected) ** 2
@@ -86,6 +89,7 @@ def token_reward_loss(
     if on_cpu and not known.all():
         odd = labels[~known][0].item()
         raise ConfigError(f"labels: {odd}; expected 0 to 1, or ignore_index={ignore_index}")
+    rewards = counted(rewards, mask)
     targets = torch.where(mask, labels, 0).to(rewards.dtype).masked_fill(~known, torch.nan)
     losses = F.binary_cross_entropy_with_logits(rewards, targets, reduction="none")
     right = ((rewards > 0) == (targets > 0.5)).to(rewards.dtype)

@@ -47,6 +47,17 @@ def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     return Mean(torch.where(mask, values, 0.0).sum(), mask.sum())
 
 
+def counted(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """Return the values with `fill` where the mask is false.
+
+    What does not count may be infinite or NaN. It is replaced before anything is computed from it:
+    a mask after the formula would be too late for backward, where 0 times infinity is NaN.
+
+    Args: values: of the mask's shape; those of another shape, one for each row, stay as they are.
+    """
+    return torch.where(mask.bool(), values, fill) if values.shape == mask.shape else values
+
+
 def token_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of each row over the tokens of the mask: (batch, seq) -> (batch)."""
     return torch.where(mask.bool(), values, 0.0).sum(-1)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligermodels.losses.terms import LossOutput, check_choice, check_factors, check_shapes, divided
+from ligermodels.losses.terms import (
+    LossOutput,
+    check_choice,
+    check_factors,
+    check_shapes,
+    counted,
+    divided,
+)
 
 SFT_LOSS_TYPES = ("nll", "dft", "focal")
 
@@ -38,7 +45,7 @@ def sft_loss(
     check_shapes(log_probs=log_probs, mask=mask)
     check_factors("weights", weights, mask)
     mask = mask.bool()
-    log_probs = torch.where(mask, log_probs, 0.0)
+    log_probs = counted(log_probs, mask)
     losses = -log_probs
     if loss_type == "dft":
         losses = losses * log_probs.detach().exp()
@@ -47,7 +54,7 @@ def sft_loss(
         missed = (-torch.expm1(log_probs)).clamp(min=torch.finfo(log_probs.dtype).tiny)
         losses = losses * missed**focal_gamma
     if weights is not None:
-        losses = losses * weights
-    return LossOutput(
-        divided(torch.where(mask, losses, 0.0).sum(), normalizer, mask.sum()), metrics={}
-    )
+        losses = losses * counted(weights, mask)
+    # The loss of a log-probability of 0 is 0, except for rounding.
+    total = torch.where(mask, losses, 0.0).sum()
+    return LossOutput(divided(total, normalizer, mask.sum()), metrics={})

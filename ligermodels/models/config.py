@@ -74,6 +74,8 @@ class ModelConfig:
     # Keys of config.json that change the computation and are not fields of the family -> the values
     # that it computes. Any other value is refused.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Keys of rope_scaling that no rope of this library reads and that change nothing.
+    unread_rope_keys: ClassVar[tuple[str, ...]] = ()
     # Integers of at least 1 -> the largest value. These limits are far above any published model:
     # a config beyond them is damaged or malicious, and is refused before anything is allocated.
     # A family adds its own fields: `largest = ModelConfig.largest | {"num_experts": 2**14}`.
@@ -333,7 +335,8 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         yield f"initializer_range is {value}; expected a number of at least 0"
     yield from _layer_faults(config)
     if config.rope_scaling is not None:
-        hf_rope.check_scaling(config.rope_scaling, {**vars(config), "head_dim": config.rotary_dim})
+        sizes = {**vars(config), "head_dim": config.rotary_dim}
+        hf_rope.check_scaling(config.rope_scaling, sizes, config.unread_rope_keys)
     token, vocab = config.pad_token_id, config.vocab_size
     if token is not None and not -vocab <= token < vocab:
         yield f"pad_token_id {token} is outside the vocabulary of {vocab} tokens"

@@ -74,6 +74,7 @@ def decoder_weight_map(
     head_norms: bool = False,
     norms: Sequence[str] | Mapping[str, str] = ("input_layernorm", "post_attention_layernorm"),
     norm_bias: bool = False,
+    final_norm: bool = True,
     attention: Part | None = None,
     mlp: Part | None = None,
     towers: Towers | None = None,
@@ -86,8 +87,10 @@ def decoder_weight_map(
         qkv_bias, out_bias, mlp_bias: whether these projections have a bias.
         head_norms: whether q and k have norms over head_dim.
         norms: names of a block's norms over the hidden size, or a dict to HF's names where these
-            differ. An export writes the first one before attention and the others after it.
+            differ. An export writes the first one before attention and the others after it. Norms
+            without a weight, as in OLMo, are left out: `norms=()`.
         norm_bias: whether these norms and the final norm have a bias.
+        final_norm: whether the final norm has a weight.
         attention, mlp: a function that returns the entries of a layer's `self_attn` or `mlp`, for a
             family where they differ from `attention_entries` and `mlp_entries`.
         towers: the other tensors that a checkpoint of the family may hold, such as a vision tower.
@@ -113,12 +116,13 @@ def decoder_weight_map(
             for name, norm in hf_norms.items()
         ]
         entries += [
-            *of_norms[0],
+            *(entry for each in of_norms[:1] for entry in each),
             *attention(i, f"{block}.self_attn", f"{hf}.self_attn"),
             *(entry for each in of_norms[1:] for entry in each),
             *mlp(i, f"{block}.mlp", f"{hf}.mlp"),
         ]
-    entries += norm_entries("norm", "model.norm", hidden, bias=norm_bias)
+    if final_norm:
+        entries += norm_entries("norm", "model.norm", hidden, bias=norm_bias)
     aliases = {}
     if config.tie_word_embeddings:
         aliases = {"lm_head.weight": "model.embed_tokens.weight"}

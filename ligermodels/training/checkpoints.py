@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.converters.files import names_if_present, parse_json
+from ligermodels.converters.files import in_threads, names_if_present, parse_json
 from ligermodels.converters.safetensors_file import READABLE, SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError, listing, shown
 from ligermodels.layers.fusion import is_sharded
@@ -246,8 +245,7 @@ def digests(names: Iterable[str], read: Callable[[str], Iterable[Tensor]]) -> di
         return found.hexdigest()
 
     names = list(names)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(digest, names)))
+    return dict(zip(names, in_threads(digest, names)))
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

@@ -33,6 +33,15 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: Mapping[Any, Any] = {}
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is there twice, of which PyYAML takes the last."""
+        found = super().construct_mapping(node, deep=deep)
+        if len(found) < len(node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key is there twice; remove one", node.start_mark
+            )
+        return found
+
 
 class _Dumper(yaml.SafeDumper):
     """A dumper that also quotes a text which YAML 1.2 would take for a number."""

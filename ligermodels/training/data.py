@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ligermodels.converters.files import open_regular
+from ligermodels.converters.files import open_regular, unique_keys
 from ligermodels.errors import CheckpointError, DataError, first_line, printable, shown
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.formats import normalised
@@ -29,7 +29,8 @@ REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 Text = Any  # a string, or a list of messages
 # What chat_template_kwargs may not hold: arguments of `Tokenizer.apply_chat_template` that come
 # from the rest of the record, or from the run.
-_SET_ELSEWHERE = ("self", "messages", "add_generation_prompt", "tokenize", "tools")
+# Another template than the model's would mark other turns, or none, as targets.
+_SET_ELSEWHERE = "self messages add_generation_prompt tokenize tools chat_template".split()
 
 
 @dataclass(frozen=True)
@@ -107,28 +108,28 @@ def read_documents(
 
     Every document except a conversation ends with the tokenizer's end-of-text token. The targets
     are all tokens of a text except the first, a completion with its end, and the assistant's turns
-    of a conversation. Raises DataError, which names file and line.
+    of a conversation. A document may have none; `PackedRows` leaves it out and counts it.
+
+    Raises DataError, which names file and line.
     """
     files = check_files(paths)
     documents = [each for file in files for each in iter_documents(file, tokenizer, separator)]
-    if not documents:
+    if not any(document.num_targets for document in documents):
         names = ", ".join(str(file) for file in files)
-        raise DataError(f"{names}: there is no text, because every document is empty")
+        raise DataError(f"{names}: there is no text, or no document has a target")
     return documents
 
 
 def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
-    """Yield the documents of a file that have a target, as `read_documents`.
+    """Yield the documents of a file, as `read_documents`. Some may have no target.
 
     Only one line of a file of JSON lines is in memory, or only one document of a text.
     """
     encoder = Encoder(tokenizer)
-    found: Iterable[Document | None]
     if file.suffix.lower() in RECORD_SUFFIXES:
-        found = (_record_document(*each, encoder) for each in read_records(file))
+        yield from (_record_document(*each, encoder) for each in read_records(file))
     else:
-        found = (encoder.text(each) for each in split_text(_text_lines(file), separator))
-    yield from (each for each in found if each is not None and each.num_targets)
+        yield from (encoder.text(each) for each in split_text(_text_lines(file), separator))
 
 
 def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:
@@ -202,7 +203,9 @@ def _lines(file: Path) -> Iterator[str]:
 
 def _json(text: str, where: str, what: str = "line") -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys(where, DataError))
+    except DataError:
+        raise
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if what == "file" else ""
         raise DataError(
@@ -215,7 +218,7 @@ def _json(text: str, where: str, what: str = "line") -> Any:
         ) from None
 
 
-def _record_document(record: dict[str, Any], where: str, encoder: Encoder) -> Document | None:
+def _record_document(record: dict[str, Any], where: str, encoder: Encoder) -> Document:
     whole, record = record, normalised(record, where, has_template=encoder.has_template)
     # In a table every record has every key.
     kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
@@ -233,7 +236,7 @@ def _record_document(record: dict[str, Any], where: str, encoder: Encoder) -> Do
         return encoder.chat(messages, where, template_variables(whole, where))
     if kinds == ["text"]:
         text = checked_string(record, "text", where)
-        return encoder.text(text) if text.strip() else None
+        return encoder.text(text if text.strip() else "")
     prompt, completion = (checked_text(record, key, where) for key in ("prompt", "completion"))
     return completed(prompt, completion, where, encoder, record)
 
@@ -358,7 +361,7 @@ class Encoder:
 
     def text(self, text: str) -> Document:
         """Encode a text, all of whose tokens are targets."""
-        ids = self.prefix + self._encode(text) + self.end
+        ids = self.prefix + self._encode(text) + self.end if text else []
         return self._document(ids, [True] * len(ids), divisible=True)
 
     def completion(self, prompt: str, completion: str) -> Document:

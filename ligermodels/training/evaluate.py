@@ -25,7 +25,7 @@ class FileLoss:
     """The loss on a file, per target, in nats; `tokens` also counts what is no target.
 
     `truncated` counts the examples with a prompt that did not fit into a row: the targets beyond it
-    are not predicted.
+    are not predicted. `untargeted` counts the documents that had nothing to predict.
     """
 
     loss: float
@@ -33,6 +33,7 @@ class FileLoss:
     tokens: int
     seconds: float
     truncated: int = 0
+    untargeted: int = 0
 
     @property
     def perplexity(self) -> float:
@@ -44,7 +45,8 @@ class FileLoss:
         loss = (self.loss * self.targets + other.loss * other.targets) / targets
         seconds = self.seconds + other.seconds
         truncated = self.truncated + other.truncated
-        return FileLoss(loss, targets, self.tokens + other.tokens, seconds, truncated)
+        untargeted = self.untargeted + other.untargeted
+        return FileLoss(loss, targets, self.tokens + other.tokens, seconds, truncated, untargeted)
 
 
 @torch.no_grad()
@@ -107,4 +109,5 @@ def file_loss(
             "here; try another dtype"
         )
     seconds = time.perf_counter() - started
-    return FileLoss(loss, targets, rows.num_tokens, seconds, rows.num_truncated)
+    counts = rows.num_truncated, rows.num_untargeted
+    return FileLoss(loss, targets, rows.num_tokens, seconds, *counts)

@@ -99,7 +99,8 @@ class GroupedRows:
         prompt_targets: whether the prompts of the first documents are targets as well (ORPO).
         needs_targets: whether a document must have a target. Prompts have none.
 
-    `num_truncated` and `num_dropped` count the groups that were cut and left out. `reference` holds
+    `num_truncated` and `num_dropped` count the groups that were cut, and those of them that were
+    left out; `num_untargeted` those left out because a document had no target. `reference` holds
     the reference model's log-probabilities of all targets, in order, if a run has computed them.
     """
 
@@ -113,8 +114,11 @@ class GroupedRows:
     ) -> None:
         self.prompt_targets = prompt_targets
         self.groups: list[Group] = []
-        self.num_truncated = self.num_dropped = 0
+        self.num_truncated = self.num_dropped = self.num_untargeted = 0
         for group in groups:
+            if needs_targets and not all(each.num_targets for each in group.documents):
+                self.num_untargeted += 1
+                continue
             cut = tuple(_cut(document, seq_len) for document in group.documents)
             self.num_truncated += len(group) > seq_len
             if needs_targets and not all(document.num_targets for document in cut):

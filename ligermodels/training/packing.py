@@ -104,7 +104,7 @@ def cut(document: Document, seq_len: int) -> list[Document]:
     An example with a prompt keeps only its beginning.
     """
     if len(document) <= seq_len:
-        return [document] if document.num_targets else []
+        return [document]
     stop = len(document) - 1 if document.divisible else 1
     pieces = []
     for start in range(0, stop, seq_len - 1):
@@ -150,13 +150,17 @@ class PackedRows:
 
     `width` is the length of the longest row, and all rows are padded to it. With little data it is
     less than `seq_len`. `num_truncated` counts the examples with a prompt that were too long and
-    lost their end. `num_dropped` counts those of them that have no target left.
+    lost their end. `num_dropped` counts those of them that have no target left, and
+    `num_untargeted` the documents, of any length, that had no target at all; both are left out.
     """
 
     def __init__(self, documents: Sequence[Document], seq_len: int, multiple: int = 1) -> None:
         self.pieces: list[Document] = []
-        self.num_truncated = self.num_dropped = 0
+        self.num_truncated = self.num_dropped = self.num_untargeted = 0
         for document in documents:
+            if not document.num_targets:
+                self.num_untargeted += 1
+                continue
             pieces = cut(document, seq_len)
             self.pieces += pieces
             if not document.divisible and len(document) > seq_len:

@@ -276,6 +276,11 @@ class Run:
             f"{_count(rows.num_tokens, 'token')}, "
             f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
         )
+        if rows.num_untargeted:
+            self._note(
+                f"{what} data: left out {_count(rows.num_untargeted, 'document')} without a target "
+                "(an empty text, or no token that is learned); look at these records"
+            )
         if rows.num_truncated:
             self._note(
                 f"{what} data: cut {_count(rows.num_truncated, 'example')} to {seq_len} tokens; "

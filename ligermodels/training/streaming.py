@@ -150,7 +150,7 @@ def token_store(
 
     Args: source: the folder of the tokenizer.
     Raises:
-        DataError: the file cannot be read, a line is wrong, or every document is empty.
+        DataError: the file cannot be read, a line is wrong, or no document has a target.
         SaveError: the tokens cannot be written.
     """
     facts = {"file": file_hash(file), "suffix": file.suffix.lower(), "separator": separator}
@@ -190,21 +190,22 @@ def _write(folder: Path, documents: Iterator[Document], file: Path) -> None:
     aside = folder.with_suffix(".part")
     shutil.rmtree(aside, ignore_errors=True)
     digests = {name: hashlib.sha256() for name in _DTYPES}
-    end, max_id = 0, -1
+    end, max_id, targets = 0, -1, 0
     try:
         with contextlib.ExitStack() as stack, writing(folder):
             aside.mkdir()
             files = {n: stack.enter_context(open(aside / f"{n}.bin", "wb")) for n in _DTYPES}
             for document in documents:
                 end += len(document)
-                max_id = max(max_id, int(document.ids.max()))
+                max_id = max(max_id, int(document.ids.max(initial=-1)))
+                targets += document.num_targets
                 values = (document.ids, document.loss_mask, [end], [document.divisible])
                 for name, value in zip(_DTYPES, values):
                     raw = np.ascontiguousarray(value, dtype=_DTYPES[name]).tobytes()
                     files[name].write(raw)
                     digests[name].update(raw)
-        if max_id < 0:
-            raise DataError(f"{file}: there is no text, because every document is empty")
+        if not targets:
+            raise DataError(f"{file}: there is no text, or no document has a target")
         with writing(folder):
             facts = {"digests": {n: each.hexdigest() for n, each in digests.items()}}
             (aside / _FACTS).write_text(json.dumps(facts | {"max_id": max_id}), encoding="utf-8")
@@ -272,7 +273,7 @@ class StoredRows(PackedRows):
         multiple: int = 1,
     ) -> None:
         self.stores = stores
-        self.num_truncated = self.num_dropped = 0
+        self.num_truncated = self.num_dropped = self.num_untargeted = 0
         self._pieces: list[np.ndarray] = []  # of each store: (pieces, 2), in the order of the rows
         self._ends: list[np.ndarray] = []  # of each store: where each row ends in the pieces
         self.num_targets = 0
@@ -302,6 +303,10 @@ class StoredRows(PackedRows):
 
     def _cut(self, store: TokenStore, spans: Spans, seq_len: int) -> np.ndarray:
         """Return (start, stop) of the pieces of documents, as `packing.cut` makes them."""
+        starts, stops = np.minimum(spans.starts + 1, spans.stops), spans.stops
+        targets = np.diff(store.targets_before(np.stack([starts, stops], axis=1))).ravel()
+        self.num_untargeted += int((targets == 0).sum())
+        spans = spans.where(targets > 0)
         cuts = spans.divisible | (spans.stops - spans.starts <= seq_len)
         counts = np.maximum(1, -(-(spans.stops - 1 - spans.starts) // (seq_len - 1)))
         counts = np.where(cuts, counts, 1)

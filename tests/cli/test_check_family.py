@@ -30,7 +30,11 @@ def test_a_family_by_its_name(call, asked):
     code, out, err = call("check-family", "llama")
     assert (code, err) == (0, "") and asked["family"] is LigerLlama
     assert (asked["config"], asked["compile"], asked["seed"]) == (None, True, 0)
-    assert "small config  1e-07" in out and "beside those of transformers" in out
+    assert (
+        "1e-07  1e-05  small config" in out
+        and "passed: every" in out
+        and "beside those of transformers" in out
+    )
 
 
 def test_the_config_of_a_checkpoint(call, asked, tmp_path):

@@ -230,3 +230,25 @@ def test_longrope_has_a_factor_for_each_pair_of_the_rotated_part():
         part({"rope_scaling": factors, "partial_rotary_factor": 0.75})
     with pytest.raises(ConfigError, match="has 4 numbers"):
         PartConfig(head_dim=16, rope_scaling=factors, partial_rotary_factor=1.0)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn"])
+@pytest.mark.parametrize("config_class", [LlamaConfig, Gemma3Config])
+def test_a_key_that_no_rope_reads_is_refused(config_class, rope_type, spelling):
+    """Hunyuan multiplies theta by a power of alpha."""
+    rope = {"rope_type": rope_type, "factor": 2.0, "alpha": 1000.0}
+    nested = config_class is Gemma3Config and spelling == "rope_parameters"
+    raw = {"model_type": config_class.model_type}
+    raw[spelling] = {"sliding_attention": rope} if nested else rope
+    with pytest.raises(ConfigError, match=r"alpha' is 1000\.0, which no rope here reads"):
+        config_class(**fields_from_hf(raw, config_class))
+    harmless = type("Harmless", (config_class,), {"unread_rope_keys": ("alpha",)})
+    if not (nested and rope_type != "default"):  # sliding layers have plain rope
+        found = harmless(**fields_from_hf(raw, harmless)).rope_scaling
+        assert found is None if rope_type == "default" else found["alpha"] == 1000.0
+
+
+def test_a_config_of_your_own_has_no_unread_key_either():
+    with pytest.raises(ConfigError, match="alpha' is 1000"):
+        LlamaConfig.small(rope_scaling={"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0})

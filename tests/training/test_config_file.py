@@ -60,6 +60,7 @@ def test_what_is_wrong_is_named_with_its_line(read, subtests):
         ("dataset: a", r"'dataset' is no option; did you mean 'train_files'"),
         ("gpus: 2", r"'gpus' is no option"),
         ("seed: 1\nseed: 2", r"run.yaml:2: seed: the key is there twice"),
+        ("lora: {r: 1, r: 2}", r"run.yaml:1: .*a key is there twice"),
         ("- a", r"run.yaml: the file must hold options"),
         ("seed: [1", r"run.yaml:1: the file is not YAML: "),
         ("seed: !!bool maybe", r"run.yaml: the file is not YAML: "),

@@ -206,6 +206,8 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
         ),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no turn of the assistant"),
         ('{"text": "\\ud800"}', "half a surrogate pair"),
+        ('{"text": "a", "text": "b"}', "key 'text' appears twice"),
+        ('{"text": "a", "meta": {"x": 1, "x": 2}}', "key 'x' appears twice"),
         ("[" * 100_000, "nested too deeply"),
     ):
         with subtests.test(f"{line!r:.60}"):

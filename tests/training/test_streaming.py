@@ -35,6 +35,7 @@ def records(tmp_path):
     for i in range(60):
         words = "the cat saw a dog " * int(draw.integers(1, 12))
         lines.append({"text": words} if i % 3 else {"prompt": words, "completion": " and ran"})
+    lines[7:7] = [{"text": ""}, {"text": " "}]
     file = tmp_path / "records.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     return file
@@ -57,6 +58,7 @@ def test_the_rows_are_those_in_memory(checkpoint, records, window, monkeypatch):
     rows = StoredRows([store], [store.spans], 64)
     for name in ("num_tokens", "num_targets", "num_truncated", "num_dropped", "max_id"):
         assert getattr(rows, name) == getattr(plain, name), name
+    assert rows.num_untargeted == plain.num_untargeted == 2
     if window == 7:
         assert len(rows) >= len(plain) and rows.width <= 64
         return
