@@ -6,6 +6,7 @@ blocks is `i.n.weight`. Heads that share the model's projection have none in the
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ligermodels.converters.checkpoint_files import HEADS_NAME
-from ligermodels.converters.files import names_if_present, sync_file
+from ligermodels.converters.files import names_if_present, sync_file, sync_folder
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, SaveError, first_line
 from ligermodels.heads.medusa import MedusaHeads
@@ -45,7 +46,8 @@ def write_heads(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
     try:
         save_file(tensors, part, {"format": "pt"})
         sync_file(part)
-        part.replace(file)
+        os.replace(part, file)
+        sync_folder(file.parent)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{file}: the heads cannot be written: {first_line(error)}") from error
 

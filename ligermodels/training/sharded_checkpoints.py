@@ -113,13 +113,16 @@ def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any])
     with _quiet(SaveError, f"{folder}: cannot be written"):
         dcp.save(
             {name: _whole(stored) for name, stored in tensors.items()},
-            storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
+            storage_writer=dcp.FileSystemWriter(aside, sync_files=False),
             no_dist=not is_distributed(),
         )
     own = f"__{rank()}_"
     with error_on_all_ranks(SaveError), writing(folder):
         names = sorted(os.listdir(aside))
         mine = [name for name in names if name.startswith(own) or (not rank() and name[0] == ".")]
+        # torch flushes its index before the last bytes have left Python's buffer.
+        for name in mine:
+            sync_file(aside / name)
         hashes = {name: file_hash(aside / name) for name in mine}
     files = {name: value for each in gathered(hashes) for name, value in each.items()}
     with error_on_all_ranks(SaveError), writing(folder):

@@ -18,6 +18,13 @@ from ligermodels.models.llama import LigerLlama, LlamaConfig
 
 from .conftest import BASE, LLAMA3, YARN
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 3.0],
+    "original_max_position_embeddings": 16,
+}
+
 
 def parse(raw):
     return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
@@ -52,10 +59,14 @@ def test_rope_spellings_and_their_precedence(subtests):
         ({"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
         ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0}, 9.0, YARN),
         # A length at config level overrides the nested one, if the rope type has a length.
-        (
-            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
-            1e4,
-            {**LLAMA3, "original_max_position_embeddings": 32},
+        *(
+            (
+                {spelling: scaling, "original_max_position_embeddings": 32},
+                1e4,
+                {**scaling, "original_max_position_embeddings": 32},
+            )
+            for scaling in (LLAMA3, YARN, LONGROPE)
+            for spelling in ("rope_scaling", "rope_parameters")
         ),
         (
             {

@@ -18,12 +18,12 @@ def test_stop_tokens_come_from_generation_config_then_config(pair, tmp_path):
     theirs, ours = pair
     first, second = generate(ours, PROMPTS[0], max_new_tokens=12)[0, 3:].unique()[:2].tolist()
     theirs.save_pretrained(tmp_path)
-    model = LigerLlama.from_hf(tmp_path)
     config_file = tmp_path / "generation_config.json"
 
     config_file.unlink()
+    own = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**own, "eos_token_id": first}))
     model = LigerLlama.from_hf(tmp_path)
-    model.config.eos_token_id = [first]
     assert generate(model, PROMPTS[0], max_new_tokens=12)[0, -1] == first
     config_file.write_text(json.dumps({"eos_token_id": second, "do_sample": True}))
     model = LigerLlama.from_hf(tmp_path)

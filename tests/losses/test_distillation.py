@@ -36,6 +36,7 @@ def states() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_two_heads(beta) -> None:
     student, teacher = heads()
     hidden, teacher_hidden, targets = states()
+    teacher_hidden.requires_grad_()
     loss = distillation(
         student,
         hidden,
@@ -46,7 +47,10 @@ def test_two_heads(beta) -> None:
         temperature=2.0,
         chunk_size=5,
     )
-    grads = torch.autograd.grad(loss, [hidden, student.weight])
+    of_teacher = [teacher_hidden, *teacher.parameters()]
+    grads = torch.autograd.grad(loss, [hidden, student.weight, *of_teacher], allow_unused=True)
+    assert grads[2:] == (None,) * len(of_teacher)
+    teacher_hidden = teacher_hidden.detach()
     leaves = [x.detach().double().requires_grad_() for x in (hidden, student.weight)]
     exact = formulas.linear_divergence(
         *leaves,
@@ -99,12 +103,18 @@ def test_top_k(beta) -> None:
     stored, ids = teacher.topk(5, -1)
     ids[..., 4], stored[..., 4] = -1, -torch.inf  # padding
 
+    stored.requires_grad_()
+
     def loss_of(log_p: torch.Tensor) -> torch.Tensor:
         return top_k_divergence(log_p, stored, beta).sum()
 
     out = student(hidden, targets.clamp(min=0), reduction="none", alternatives=ids, chunk_size=5)
     loss = loss_of(out.token_alternative_log_probs)
-    grads = torch.autograd.grad(loss, [hidden, student.weight])
+    *grads, of_teacher = torch.autograd.grad(
+        loss, [hidden, student.weight, stored], allow_unused=True
+    )
+    assert of_teacher is None
+    stored = stored.detach()
     leaves = [x.detach().double().requires_grad_() for x in (hidden, student.weight)]
     t = 5 * torch.tanh(1.3 * F.linear(*leaves) / 5)
     p = t.log_softmax(-1).gather(-1, ids[..., :4]).exp()

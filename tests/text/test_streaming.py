@@ -3,20 +3,31 @@ import pytest
 from ligermodels.text import TextStream, Tokenizer
 from tests.text.folders import FAST, SLOW, configure
 
+# The first ids have no text, so that only the last ones can keep the space before a word.
+MARKED = "<|im|>" * 9 + "the fox the dog"
+
 
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
 def test_streamed_text_is_the_decoded_text(kind, request, tmp_path):
     config = FAST if kind == "bpe" else SLOW
     _, ours = configure(request.getfixturevalue(kind), tmp_path, **config)
-    for text in ["the quick  brown 😀é€ fox, 東京 <|im|> dog", "😀😀", " x", "a<|im|><|im|> b"]:
+    for text in [
+        "the quick  brown 😀é€ fox, 東京 <|im|> dog",
+        "😀😀",
+        " x",
+        "a<|im|><|im|> b",
+        MARKED,
+    ]:
         ids = ours.encode(text)
         stream = TextStream(ours)
         pieces = [stream.push(i) for i in ids]
         assert all("\ufffd" not in piece for piece in pieces)
         assert "".join(pieces) + stream.finish() == ours.decode(ids)
-        stream = TextStream(ours, ids[:4])
-        rest = "".join(stream.push(i) for i in ids[4:]) + stream.finish()
-        assert ours.decode(ids[:4]) + rest == ours.decode(ids) or "\ufffd" in ours.decode(ids[:4])
+        for context in range(1, len(ids)):
+            before = ours.decode(ids[:context])
+            stream = TextStream(ours, ids[:context])
+            rest = "".join(map(stream.push, ids[context:])) + stream.finish()
+            assert before + rest == ours.decode(ids) or before.endswith("\ufffd")
 
 
 def test_a_character_that_never_ends_comes_out_at_the_end(bpe):
