@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ligermodels import LigerLlama
-from ligermodels.converters import atomic_dir
-from ligermodels.models.heads_file import write_heads
+from ligermodels.converters import save_dir
+from ligermodels.heads.medusa_file import write_heads
 from ligermodels.training import sharded_checkpoints
 from ligermodels.training.files import atomic_write
 from ligermodels.training.reference_file import reference_path, stored_log_probs
@@ -38,12 +38,12 @@ class Disk:
         self.faults: list[str] = []
         self.renamed: list[str] = []
         self.moved: dict[tuple[int, int], str] = {}
-        fsync, exchange = os.fsync, atomic_dir._exchange
+        fsync, exchange = os.fsync, save_dir._exchange_names
         monkeypatch.setattr(os, "fsync", lambda file: self.flush(fsync, file))
         for name in ("rename", "replace"):
             move = getattr(os, name)
             monkeypatch.setattr(os, name, lambda a, b, move=move: self.rename(move, a, b))
-        monkeypatch.setattr(atomic_dir, "_exchange", lambda a, b: self.rename(exchange, a, b))
+        monkeypatch.setattr(save_dir, "_exchange_names", lambda a, b: self.rename(exchange, a, b))
 
     def flush(self, fsync, file) -> None:
         status = os.fstat(file)
