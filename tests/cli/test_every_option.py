@@ -25,7 +25,9 @@ class Report:
 OUTLOOK = SimpleNamespace(
     rates="", plan=None, budget=1, least_bytes=1, largest_batch=1, largest_seq=1
 )
-LOSS = SimpleNamespace(perplexity=2.0, loss=1.0, targets=3, tokens=4, truncated=0, seconds=1.0)
+LOSS = SimpleNamespace(
+    perplexity=2.0, loss=1.0, targets=3, tokens=4, truncated=0, untargeted=0, seconds=1.0
+)
 # What the functions return whose arguments are recorded.
 RECORDED = {
     "cli.evaluate:_lm_eval": None,
