@@ -53,7 +53,8 @@ class Disk:
 
     def rename(self, move, source, target):
         source, target = Path(source), Path(target)
-        if source.parent.suffix == ".part":  # torch renames within a folder that is not done yet
+        # A folder that is not done yet: torch renames within one, and a save makes one.
+        if source.parent.suffix == ".part" or ".saving-" in target.name:
             return move(source, target)
         for path in (source, *(source.rglob("*") if source.is_dir() else ())):
             status = path.lstat()

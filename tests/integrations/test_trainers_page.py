@@ -9,7 +9,7 @@ from tests import markdown
 
 PAGE = (markdown.ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
 EXTRAS = ("trainers", "tools")
-FOLDERS = ("integrations", "converters", "examples")
+FOLDERS = ("integrations", "adapters", "converters", "examples")
 
 
 def rows(heading: str) -> list[list[str]]:
