@@ -4,6 +4,7 @@
 of them, so `import ligermodels` and the command line's `--help` do not wait for torch.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,15 @@ else:
         if name == "__version__":
             return _version()
         if name in _LATER:
-            globals()[name] = value = getattr(import_module(_LATER[name]), name)
+            try:
+                module = import_module(_LATER[name])
+            except ModuleNotFoundError as error:
+                # hasattr and inspect expect an AttributeError. An import statement would replace
+                # one by an error that does not say how to install what is missing.
+                if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                    raise
+                raise AttributeError(f"{__name__}.{name}: {error}") from error
+            globals()[name] = value = getattr(module, name)
             return value
         # Python and its tools also look up special names, and submodules before they import them.
         special = name.startswith("_") and name != "__all__"

@@ -71,9 +71,6 @@ def first_line(error: BaseException) -> str:
 
 # What a word of another program means, where such a name is known.
 _MEANINGS = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
     "torch_dtype": "dtype",
     "device_map": "device",
     "use_auth_token": "token",

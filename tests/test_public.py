@@ -45,9 +45,18 @@ def test_some_names_are_imported_alone() -> None:
     assert set(LATER) <= set(dir(ligermodels)) and not set(LATER) & set(ligermodels.__all__)
     shown = "print([n for n in ('transformers', 'ligermodels.training.run') if n in sys.modules])"
     assert python(f"import sys; from ligermodels import *; dir(); {shown}") == "[]"
-    asked = "try: from ligermodels import LigerForCausalLM\nexcept ImportError as e: print(e)"
-    said = python(f"import sys; sys.modules['transformers'] = None\n{asked}")
-    assert 'pip install "ligermodels[trainers]"' in said
+
+
+def test_a_name_without_its_library_says_how_to_install_it() -> None:
+    without = "import sys, inspect, ligermodels; sys.modules['transformers'] = None"
+    for use, error in (
+        ("from ligermodels import LigerForCausalLM", "ImportError"),
+        ("ligermodels.LigerForCausalLM", "AttributeError"),
+    ):
+        said = python(f"{without}\ntry: {use}\nexcept {error} as e: print(e)")
+        assert 'pip install "ligermodels[trainers]"' in said, use
+    found = "hasattr(ligermodels, 'LigerForCausalLM'), len(inspect.getmembers(ligermodels)) > 50"
+    assert python(f"{without}\nprint({found})") == "False True"
 
 
 def test_torch_is_imported_with_the_first_public_name_only() -> None:

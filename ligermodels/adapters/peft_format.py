@@ -202,7 +202,8 @@ def add_lora(
     if left:
         raise CheckpointError(
             f"adapter: {min(left)!r} is no part of a LoRA on a linear, and would be left out (this "
-            f"is so for {len(left)} tensors)\n{listing(sorted(left))}"
+            f"is so for {len(left)} tensors); merge the adapter with PEFT's merge_and_unload\n"
+            f"{listing(sorted(left))}"
         )
     for name, rows, taken in found:
         _check_finite(f"the sum of {name}.weight and its LoRA", _sum(rows, taken, config, name))

@@ -48,11 +48,11 @@ MEANINGS = {
     "loss": "beside that of transformers",
     "gradients": "the worst parameter beside transformers",
     "padding": "logits of rows with padding on the left, beside transformers",
-    "generation": "greedy tokens that differ from those of transformers, both with a cache",
-    "export": "tensors, config keys and files that save_hf changes; logits in transformers",
-    "packing": "logits of documents in one row, beside those of each document alone",
+    "generation": "greedy tokens that differ from transformers, both with a cache",
+    "export": "what save_hf changes: tensors, config keys, files, their logits",
+    "packing": "logits of documents in one row, beside each document alone",
     "recompute": "gradients if backward computes each layer again, beside plain ones",
-    "compile": "loss and gradients under torch.compile(fullgraph=True), beside eager ones",
+    "compile": "loss, gradients of torch.compile(fullgraph=True), beside eager",
 }
 # If two logits are nearer than this fraction of the largest one, either token may be chosen.
 _NEAR_TIE = 1e-4

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 from ligermodels.cli import launch
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, import_modules, number
+from ligermodels.converters.dtypes import dtype_name
 from ligermodels.errors import ConfigError, LigerError, shown
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.options import OTHER_NAMES as OTHER_NAMES  # for a mistake's hint
@@ -122,6 +123,8 @@ def _argument(option: Field[Any], kind: type) -> dict[str, Any]:
 
 
 def _type(option: Field[Any], kind: type) -> dict[str, Any]:
+    if option.name == "export_dtype":
+        return {"type": dtype_name, "choices": option.metadata["choices"]}
     if kind is str:
         return {"choices": option.metadata["choices"]}
     return {"type": number(kind, **option.metadata["limits"])}

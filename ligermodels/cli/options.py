@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ligermodels.converters.dtypes import dtype_name
 from ligermodels.converters.files import open_regular
 from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, shown
 from ligermodels.memory.byte_sizes import parse_bytes
@@ -58,7 +59,8 @@ def loading_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options that several commands have for loading a checkpoint."""
     add = command.add_argument
     add("--revision", help="branch, tag or commit of a hub checkpoint")
-    add("--dtype", choices=EXPORT_DTYPES, help="dtype of the weights (default: as stored)")
+    dtype = "dtype of the weights (default: as stored)"
+    add("--dtype", type=dtype_name, choices=EXPORT_DTYPES, help=dtype)
     add("--allow-nonfinite", action="store_true", help="accept NaN and infinite weights")
 
 

@@ -5,7 +5,6 @@ value. It also raises several kinds of errors. The functions here refuse such fi
 """
 
 import contextlib
-import errno
 import io
 import json
 import math
@@ -45,7 +44,7 @@ def open_regular(path: Path, error: type[LigerError]) -> FileIO:
     """
     file = open_if_present(path, error)
     if file is None:
-        raise error(f"{path}: the file cannot be read: {os.strerror(errno.ENOENT)}")
+        raise error(f"{path}: the file is missing")
     return file
 
 
@@ -163,7 +162,7 @@ def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:
     """
     found = read_json_if_present(path, error)
     if found is None:
-        raise error(f"{path}: the file cannot be read: {os.strerror(errno.ENOENT)}")
+        raise error(f"{path}: the file is missing")
     return found
 
 

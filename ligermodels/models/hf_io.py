@@ -24,6 +24,7 @@ from ligermodels.converters.checkpoint_files import (
     GENERATION_CONFIG_NAME,
     copied_files,
 )
+from ligermodels.converters.dtypes import dtype_name
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
@@ -618,19 +619,14 @@ def check_device(device: torch.device | str) -> torch.device:
     return found
 
 
-_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
-
 def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype that parameters shall have, or None if they keep theirs."""
     if dtype is None or dtype == "auto":
         return None
     names = {_name(known): known for known in DTYPES.values()}
-    names |= {name: names[long] for name, long in _SHORT_NAMES.items()}
-    found = names.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = names.get(dtype_name(dtype)) if isinstance(dtype, str) else dtype
     if found not in names.values():
-        known = [*DTYPES.values()]
-        raise ValueError(f"dtype is {dtype!r}; expected one of {known}, or its name")
+        raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
     return found
 
 

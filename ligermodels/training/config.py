@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args, get_origin
 
+from ligermodels.converters.dtypes import dtype_name
 from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.lora_options import parse_lora
@@ -389,6 +390,8 @@ class FinetuneConfig:
                 setattr(self, name, _as_list(getattr(self, name), *get_args(kind)))
         if type(self.memory) is int:
             self.memory = str(self.memory)
+        if isinstance(self.export_dtype, str):
+            self.export_dtype = dtype_name(self.export_dtype)
         if isinstance(self.max_shard_size, str):
             self.max_shard_size = parse_bytes(self.max_shard_size, "max_shard_size")
         check_options(self)

@@ -6,8 +6,6 @@ them: `2e-5` is a number, and `off` is a text.
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -67,7 +65,7 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
     """
     content = read_if_present(Path(path), ConfigError, limit=_LIMIT)
     if content is None:
-        raise ConfigError(f"{path}: the file cannot be read: {os.strerror(errno.ENOENT)}")
+        raise ConfigError(f"{path}: the file is missing")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -261,7 +261,7 @@ def misspelt_words_are_suggested(case: Case) -> None:
         train = ["finetune", model, files, text, output, case.folder / "o"]
         arguments = [*draw.choice([["generate", model, "a"], train]), "--device", wrong]
     else:
-        wrong, meant = draw.choice([("bf16", "bfloat16"), ("float-32", "float32")])
+        wrong, meant = draw.choice([("bfloat", "bfloat16"), ("float-32", "float32")])
         arguments = ["generate", "m", "a", "--dtype", wrong]
     if wrong == meant:
         return

@@ -35,6 +35,7 @@ def test_a_family_by_its_name(call, asked):
         and "passed: every" in out
         and "beside those of transformers" in out
     )
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_the_config_of_a_checkpoint(call, asked, tmp_path):

@@ -58,7 +58,7 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         (["finetune", "m", "--lr", "1"], ["--lr 1; did you mean '--learning-rate'?"]),
         (["finetune", "m", "--max-length", "9"], ["did you mean '--seq-len'?"]),
         (["generate", "m", "--temprature=1"], ["--temprature=1; did you mean '--temperature'?"]),
-        (["generate", "m", "--dtype", "bf16"], ["did you mean 'bfloat16'?"]),
+        (["generate", "m", "--dtype", "bfloat"], ["did you mean 'bfloat16'?"]),
         (["generate", "m", "--repetition-penalty=1e300"], ["must be at most 1000000, not 1e+300"]),
         (["convert"], ["SOURCE", "TARGET"]),
     ):
@@ -207,7 +207,7 @@ def test_every_family_is_inspected_converted_and_continued(call, tmp_path, famil
     assert ("vision_tower." in text) == (family == "gemma3")
 
     assert_fine(call("convert", source, "--verify"), "bitwise equal")
-    options = ["--dtype", "bfloat16", "--max-shard-size", "20KB", "--verify"]
+    options = ["--dtype", "bf16", "--max-shard-size", "20KB", "--verify"]
     assert_fine(call("convert", source, target, *options), "bitwise equal", str(target))
     assert (target / "model.safetensors.index.json").is_file()
 

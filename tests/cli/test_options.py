@@ -80,7 +80,7 @@ def test_a_module_that_cannot_be_imported_is_one_line(call, tmp_path, subtests):
     os.mkfifo(tmp_path / "pipe.py")
     for name, words in (
         ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (f"{tmp_path}/nothing.py", "No such file or directory"),
+        (f"{tmp_path}/nothing.py", "the file is missing"),
         (f"{tmp_path}/pipe.py", "not a regular file but a pipe"),
         (f"{tmp_path}/broken.py", "RuntimeError: no"),
         (f"{tmp_path}/clash.py", "'llama' belongs to ligermodels.models.llama.LigerLlama"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,3 +167,60 @@ def test_norms_without_weights_and_norms_after_rope() -> None:
         row = report.rows["small config"]
         assert row["logits"].error is not None, row
         assert row["logits"].ok and row["gradients"].ok and row["generation"].ok, str(report)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_norm_after_the_embedding(tmp_path: Path) -> None:
+    """The first block applies it; Llama of transformers gets it as a hook on its embedding."""
+
+    class NormedConfig(LlamaConfig):
+        model_type: ClassVar[str] = "llama_normed"
+
+    class NormedBlock(DecoderBlock):
+        def forward(self, x: Any, residual: Any, context: Any) -> Any:
+            return super().forward(
+                self.embedding_norm(x) if residual is None else x, residual, context
+            )
+
+    class LigerNormed(LigerLlama):
+        config_class = NormedConfig
+
+        @staticmethod
+        def weight_map(config: Any) -> Any:
+            found = LigerLlama.weight_map(config)
+            norm = norm_entries(
+                "layers.0.embedding_norm", "model.embedding_norm", config.hidden_size
+            )
+            return dataclasses.replace(found, entries=(*found.entries, *norm))
+
+        def make_block(self, layer_index: int) -> nn.Module:
+            block: Any = super().make_block(layer_index)
+            if layer_index:
+                return block
+            norms = block.input_layernorm, block.post_attention_layernorm
+            first = NormedBlock(block.self_attn, block.mlp, *norms)
+            first.embedding_norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+            return first
+
+    report = check_family(register(LigerNormed), compile=False)
+    assert report.ok, str(report)
+    model = LigerNormed(NormedConfig.small())
+    norm = model.layers[0].embedding_norm
+    with torch.no_grad():
+        norm.weight.normal_()
+    model.save_hf(tmp_path)
+    theirs: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **_written(tmp_path)), dtype=torch.float32
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights.pop("model.embedding_norm.weight"), norm.weight)
+    theirs.load_state_dict(weights, strict=False)
+    theirs.model.embed_tokens.register_forward_hook(lambda _, __, x: norm(x))
+    ids = torch.randint(0, model.config.vocab_size, (2, 9))
+    torch.testing.assert_close(model.head.logits(model(ids)), theirs(ids).logits)
+
+
+def _written(folder: Path) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    del raw["model_type"]
+    return raw

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named_with_its_line(read, subtests):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: the file cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: the file is missing"):
         read_config(tmp_path / "none.yaml")
     (tmp_path / "odd.yaml").write_bytes(b"model: \xff")
     with pytest.raises(ConfigError, match=r"odd\.yaml: the file cannot be read"):

@@ -66,7 +66,7 @@ def test_bf16_weights_and_an_export_in_another_dtype(checkpoint, text, tmp_path)
         tmp_path / "b",
         precision="bf16-mixed",
         max_steps=2,
-        export_dtype="float16",
+        export_dtype="fp16",
     )
     assert {t.dtype for t in tensors(mixed.model_dir).values()} == {torch.float16}
     full = run(checkpoint, text, tmp_path / "c", precision="bf16-mixed", max_steps=2)
