@@ -328,8 +328,8 @@ def _sequence_log_probs(log_probs: Tensor, mask: Tensor, ld_alpha: float | None)
 
 
 def _divergence_scores(log_ratio: Tensor, kind: str, alpha: float) -> Tensor:
-    """Return f'(ratio) up to a constant that cancels in a pair."""
-    if kind == "forward_kl":  # f'(t) = -1/t
+    """Return f'(ratio), 0 at the ratio 1: losses of means per token depend on that constant."""
+    if kind == "forward_kl":  # f'(t) = 1 - 1/t
         return 1 - torch.exp(-log_ratio)
     if kind == "js_divergence":  # f'(t) = log(2t / (t + 1))
         return math.log(2) + F.logsigmoid(log_ratio)
