@@ -414,7 +414,7 @@ def plain_grpo(
             weight = (log_p - old).detach().sum().exp() * factor.prod()
             losses = -(weight**k) * (scale * (1 - weight)).exp() * good * log_p
         else:
-            clipped = ratio.clamp(0.8, 1 + (0.2 if epsilon_high is None else epsilon_high))
+            clipped = ratio.clamp(0.98, 1 + (0.02 if epsilon_high is None else epsilon_high))
             kept = ratio if delta is None else ratio.clamp(max=delta)
             losses = -torch.min(kept * good, clipped * good)
         if off_policy_mask_threshold is not None and good < 0:
@@ -434,13 +434,15 @@ def plain_grpo(
 
 
 @pairwise(
-    lambda loss_type, epsilon_high: loss_type != "cispo" or epsilon_high is not None,
+    lambda loss_type, epsilon_high: (epsilon_high == 1.02) == (loss_type == "cispo"),
+    lambda has_old, epsilon_high: has_old or epsilon_high is None,  # without, no ratio is clipped
+    lambda has_old, delta: has_old or delta is None,
     loss_type=GRPO_LOSS_TYPES,
     importance_sampling_level=["token", "sequence"],
     beta=[0.0, 0.3],
     use_bias_correction_kl=[True, False],
-    delta=[None, 1.1],
-    epsilon_high=[None, 0.35],
+    delta=[None, 1.03],
+    epsilon_high=[None, 0.05, 1.02],
     has_old=[True, False],
     correction=[None, "token_truncate", "sequence_truncate"],
     off_policy_mask_threshold=[None, 0.01],
@@ -469,7 +471,7 @@ def test_every_pair_of_options_equals_the_plain_formula(
     if mode is not None:
         ratio = importance_ratio(tokens.old, tokens.sampling, tokens.mask, mode=mode)
         options["importance_sampling_ratio"] = ratio
-    loss = ours(tokens, some_advantages(6), **options).loss
+    loss = ours(tokens, some_advantages(6), epsilon=0.02, **options).loss
     exact = plain_grpo(tokens, some_advantages(6), **options)
     torch.testing.assert_close(loss, exact)
     leaves = tokens.log_probs, tokens.entropy
