@@ -3,7 +3,7 @@
 The names and the defaults of all options are those of TRL 1.16. All log-probabilities are (batch,
 seq), as `LossHead.log_probs` returns them, at the temperature of the sampling; the mask (batch,
 seq) is true at the tokens of the completion. Advantages come from `group_advantages` or
-`rloo_advantages`.
+`rloo_advantages`. Of all tensors only log_probs and the entropy get gradients.
 
 Each loss is a sum divided by a normalizer, which `grpo_normalizer` counts. If a step has several
 micro-batches or ranks, pass the sum of their counts; the sum over the micro-batches is then the
@@ -130,9 +130,9 @@ def grpo_loss(
     advantages = counted(_per_token(advantages, mask), mask)
     log_probs = counted(log_probs, mask)
     if importance_sampling_ratio is not None:
-        importance_sampling_ratio = counted(importance_sampling_ratio, mask, fill=1.0)
+        importance_sampling_ratio = counted(importance_sampling_ratio.detach(), mask, fill=1.0)
     high = epsilon if epsilon_high is None else epsilon_high
-    old = log_probs.detach() if old_log_probs is None else counted(old_log_probs, mask)
+    old = counted((log_probs if old_log_probs is None else old_log_probs).detach(), mask)
     log_ratio = log_probs - old
     if importance_sampling_level == "sequence":
         ratio = token_means(log_ratio, mask)[:, None].exp()
@@ -250,7 +250,7 @@ def rloo_loss(
         raise ConfigError("advantages: expected one for each completion: (batch)")
     advantages = _per_token(advantages, mask)
     high = epsilon if epsilon_high is None else epsilon_high
-    old = log_probs.detach() if old_log_probs is None else old_log_probs
+    old = (log_probs if old_log_probs is None else old_log_probs).detach()
     ratio = token_sums(log_probs - old, mask)[:, None].exp()
     clipped = ratio.clamp(1 - epsilon, 1 + high)
     losses = -torch.min(ratio * advantages, clipped * advantages)
@@ -398,6 +398,7 @@ def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
             f"advantages: the shape is {tuple(advantages.shape)}; expected ({len(mask)},), one for "
             "each completion, or the shape of the mask"
         )
+    advantages = advantages.detach()
     return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
@@ -427,7 +428,7 @@ def _gamma_weight(
 
 def _kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Return the estimate k3 of the KL from the reference (Schulman 2020): never below 0."""
-    log_ratio = torch.where(mask, ref_log_probs - log_probs, 0.0)
+    log_ratio = torch.where(mask, ref_log_probs.detach() - log_probs, 0.0)
     return log_ratio.exp() - log_ratio - 1
 
 

@@ -3,7 +3,7 @@
 The names and the defaults of all options are those of TRL 1.16. A batch of pairs holds the chosen
 completions first and then the rejected ones in the same order: rows i and pairs + i are a pair. All
 log-probabilities are (batch, seq), as `LossHead.log_probs` returns them; the mask (batch, seq) is
-true at the tokens of the completion.
+true at the tokens of the completion. Only log_probs gets a gradient.
 
 Each loss is a sum divided by a normalizer. By default this is the count of the batch. If a step has
 several micro-batches or ranks, pass the count of the whole step; the sum over the micro-batches is
@@ -249,7 +249,8 @@ def dpo_loss(
     _check_dpo(types, weights, *rates, f_divergence_type, use_weighting, log_sum_sq_probs)
     chosen_mask, rejected_mask = halves(mask.bool(), "mask")
     chosen, rejected = halves(_sequence_log_probs(log_probs, mask, ld_alpha), "mask")
-    ref_chosen, ref_rejected = halves(_sequence_log_probs(ref_log_probs, mask, ld_alpha), "mask")
+    reference = _sequence_log_probs(ref_log_probs.detach(), mask, ld_alpha)
+    ref_chosen, ref_rejected = halves(reference, "mask")
     divergence = f_divergence_type, f_alpha_divergence_coef
     pairs = _Pairs(
         chosen,
@@ -327,8 +328,8 @@ def _sequence_log_probs(log_probs: Tensor, mask: Tensor, ld_alpha: float | None)
 
 
 def _divergence_scores(log_ratio: Tensor, kind: str, alpha: float) -> Tensor:
-    """Return f'(ratio) up to a constant that cancels in a pair."""
-    if kind == "forward_kl":  # f'(t) = -1/t
+    """Return f'(ratio), 0 at the ratio 1: losses of means per token depend on that constant."""
+    if kind == "forward_kl":  # f'(t) = 1 - 1/t
         return 1 - torch.exp(-log_ratio)
     if kind == "js_divergence":  # f'(t) = log(2t / (t + 1))
         return math.log(2) + F.logsigmoid(log_ratio)
@@ -396,7 +397,7 @@ def kto_loss(
         raise ConfigError(f"kl: the shape is {tuple(kl.shape)}; expected one number of the step")
     label = label.bool()
     logps = token_sums(log_probs, mask)
-    log_ratio = logps - token_sums(ref_log_probs, mask)
+    log_ratio = logps - token_sums(ref_log_probs.detach(), mask)
     center = logps.new_zeros(()) if loss_type == "apo_zero_unpaired" else logps.new_ones(()) * kl
     center = center.detach().clamp(min=0)
     # 1 - sigmoid(x) is sigmoid(-x).

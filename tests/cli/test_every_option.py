@@ -6,15 +6,19 @@ import builtins
 import importlib
 import pkgutil
 import re
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from inspect import signature
 from types import SimpleNamespace
+from typing import Any, get_args, get_origin
 from unittest.mock import MagicMock
 
 import pytest
 
 from ligermodels import LigerLlama, cli
-from ligermodels.cli import check_family, convert, evaluate, families, generate, inspect
+from ligermodels.cli import check_family, convert, evaluate, families, finetune, generate, inspect
 from ligermodels.cli.options import Parser
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.options import types_of
 
 
 @dataclass
@@ -47,7 +51,7 @@ RECORDED = {
     "text.tokenizer:Tokenizer.from_hf": None,
     "training.data_sources:local_files": lambda files, **options: files,
     "training.evaluate:file_loss": LOSS,
-    "training.finetune:pick_device": "cpu",
+    "training.finetune:pick_device": lambda device=None: device or "cpu",
     "training.memory:outlook": OUTLOOK,
 }
 LOADING = {"--revision": "other", "--dtype": "float16", "--allow-nonfinite": ""}
@@ -84,6 +88,7 @@ COMMANDS = {
     families: ("families", {"--json": ""}),
 }
 NEEDED = {"--system": "--chat"}
+ROOMS = "adapters checks converters generation heads models text training".split()
 
 
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__.split(".")[-1])
@@ -97,14 +102,15 @@ def test_every_option_has_an_effect(module, checkpoint, monkeypatch, subtests, t
     monkeypatch.chdir(tmp_path)
 
     # A module that is first imported below would keep the recorded functions for good.
-    for room in ("converters", "models", "generation", "text", "training", "integrations"):
+    for room in ROOMS:
         folder = importlib.import_module(f"ligermodels.{room}").__path__
         for found in pkgutil.iter_modules(folder):
-            if room != "integrations" or found.name == "check_family":
-                importlib.import_module(f"ligermodels.{room}.{found.name}")
+            importlib.import_module(f"ligermodels.{room}.{found.name}")
 
-    def effect(*options: str) -> str:
-        """Return what was printed, and the calls of the recorded functions, as text."""
+    signatures = {}
+
+    def effect(*options: str) -> dict[str, str]:
+        """Return what was printed, and the calls of each recorded function, as text."""
         log = MagicMock()
         log.cli_evaluate__lm_eval.return_value.return_value = {"task": {"accuracy": 0.5}}
         model = log.models_auto_AutoLiger_from_hf.return_value
@@ -120,13 +126,71 @@ def test_every_option_has_an_effect(module, checkpoint, monkeypatch, subtests, t
                 owner = importlib.import_module(f"ligermodels.{place}")
                 if "." in attribute:
                     owner, attribute = getattr(owner, attribute.split(".")[0]), "from_hf"
+                if name not in signatures:
+                    signatures[re.sub(r"\W", "_", name)] = signature(getattr(owner, attribute))
                 patch.setattr(owner, attribute, function)
             patch.setattr(builtins, "print", log.print)
             assert cli.main([*arguments.split(), *options]) == 0
-        return re.sub(r"id='\d+'|0x[0-9a-f]+|<MagicMock [^>]*>", "", repr(log.mock_calls))
+        calls: dict[str, str] = {}
+        for called in log.mock_calls:
+            text = re.sub(r"id='\d+'|0x[0-9a-f]+|<MagicMock [^>]*>", "", repr(called))
+            calls[called[0]] = calls.get(called[0], "") + text
+        return calls
 
     for option, value in values.items():
         needed = [NEEDED[option]] if option in NEEDED else []
         with subtests.test(option):
-            assert effect(*needed) == effect(*needed), "the record is not the same each time"
-            assert effect(*needed, option, *([value] if value else [])) != effect(*needed)
+            without = effect(*needed)
+            assert effect(*needed) == without, "the record is not the same each time"
+            given = effect(*needed, option, *([value] if value else []))
+            assert given != without
+            if option == "--revision":
+                continue  # With it a folder is resolved, which the other functions get.
+            # Every function that has an argument of this name gets it, and not the first alone.
+            for name in given.keys() & without.keys():
+                known = getattr(LigerLlama, name.partition("().")[2], None)
+                of = signature(known) if known else signatures.get(name)
+                argument = option.removeprefix("--").replace("-", "_")
+                if of is not None and argument in of.parameters:
+                    assert given[name] != without[name], name
+
+
+def test_every_option_of_finetune_sets_its_field_alone(subtests):
+    command = Parser()
+    finetune.add_arguments(command)
+    given = "MODEL --train-files a.txt --output-dir folder".split()
+
+    def settings(*options: str) -> dict[str, Any]:
+        """Return the fields of the run and of its launch, with their defaults."""
+        namespace = command.parse_args([*given, *options])
+        run, launched = finetune._options(namespace)
+        defaults = {each.name: each.default for each in fields(FinetuneConfig)}
+        return {**defaults, **run, **vars(launched)}
+
+    plain = settings()
+    for cls in finetune.OPTIONS:
+        types = types_of(cls)
+        for each in fields(cls):
+            if each.name in ("model", "train_files", "output_dir"):
+                continue
+            option, value = "--" + each.name.replace("_", "-"), another_value(each, types)
+            words = map(str, value if isinstance(value, list) else [value])
+            if isinstance(value, bool):
+                option, words = option if value else f"--no-{option[2:]}", []
+            with subtests.test(option):
+                assert settings(option, *words) == {**plain, each.name: value} != plain
+
+
+def another_value(each: Field[Any], types: dict[str, Any]) -> Any:
+    """Return a value of an option that differs from its default and keeps its limits."""
+    kind, choices = types[each.name], each.metadata["choices"]
+    item, *_ = get_args(kind) or (kind,)
+    if item is bool:
+        return not each.default
+    if choices is not None:
+        value = next(choice for choice in choices if choice != each.default)
+    elif item is str:
+        value = "64MiB" if each.name == "memory" else "other"
+    else:
+        value = (each.default or 1) + 1 if item is int else (each.default or 0.5) / 2
+    return [value] if get_origin(kind) is list else value

@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ligermodels.converters import hf_rope
 from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.errors import ConfigError
-from ligermodels.models.gemma3 import Gemma3Config
+from ligermodels.layers import RotaryEmbedding
+from ligermodels.models.gemma3 import Gemma3Config, LigerGemma3
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 
 from .conftest import BASE, LLAMA3, YARN
@@ -87,6 +88,84 @@ def test_rope_spellings_and_their_precedence(subtests):
             assert_transformers_agrees(exported, raw)
             again = parse(exported)
             assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
+
+
+# Each rope with values of its fields, and other values of them.
+NEAR, FAR = ([1.0 + step * i for i in range(16)] for step in (0.05, 0.5))
+ROPES = {
+    "default": ({}, {}),
+    "linear": ({"factor": 2.0}, {"factor": 3.0}),
+    "proportional": ({"factor": 2.0}, {"factor": 3.0}),
+    "dynamic": ({"factor": 2.0}, {"factor": 3.0}),
+    "llama3": (
+        {**LLAMA3, "original_max_position_embeddings": 32},
+        {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 5.0}
+        | {"original_max_position_embeddings": 48},
+    ),
+    "yarn": (
+        {**YARN, "original_max_position_embeddings": 40, "beta_fast": 8.0, "beta_slow": 2.0}
+        | {"mscale": 1.3, "mscale_all_dim": 0.8, "truncate": False},
+        {"factor": 5.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+        | {"mscale": 1.1, "mscale_all_dim": 0.7, "truncate": True, "attention_factor": 0.7},
+    ),
+    "longrope": (
+        {"short_factor": NEAR, "long_factor": FAR, "factor": 4.0}
+        | {"original_max_position_embeddings": 16},
+        {"short_factor": FAR, "long_factor": NEAR, "factor": 8.0, "attention_factor": 1.25}
+        | {"original_max_position_embeddings": 32},
+    ),
+}
+PLACES = {
+    "rope_scaling": (LigerLlama, lambda rope: {"rope_scaling": rope}),
+    "rope_parameters": (LigerLlama, lambda rope: {"rope_parameters": rope}),
+    "gemma3 rope_scaling": (LigerGemma3, lambda rope: {"rope_scaling": rope}),
+    "gemma3 full_attention": (
+        LigerGemma3,
+        lambda rope: {"rope_parameters": {"full_attention": rope}},
+    ),
+}
+
+
+def all_angles(model_class, keys):
+    """Return cosines and sines of all ropes of a model, at a few lengths."""
+    sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    config_class = model_class.config_class
+    raw = {"model_type": config_class.model_type, "max_position_embeddings": 64, **sizes, **keys}
+    model = model_class(config_class(**fields_from_hf(raw, config_class)))
+    ropes = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    positions = [torch.arange(length)[None] for length in (10, 24, 200)]
+    return torch.cat([torch.cat(rope(each), 1) for rope in ropes for each in positions], 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_every_field_in_every_place_changes_the_angles(rope_type, place):
+    (model_class, keys_of), (fields, others) = PLACES[place], ROPES[rope_type]
+    fields = {name: value for name, value in fields.items() if name != "rope_type"}
+    rope = {**fields, "rope_type": rope_type}
+    expected = all_angles(model_class, keys_of(rope))
+    if place != "gemma3 rope_scaling":  # in which transformers does not read the old name
+        old = all_angles(model_class, keys_of({**fields, "type": rope_type}))
+        assert torch.equal(old, expected)
+    changed = {f"{name} in the rope": {**rope, name: other} for name, other in others.items()}
+    changed["rope_theta in the rope"] = {**rope, "rope_theta": 5e5}
+    at_top = {"rope_theta": 5e5}
+    if "original_max_position_embeddings" in fields and model_class is LigerLlama:
+        at_top["original_max_position_embeddings"] = 48
+    if rope_type == "dynamic":
+        at_top["max_position_embeddings"] = 32
+    raws = {name: keys_of(other) for name, other in changed.items()}
+    raws |= {f"{name} at the top": {**keys_of(rope), name: x} for name, x in at_top.items()}
+    if model_class is LigerGemma3:
+        sliding = {"rope_parameters": {**keys_of(rope).get("rope_parameters", {})}}
+        sliding["rope_parameters"]["sliding_attention"] = {"rope_theta": 5e5}
+        raws["rope_theta of the sliding layers"] = {**keys_of(rope), **sliding}
+        raws["rope_local_base_freq"] = {**keys_of(rope), "rope_local_base_freq": 5e5}
+    if rope_type != "default":
+        raws["rope_type"] = keys_of({**rope, "rope_type": "default"})
+    for name, raw in raws.items():
+        assert not torch.equal(all_angles(model_class, raw), expected), name
 
 
 def assert_transformers_agrees(raw, original):

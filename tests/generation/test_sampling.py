@@ -61,6 +61,19 @@ def test_extreme_temperatures_and_penalties_stay_finite():
         assert RepetitionPenalty(penalty, prompt, None, 4)(logits)[:, 0].isfinite().all()
 
 
+def test_the_penalty_is_for_tokens_of_the_row_and_not_for_its_padding():
+    """Token 0 pads the first row, and is a token of the second one."""
+    prompt = torch.tensor([[0, 0, 2], [0, 3, 3]])
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    logits = torch.tensor([[4.0, -2.0, 6.0, -8.0]]).expand(2, 4)
+    penalty = RepetitionPenalty(2.0, prompt, mask, 4)
+    expected = torch.tensor([[4.0, -2.0, 3.0, -8.0], [2.0, -2.0, 6.0, -16.0]])
+    assert torch.equal(penalty(logits), expected)
+    penalty.add(torch.tensor([1, 0]))
+    expected[0, 1] = -4.0
+    assert torch.equal(penalty(logits), expected)
+
+
 def test_numbers_out_of_range_are_refused(subtests):
     for options in (
         *({"temperature": x} for x in (0, -1.0, math.nan, math.inf, "1", None)),

@@ -72,9 +72,10 @@ def angles(hf: LlamaRotaryEmbedding, positions: Tensor) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_angles_equal_transformers(name: str) -> None:
-    """Lengths below the original length, between it and the maximum, and above the maximum."""
+    """Lengths up to the original length, between it and the maximum, and above the maximum."""
     scaling = SCALINGS[name]
-    for theta, length in product((1e4, 5e5), (8, 48, 200)):
+    original = (scaling or {}).get("original_max_position_embeddings", LONGEST)
+    for theta, length in product((1e4, 5e5), (8, original, original + 1, 48, 200)):
         ours = RotaryEmbedding(HEAD_DIM, theta, LONGEST, copy.deepcopy(scaling))
         positions = torch.arange(length)[None]
         cos, sin = ours(positions, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from ligermodels.losses.policy import (
     rloo_loss,
 )
 from tests.losses import trl_own
-from tests.losses.batches import gradients, masks, random_tokens
+from tests.losses.batches import Tokens, gradients, masks, random_tokens
+from tests.pairwise import pairwise
 
 LENGTH = 11  # max_completion_length
 CISPO = {"loss_type": "cispo", "epsilon_high": 1.1}
@@ -366,3 +368,111 @@ def test_what_is_refused() -> None:
             advantages(torch.ones(6, 2), 3, reward_weights=torch.ones(1))
     with pytest.raises(ConfigError, match="mode: 'none' is not known"):
         importance_ratio(tokens.old, tokens.sampling, tokens.mask, mode="none")
+
+
+def plain_grpo(
+    tokens: Tokens,
+    advantages: torch.Tensor,
+    *,
+    loss_type: str,
+    importance_sampling_level: str,
+    beta: float,
+    use_bias_correction_kl: bool,
+    delta: float | None,
+    epsilon_high: float | None,
+    old_log_probs: torch.Tensor | None,
+    importance_sampling_ratio: torch.Tensor | None,
+    off_policy_mask_threshold: float | None,
+    top_entropy_quantile: float,
+    entropy_coef: float,
+    normalizer: float | None,
+) -> torch.Tensor:
+    """Return the loss of `grpo_loss` from its papers' formulas, completion by completion."""
+    least = tokens.entropy.detach()[tokens.mask].quantile(1 - top_entropy_quantile)
+    acting = tokens.entropy[tokens.mask & (tokens.entropy >= least)]
+    total = torch.zeros((), dtype=torch.float64)
+    for row, mask in enumerate(tokens.mask):
+        log_p, ref, sampling, entropy = (
+            x[row, mask] for x in (tokens.log_probs, tokens.ref, tokens.sampling, tokens.entropy)
+        )
+        old = log_p.detach() if old_log_probs is None else old_log_probs[row, mask]
+        factor = torch.ones(1, dtype=torch.float64)
+        if importance_sampling_ratio is not None:
+            factor = importance_sampling_ratio[row]
+            factor = factor[mask] if len(factor) > 1 else factor
+        good = advantages[row]
+        ratio = (log_p - old).exp()
+        if importance_sampling_level == "sequence":
+            ratio = ((log_p - old).sum() / len(log_p)).exp()
+        if loss_type == "cispo":
+            losses = -ratio.clamp(max=epsilon_high).detach() * good * log_p
+        elif loss_type == "sapo":
+            heat = 1.0 if good > 0 else 1.05
+            losses = -4 / heat * torch.sigmoid(heat * (ratio - 1)) * good
+        elif loss_type == "vespo":
+            k, scale = (2.0, 3.0) if good >= 0 else (3.0, 2.0)
+            weight = (log_p - old).detach().sum().exp() * factor.prod()
+            losses = -(weight**k) * (scale * (1 - weight)).exp() * good * log_p
+        else:
+            clipped = ratio.clamp(0.98, 1 + (0.02 if epsilon_high is None else epsilon_high))
+            kept = ratio if delta is None else ratio.clamp(max=delta)
+            losses = -torch.min(kept * good, clipped * good)
+        if off_policy_mask_threshold is not None and good < 0:
+            losses = losses * ((sampling - log_p.detach()).mean() <= off_policy_mask_threshold)
+        if top_entropy_quantile < 1:
+            losses = losses * (entropy >= least)
+        if loss_type != "vespo":
+            losses = losses * factor
+        kl = (ref - log_p).exp() - (ref - log_p) - 1
+        losses = losses + beta * kl * (ratio if use_bias_correction_kl else 1)
+        losses = losses.expand(len(log_p))
+        total = total + (losses.mean() if loss_type in ("grpo", "sapo") else losses.sum())
+    count = tokens.mask.sum()
+    if loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
+        count = len(tokens.mask) * (LENGTH if loss_type == "dr_grpo" else 1)
+    return total / (normalizer or count) - entropy_coef * acting.mean()
+
+
+@pairwise(
+    lambda loss_type, epsilon_high: (epsilon_high == 1.02) == (loss_type == "cispo"),
+    lambda has_old, epsilon_high: has_old or epsilon_high is None,  # without, no ratio is clipped
+    lambda has_old, delta: has_old or delta is None,
+    loss_type=GRPO_LOSS_TYPES,
+    importance_sampling_level=["token", "sequence"],
+    beta=[0.0, 0.3],
+    use_bias_correction_kl=[True, False],
+    delta=[None, 1.03],
+    epsilon_high=[None, 0.05, 1.02],
+    has_old=[True, False],
+    correction=[None, "token_truncate", "sequence_truncate"],
+    off_policy_mask_threshold=[None, 0.01],
+    top_entropy_quantile=[1.0, 0.37],
+    entropy_coef=[0.0, 0.2],
+    normalizer=[None, 7.0],
+)
+def test_every_pair_of_options_equals_the_plain_formula(
+    loss_type: str,
+    importance_sampling_level: str,
+    beta: float,
+    use_bias_correction_kl: bool,
+    delta: float | None,
+    epsilon_high: float | None,
+    has_old: bool,
+    correction: str | None,
+    off_policy_mask_threshold: float | None,
+    top_entropy_quantile: float,
+    entropy_coef: float,
+    normalizer: float | None,
+) -> None:
+    options: dict[str, Any] = dict(locals())
+    mode, tokens = options.pop("correction"), random_tokens(next(masks(6))[1])
+    options["old_log_probs"] = tokens.old if options.pop("has_old") else None
+    options["importance_sampling_ratio"] = None
+    if mode is not None:
+        ratio = importance_ratio(tokens.old, tokens.sampling, tokens.mask, mode=mode)
+        options["importance_sampling_ratio"] = ratio
+    loss = ours(tokens, some_advantages(6), epsilon=0.02, **options).loss
+    exact = plain_grpo(tokens, some_advantages(6), **options)
+    torch.testing.assert_close(loss, exact)
+    leaves = tokens.log_probs, tokens.entropy
+    torch.testing.assert_close(gradients(loss, *leaves), gradients(exact, *leaves))

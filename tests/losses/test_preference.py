@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.loss_head import LossHead
@@ -20,8 +21,10 @@ from ligermodels.losses.preference import (
 from ligermodels.losses.reference_free import CPO_LOSS_TYPES, cpo_loss, orpo_loss
 from ligermodels.losses.weighting import sft_loss
 from tests.losses import trl_own
-from tests.losses.batches import gradients, masks, random_tokens
+from tests.losses.batches import Tokens, gradients, masks, random_tokens
+from tests.pairwise import pairwise
 
+OF_ANY_DIVERGENCE = "sigmoid sigmoid_norm hinge ipo exo_pair robust discopop sft".split()
 SMOOTHED = {"label_smoothing": 0.1}
 DPO_OPTIONS = [
     *({"loss_type": name, **SMOOTHED} for name in DPO_LOSS_TYPES),
@@ -83,7 +86,7 @@ def test_options_together_equal_trl(name: str) -> None:
     options = {"loss_type": name, "beta": 0.7, "ld_alpha": 0.3, **SMOOTHED}
     # TRL weights these in place, which autograd refuses, and aot not at all.
     options["use_weighting"] = name not in ("hinge", "sft", "aot", "aot_unpaired")
-    if name in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"):
+    if name in OF_ANY_DIVERGENCE:
         options["f_divergence_type"] = "js_divergence"
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "exo_pair" else {}
     for kind, mask in masks(6):
@@ -317,3 +320,109 @@ def test_discopop_of_a_pair_that_is_far_off() -> None:
     loss = dpo_loss(log_probs, reference, mask, loss_type="discopop").loss
     torch.testing.assert_close(loss, torch.tensor(199.9))
     torch.testing.assert_close(gradients(loss, log_probs)[0], torch.tensor([[-0.1], [0.1]]))
+
+
+def plain_dpo(
+    tokens: Tokens,
+    *,
+    loss_type: str,
+    beta: float,
+    label_smoothing: float,
+    f_divergence_type: str,
+    ld_alpha: float | None,
+    use_weighting: bool,
+    normalizer: float | None,
+) -> Tensor:
+    """Return the loss of `dpo_loss` from its papers' formulas, completion by completion."""
+    sums: list[list[Tensor]] = [[], [], [], []]  # chosen and rejected: of the policy, then of ref
+    pairs, mask = len(tokens.mask) // 2, tokens.mask
+    shared = torch.minimum(*mask.sum(1).view(2, pairs)).tolist()
+    for row, kept in enumerate(mask):
+        for rows, x in (
+            (sums[row // pairs], tokens.log_probs),
+            (sums[2 + row // pairs], tokens.ref),
+        ):
+            start, tail = x[row, kept].tensor_split([shared[row % pairs]])
+            rows.append(start.sum() + (1 if ld_alpha is None else ld_alpha) * tail.sum())
+    chosen, rejected, ref_chosen, ref_rejected = map(torch.stack, sums)
+    policy, reference = chosen - rejected, ref_chosen - ref_rejected
+    first, second = chosen - ref_chosen, rejected - ref_rejected  # the log ratios
+    score = {
+        "reverse_kl": lambda x: x,
+        "forward_kl": lambda x: 1 - (-x).exp(),
+        "js_divergence": lambda x: (2 * x.exp() / (1 + x.exp())).log(),
+        "alpha_divergence": lambda x: (x.exp() ** -0.5 - 1) / -0.5,  # the coefficient is 0.5
+    }[f_divergence_type]
+    lengths = mask.sum(1).view(2, pairs)
+    margin = beta * (score(first) - score(second))
+    mean_margin = score(first) / lengths[0] - score(second) / lengths[1]
+
+    def nll(x: Tensor) -> Tensor:
+        return (1 + (-x).exp()).log()
+
+    def smoothed(x: Tensor) -> Tensor:
+        return (1 - label_smoothing) * nll(x) + label_smoothing * nll(-x)
+
+    p, blend = margin.sigmoid(), (margin / 0.05).sigmoid()
+    first_beta, second_beta, half = beta * first, beta * second, 1 / (2 * beta)
+    losses = {
+        "sigmoid": lambda: nll(margin),
+        "hinge": lambda: (1 - margin).clamp(min=0),
+        "ipo": lambda: (mean_margin - half) ** 2,
+        "exo_pair": lambda: (
+            p * (p / (1 - label_smoothing)).log() + (1 - p) * ((1 - p) / label_smoothing).log()
+        ),
+        "nca_pair": lambda: nll(first_beta) + (nll(-first_beta) + nll(-second_beta)) / 2,
+        "robust": lambda: (
+            ((1 - label_smoothing) * nll(margin) - label_smoothing * nll(-margin))
+            / (1 - 2 * label_smoothing)
+        ),
+        "bco_pair": lambda: nll(first_beta) + nll(-second_beta),
+        "sppo_hard": lambda: (first - half) ** 2 + (second + half) ** 2,
+        "aot": lambda: smoothed(beta * (policy.sort().values - reference.sort().values)),
+        "aot_unpaired": lambda: smoothed(beta * (first.sort().values - second.sort().values)),
+        "apo_zero": lambda: 1 - first_beta.sigmoid() + second_beta.sigmoid(),
+        "apo_down": lambda: first_beta.sigmoid() + 1 - (first_beta - second_beta).sigmoid(),
+        "discopop": lambda: (1 - blend) * nll(margin) + blend * (-margin).exp(),
+        "sigmoid_norm": lambda: nll(beta * mean_margin),
+        "sft": lambda: -torch.where(mask, tokens.log_probs, 0.0).sum(1)[:pairs],
+    }[loss_type]()
+    if use_weighting:
+        log_weights = [
+            (x - y)[kept].mean() for x, y, kept in zip(tokens.log_probs, tokens.sum_sq, mask)
+        ]
+        losses = losses * torch.stack(log_weights).view(2, pairs).sum(0).exp().detach()
+    if loss_type == "sft":
+        return losses.sum() / mask[:pairs].sum()
+    return losses.sum() / (normalizer or pairs)
+
+
+@pairwise(
+    lambda loss_type, f_divergence_type: (
+        f_divergence_type == "reverse_kl" or loss_type in OF_ANY_DIVERGENCE
+    ),
+    lambda loss_type, use_weighting: not (use_weighting and loss_type.startswith("aot")),
+    lambda loss_type, label_smoothing: loss_type != "exo_pair" or label_smoothing > 0,
+    loss_type=DPO_LOSS_TYPES,
+    beta=[0.1, 0.7],
+    label_smoothing=[0.0, 0.2],
+    f_divergence_type=DIVERGENCES,
+    ld_alpha=[None, 0.3],
+    use_weighting=[False, True],
+    normalizer=[None, 5.0],
+)
+def test_every_pair_of_options_equals_the_plain_formula(
+    loss_type: str,
+    beta: float,
+    label_smoothing: float,
+    f_divergence_type: str,
+    ld_alpha: float | None,
+    use_weighting: bool,
+    normalizer: float | None,
+) -> None:
+    options, tokens = dict(locals()), random_tokens(next(masks(6))[1])
+    loss, exact = our_dpo(tokens, **options).loss, plain_dpo(tokens, **options)
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(
+        gradients(loss, tokens.log_probs), gradients(exact, tokens.log_probs)
+    )

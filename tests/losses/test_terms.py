@@ -131,10 +131,13 @@ def masked_losses(rows: int = 4, seq: int = 5) -> Iterator[tuple[str, Loss, Tens
     yield "cosine", cosine, mask, ["hidden", "teacher_hidden"]
 
 
-@pytest.mark.parametrize("case", list(masked_losses()), ids=lambda case: case[0])
-def test_nothing_beside_the_mask_is_looked_at(case: tuple[str, Loss, Tensor, list[str]]) -> None:
-    """Loss, metrics and gradients are the same bit for bit, whatever stands there."""
-    _, loss, mask, names = case
+CONSTANT = "old_log_probs ref_log_probs sampling_log_probs log_sum_sq_probs teacher_hidden".split()
+CONSTANT += ["advantages", "importance_sampling_ratio"]
+each_loss = pytest.mark.parametrize("case", list(masked_losses()), ids=lambda case: case[0])
+
+
+def random_values(mask: Tensor, names: list[str]) -> dict[str, Tensor]:
+    """Return tensors of a loss by their names."""
     generator = torch.Generator().manual_seed(0)
     width = (3,) if "hidden" in names else ()
     whole = {
@@ -144,6 +147,28 @@ def test_nothing_beside_the_mask_is_looked_at(case: tuple[str, Loss, Tensor, lis
     }
     if "advantages" in whole:
         whole["advantages"] -= 0.5
+    return whole
+
+
+@each_loss
+def test_only_the_trained_model_gets_a_gradient(case: tuple[str, Loss, Tensor, list[str]]) -> None:
+    """A reference, a teacher, an older policy and a critic get none, even if they require one."""
+    _, loss, mask, names = case
+    given = {name: x.requires_grad_() for name, x in random_values(mask, names).items()}
+    made = loss(**given)
+    total = made.loss if isinstance(made, losses.LossOutput) else made.sum()
+    if total.requires_grad:
+        total.backward()
+        assert given[next(name for name in names if name not in CONSTANT)].grad is not None
+    assert {name for name in CONSTANT if name in given and given[name].grad is not None} == set()
+
+
+@each_loss
+def test_nothing_beside_the_mask_is_looked_at(case: tuple[str, Loss, Tensor, list[str]]) -> None:
+    """Loss, metrics and gradients are the same bit for bit, whatever stands there."""
+    _, loss, mask, names = case
+    width = (3,) if "hidden" in names else ()
+    whole = random_values(mask, names)
 
     def found(**changed: Tensor) -> list[Tensor]:
         given = {name: x.clone().requires_grad_() for name, x in (whole | changed).items()}

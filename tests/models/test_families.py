@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ligermodels import LlamaConfig
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import FAMILIES, OWN, WINDOW
@@ -30,6 +32,7 @@ SIZES: dict[str, Any] = {
 each_family = pytest.mark.parametrize("family", OWN)
 # One family of each kind of block: plain; with windows, caps and four norms; with two ropes.
 BLOCKS = ("llama", "gemma2", "gemma3_text")
+LLAMAS_FIELDS = {field.name for field in fields(LlamaConfig)}
 
 
 def in_the_default_run(*chosen: str, among: Collection[str] = tuple(OWN)) -> list[Any]:
@@ -82,6 +85,17 @@ def test_a_window_hides_earlier_tokens(family: str) -> None:
     assert (difference[4 : 4 + reach] > 0).all()
     assert (difference[4 + reach :] == 0).all()
     assert (reach == WINDOW) == (FAMILIES[family].sliding is not None)
+
+
+@each_family
+def test_every_number_of_a_family_changes_its_logits(family: str) -> None:
+    model, (ids, _) = make(family), batch()
+    expected = model.head.logits(model(ids))
+    for name in {field.name for field in fields(model.config)} - LLAMAS_FIELDS:
+        value = getattr(model.config, name)
+        if type(value) in (int, float):
+            changed = make(family, **{name: 2 * value})
+            assert not torch.equal(changed.head.logits(changed(ids)), expected), name
 
 
 def _all_sliding(family: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import enum
 import json
 import shutil
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,21 @@ def test_round_trip_is_bitwise(tmp_path: Path, tied: bool, shard: int) -> None:
         assert torch.equal(tensor.view(torch.int16), second[name].view(torch.int16)), name
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(
+    tmp_path: Path, device: str
+) -> None:
+    saved(tmp_path, tie_word_embeddings=True)
+    held = tensors(tmp_path)
+    for change in (0, 1):
+        head = held["model.embed_tokens.weight"] + change
+        save_file(held | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="differs") if change else nullcontext():
+            model = LigerLlama.from_hf(tmp_path, device=device)
+            if device == "meta":  # A rank allocates its parameters before it reads them.
+                model.to_empty(device="cpu").read_parts()
 
 
 def test_dtype_is_the_checkpoints_unless_asked(tmp_path: Path) -> None:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.models.inputs import rows_mask
+from ligermodels.models.inputs import next_token_targets, rows_mask
 from tests.models.pairs import tiny_model, tokens
+
+
+def test_the_last_token_of_a_row_and_of_a_document_has_no_target() -> None:
+    labels = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
+    expected = [[11, 12, 13, 14, -1], [21, 22, 23, 24, -1]]
+    assert next_token_targets(labels, ignore_index=-1).tolist() == expected
+    documents = torch.tensor([[0, 0, 1, 2, 2], [0, 0, 0, 0, 1]])
+    expected = [[11, -1, -1, 14, -1], [21, 22, 23, -1, -1]]
+    assert next_token_targets(labels, documents, ignore_index=-1).tolist() == expected
 
 
 def test_contradictory_inputs_are_refused(subtests: pytest.Subtests) -> None:

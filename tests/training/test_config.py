@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from ligermodels.errors import ConfigError
+from ligermodels.training import config
 from ligermodels.training.config import (
     FREE_ON_RESUME,
     FinetuneConfig,
@@ -114,3 +117,18 @@ def test_options_that_change_training_are_fixed_on_resume():
     } <= FREE_ON_RESUME
     fixed = {"separator", "seq_len", "max_steps", "learning_rate", "seed", "precision"}
     assert not fixed & FREE_ON_RESUME
+
+
+def test_every_option_is_read_by_the_run():
+    """As `config.NAME`, or by its name where `objectives.given` takes the options of a loss."""
+    read = set()
+    for file in Path(config.__file__).parent.glob("*.py"):
+        if file.name == "config.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                if ast.unparse(node.value) in ("config", "self.config"):
+                    read.add(node.attr)
+            elif isinstance(node, ast.Constant) and file.name in ("objectives.py", "online.py"):
+                read.add(node.value)
+    assert not {each.name for each in fields(FinetuneConfig)} - read

@@ -11,10 +11,13 @@ import torch
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.errors import ConfigError
+from ligermodels.training import processes
+from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document
 from ligermodels.training.optimizers import parameter_groups
 from ligermodels.training.packing import PackedRows
+from ligermodels.training.run_dir import RunDir
 from ligermodels.training.trainer import (
     Trainer,
     number_of_steps,
@@ -177,6 +180,48 @@ def test_evaluation_is_the_mean_over_all_targets_whatever_the_batches():
         assert each["eval_perplexity"] == pytest.approx(math.exp(each["eval_loss"]))
     few = make_trainer(rows, rows, batch_size=2, max_steps=1, max_eval_rows=1).evaluate()
     assert few["targets"] == rows.batch([0]).num_targets
+
+
+def test_what_a_rank_repeats_counts_for_nothing(monkeypatch):
+    """Two ranks share out three batches: both get two, and together they count each once."""
+    rows = make_rows()
+    assert len(rows) >= 6
+    options = {"batch_size": 2, "max_eval_rows": 6, "gradient_accumulation_steps": 3}
+
+    def counts(number, of):
+        monkeypatch.setattr(processes, "rank", lambda: number)
+        monkeypatch.setattr(processes, "num_ranks", lambda: of)
+        trainer = make_trainer(rows, rows, max_steps=1, **options)
+        trainer.batches_per_step = 3
+        found = trainer.evaluate()
+        targets = sum(batch.num_targets for batch in trainer.micro_batches(0))
+        return found["targets"], found["eval_loss"] * found["targets"], targets
+
+    for expected, *found in zip(counts(0, 1), counts(0, 2), counts(1, 2)):
+        assert sum(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_metrics_of_a_resumed_run_have_every_step_once(tmp_path):
+    """The first run ends after step 3, which is logged; the last checkpoint is that of step 2."""
+    run_dir, rows = RunDir(tmp_path), make_rows()
+
+    def train(check):
+        options = {"batch_size": 2, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
+        trainer = make_trainer(rows, rows, max_eval_rows=2, **options)
+        checkpoints = Checkpoints(run_dir.checkpoint_dir)
+        trainer.train(run_dir, checkpoints, check=lambda: check(trainer), progress=False)
+
+    def killed_after_three(trainer):
+        if trainer.done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(killed_after_three)
+    for check in (lambda trainer: None, pytest.fail):  # The last resume has nothing to do.
+        train(check)
+        entries = run_dir.read_metrics()
+        assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4]
+        assert [entry["step"] for entry in entries if "eval_loss" in entry] == [0, 2, 4]
 
 
 def test_bf16_mixed_keeps_float32_weights_and_states():
