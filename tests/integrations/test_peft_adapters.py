@@ -235,6 +235,11 @@ def in_the_decoder(model: Any, config: Any) -> Any:
     return model
 
 
+def within_another(model: Any, config: Any) -> Any:
+    peft.get_peft_model(torch.nn.Sequential(model), config)
+    return model
+
+
 def through_transformers(model: Any, config: Any) -> Any:
     model.add_adapter(config)
     return model
@@ -254,6 +259,7 @@ WAYS: dict[str, Any] = {
     "inject_adapter_in_model": lambda model, config: peft.inject_adapter_in_model(config, model),
     "add_adapter": through_transformers,
     "decoder": in_the_decoder,
+    "another module": within_another,
     "second": as_the_second,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
