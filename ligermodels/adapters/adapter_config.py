@@ -147,7 +147,7 @@ def _check_pattern(key: str, pattern: str) -> None:
     """Raise unless the pattern matches names quickly: it has few repetitions, none nested."""
     repeats = re.findall(r"(?<!\\)[*+{]|(?<![\\(*+?}])\?", pattern)
     simple = len(pattern) <= 4000 and len(repeats) <= _MAX_REPEATS
-    simple = simple and not re.search(r"(?<!\\)\)[*+?{]", pattern)
+    simple = simple and not re.search(r"(?<!\\)\)[*+{]", pattern)
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError):

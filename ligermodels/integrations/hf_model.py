@@ -194,7 +194,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         Raises:
             ConfigError: PEFT is at work, and what `split_for_peft` raises.
         """
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        frame = sys._getframe(1)
+        while frame.f_code.co_name == "named_modules" and frame.f_back is not None:
+            frame = frame.f_back  # a module around this one looks through its children
+        caller = frame.f_globals.get("__name__", "")
         if caller.startswith("peft."):
             projections.split_for_peft(self, caller)
         return super().named_modules(*args, **options)

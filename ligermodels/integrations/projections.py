@@ -156,7 +156,8 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
 
     Args: configs: PEFT's configs by the names of the adapters.
     Raises:
-        ConfigError: a method is one of `REFUSED`, or a config names a packed projection.
+        ConfigError: a method is one of `REFUSED`, or a config names a packed projection, or
+            packed experts.
     """
     from peft import PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -178,6 +179,15 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"adapter {adapter!r} names {path}, which HF's model does not have, so that "
                     f"no other program would find it; name {', '.join(hf_paths)} instead"
+                )
+        # PEFT also puts parameters of experts here, where target_modules names their projections.
+        targets = tuple(f".{x}" for x in getattr(config, "target_parameters", None) or ())
+        for entry in separate(model.weight_map):
+            if len(entry.spans) > 1 and f".{shell_name(entry.name)}".endswith(targets):
+                raise ConfigError(
+                    f"adapter {adapter!r} adapts {shell_name(entry.name)}, which holds "
+                    f"{len(entry.spans)} tensors of HF's model that cannot be split here, so that "
+                    "no other program would find it; adapt the projections of attention only"
                 )
 
 

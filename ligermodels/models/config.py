@@ -74,8 +74,9 @@ class ModelConfig:
     # Keys of config.json that change the computation and are not fields of the family -> the values
     # that it computes. Any other value is refused.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # Keys of rope_scaling that no rope of this library reads and that change nothing.
-    unread_rope_keys: ClassVar[tuple[str, ...]] = ()
+    # Keys of rope_scaling that no rope of this library reads and that change nothing. Published
+    # YaRN checkpoints of Llama and Mistral have "finetuned", which transformers ignores, too.
+    unread_rope_keys: ClassVar[tuple[str, ...]] = ("finetuned",)
     # Integers of at least 1 -> the largest value. These limits are far above any published model:
     # a config beyond them is damaged or malicious, and is refused before anything is allocated.
     # A family adds its own fields: `largest = ModelConfig.largest | {"num_experts": 2**14}`.

@@ -19,6 +19,7 @@ NAMES: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.mlp\..*"},
     {"target_modules": r".*\.(q|up)_proj"},
     {"target_modules": r"q_proj"},
+    {"target_modules": r"(.*\.)?layers\.(0|1)\.self_attn\.(q|v)_proj"},
     {  # Unsloth writes such a pattern
         "target_modules": r"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:q_proj|up_proj).*?)|"
         r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|up_proj)))"

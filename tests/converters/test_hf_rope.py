@@ -16,6 +16,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.models.gemma3 import Gemma3Config, LigerGemma3
 from ligermodels.models.llama import LigerLlama, LlamaConfig
+from ligermodels.models.mistral import MistralConfig
 
 from .conftest import BASE, LLAMA3, YARN
 
@@ -337,6 +338,16 @@ def test_a_key_that_no_rope_reads_is_refused(config_class, rope_type, spelling):
     if not (nested and rope_type != "default"):  # sliding layers have plain rope
         found = harmless(**fields_from_hf(raw, harmless)).rope_scaling
         assert found is None if rope_type == "default" else found["alpha"] == 1000.0
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_a_remark_of_published_yarn_checkpoints_may_stay(spelling):
+    """NousResearch/Yarn-Llama-2-7b-128k has this object; transformers does not read the remark."""
+    rope = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    for config_class in (LlamaConfig, MistralConfig):
+        raw = {"model_type": config_class.model_type, spelling: rope | {"finetuned": True}}
+        found = config_class(**fields_from_hf(raw, config_class)).rope_scaling
+        assert found["rope_type"] == "yarn" and found["finetuned"] is True
 
 
 def test_a_config_of_your_own_has_no_unread_key_either():

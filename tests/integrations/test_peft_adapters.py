@@ -17,6 +17,7 @@ from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from ligermodels.integrations.projections import REFUSED
+from tests import outside
 from tests.models import hf_models, zoo
 
 # The arguments with which a method works on a model of 48 features, beside its defaults.
@@ -235,6 +236,11 @@ def in_the_decoder(model: Any, config: Any) -> Any:
     return model
 
 
+def within_another(model: Any, config: Any) -> Any:
+    peft.get_peft_model(torch.nn.Sequential(model), config)
+    return model
+
+
 def through_transformers(model: Any, config: Any) -> Any:
     model.add_adapter(config)
     return model
@@ -254,6 +260,7 @@ WAYS: dict[str, Any] = {
     "inject_adapter_in_model": lambda model, config: peft.inject_adapter_in_model(config, model),
     "add_adapter": through_transformers,
     "decoder": in_the_decoder,
+    "another module": within_another,
     "second": as_the_second,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -331,6 +338,21 @@ def test_names_of_packed_projections_are_refused(
     adapted = get_peft_model(shell, LoraConfig(target_modules=["o_proj"]))
     with pytest.raises(ConfigError, match=words):
         adapted.add_adapter("b", LoraConfig(**options))
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("wrap", [peft.get_peft_model, get_peft_model])
+def test_adapters_of_packed_experts_are_refused(wrap: Any) -> None:
+    """PEFT adapts whole parameters where the projections of experts are named."""
+    cls = outside.family("qwen3_moe")
+    shells = [LigerForCausalLM.from_native(cls(cls.config_class.small())) for _ in range(2)]
+    adapted = wrap(shells[0], LoraConfig(target_modules=["q_proj", "o_proj"]))
+    config = LoraConfig(target_modules=["q_proj", "down_proj"])
+    words = "adapter '(default|b)' adapts model.layers.0.mlp.down_proj, which holds 4 tensors"
+    with pytest.raises(ConfigError, match=words):
+        wrap(shells[1], config)
+    with pytest.raises(ConfigError, match=words):
+        adapted.add_adapter("b", config)
 
 
 def test_repeated_layers_need_split_projections(folders: dict[str, Path]) -> None:
