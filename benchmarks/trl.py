@@ -62,11 +62,11 @@ def build(implementation: str, name: str) -> Any:
     try:
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            shell = LigerForCausalLM.from_native(LigerLlama(config(name)))
+            wrapper = LigerForCausalLM.from_native(LigerLlama(config(name)))
             if implementation.startswith("ligermodels"):
-                return shell
-            model = transformers.LlamaForCausalLM(shell.config)
-        model.load_state_dict(dict(shell.hf_named_parameters()), strict=False)
+                return wrapper
+            model = transformers.LlamaForCausalLM(wrapper.config)
+        model.load_state_dict(dict(wrapper.hf_named_parameters()), strict=False)
         return model
     finally:
         torch.set_default_dtype(torch.float32)

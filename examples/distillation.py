@@ -44,7 +44,7 @@ def main(
     *,
     every: int = 2,
     characters: int = 60_000,
-    teacher_share: float = 0.8,
+    distill_weight: float = 0.8,
     temperature: float = 1.0,
     **options: object,
 ) -> dict[str, float]:
@@ -60,7 +60,7 @@ def main(
         "eval_steps": 1000,
     }
     settings |= options
-    taught = {"teacher": model, "beta": 0.0, "teacher_share": teacher_share}
+    taught = {"teacher": model, "beta": 0.0, "distill_weight": distill_weight}
     taught |= {"temperature": temperature}
     losses = {}
     for name, extra in (("text alone", {}), ("with the teacher", taught)):
@@ -88,6 +88,6 @@ if __name__ == "__main__":
         characters=60_000,
         max_steps=150,
         learning_rate=2e-4,
-        teacher_share=0.8,
+        distill_weight=0.8,
         temperature=1.0,
     )

@@ -29,7 +29,7 @@ GROUPS = {
     "loss": "loss loss_type beta label_smoothing simpo_gamma desirable_weight undesirable_weight "
     "f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting reference "
     "reward_function num_generations max_completion_length temperature epsilon_high",
-    "other models": "teacher teacher_share medusa_heads medusa_stage medusa_tied",
+    "other models": "teacher distill_weight medusa_heads medusa_stage medusa_tied",
     "adapters": "lora lora_targets load_in export",
     "schedule": "num_train_epochs max_steps batch_size gradient_accumulation_steps eval_steps",
     "optimizer": "optimizer learning_rate schedule min_lr_rate warmup_steps weight_decay "
@@ -167,10 +167,10 @@ def run(given: argparse.Namespace) -> None:
                 FinetuneConfig(**options), progress=not launched.quiet, modules=given.modules or ()
             )
     except Interrupted as stop:
-        if launch.speaks():
+        if launch.is_rank0():
             print(f"ligermodels: {stop}", file=sys.stderr)
         raise SystemExit(128 + stop.signum) from None
-    if not launch.speaks():
+    if not launch.is_rank0():
         return
     key, name = result.shown
     before, after = (

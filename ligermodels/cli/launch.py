@@ -55,7 +55,7 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def speaks() -> bool:
+def is_rank0() -> bool:
     """Return whether this process prints the result: the only one, or rank 0."""
     return os.environ.get("RANK", "0") == "0"
 

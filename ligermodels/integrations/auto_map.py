@@ -10,27 +10,27 @@ from ligermodels.errors import CheckpointError, shown
 from ligermodels.models.auto import families
 
 _CODE = """\
-from ligermodels.integrations.hf_model import {name} as Shell
+from ligermodels.integrations.hf_model import {name} as Wrapper
 
 
-class {name}(Shell):
+class {name}(Wrapper):
     def __init__(self, config, native=None, *, split_projections={split}):
         super().__init__(config, native, split_projections=split_projections)
 """
 
 
 def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = False) -> None:
-    """Let `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` load a shell.
+    """Let `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` load a wrapper.
 
-    It names the shell in config.json and adds a file of some lines that imports it, as checkpoints
-    with their own code do. `auto_map` is for the Auto classes. `architectures` is for tools that
-    would otherwise take the class of that name from transformers, such as TRL. Without
+    It names the wrapper in config.json and adds a file of some lines that imports it, as
+    checkpoints with their own code do. `auto_map` is for the Auto classes. `architectures` is for
+    tools that would otherwise take the class of that name from transformers, such as TRL. Without
     trust_remote_code, `AutoModelForCausalLM` loads the folder as before.
 
     Args:
         folder: a local checkpoint of a family of this package.
-        split_projections: whether the shell has HF's projections, for optimizers that look at whole
-            matrices. Adapters of PEFT do not need it.
+        split_projections: whether the wrapper has HF's projections, for optimizers that look at
+            whole matrices. Adapters of PEFT do not need it.
     Raises:
         CheckpointError: the folder has no config.json that can be read, no family is registered for
             its model_type, it has other towers than a text model, or a config class of its own.
@@ -49,7 +49,8 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
     if "AutoConfig" in known:
         raise CheckpointError(
             f"{file}: auto_map names a config class of the checkpoint's own (AutoConfig), and a "
-            "shell takes only that of transformers; remove the entry if the model does not need it"
+            "wrapper takes only that of transformers; remove the entry if the model does not need "
+            "it"
         )
     if "text_config" in config:
         raise CheckpointError(

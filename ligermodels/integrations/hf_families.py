@@ -1,4 +1,4 @@
-"""The class of shells and the config of each family, and which of them a checkpoint needs."""
+"""The class of wrappers and the config of each family, and which of them a checkpoint needs."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def raw_config(path: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
-    """Return the class of shells for the config.json at a path or hub id."""
+    """Return the class of wrappers for the config.json at a path or hub id."""
     raw, found = raw_config(path, options), families()
     if "text_config" in raw:
         raise ConfigError(
@@ -66,7 +66,7 @@ def class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
 
 
 def class_of(family: type[DecoderModel], base: type) -> Any:
-    """Return the subclass of a shell class for one family."""
+    """Return the subclass of a wrapper class for one family."""
     if getattr(base, "family", family) is not family:
         raise ConfigError(f"{base.__name__} is the class of another family than {family.__name__}")
     if hasattr(base, "family"):

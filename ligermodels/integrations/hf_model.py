@@ -1,6 +1,6 @@
 """Native models behind the interface of transformers: `LigerForCausalLM` and its relatives.
 
-A shell is a `PreTrainedModel`. Its modules are those of a native model, so that both share the
+A wrapper is a `PreTrainedModel`. Its modules are those of a native model, so that both share the
 parameters, and its losses come from the loss head. There is one class per family, such as
 `LigerLlamaForCausalLM`; it is made when it is first asked for. Nothing is registered in
 transformers under HF's model types, and its Auto classes stay as they are.
@@ -52,7 +52,7 @@ from ligermodels.integrations.hf_families import (
     raw_config,
 )
 from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
-from ligermodels.integrations.hf_weights import conversions, pack_hf_names, shell_name
+from ligermodels.integrations.hf_weights import conversions, pack_hf_names, wrapper_name
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.layers.fusion import is_plain
 from ligermodels.models.auto import families
@@ -62,7 +62,7 @@ MINIMUM = (5, 16)
 
 
 def check_version(version: str) -> None:
-    """Raise ConfigError if a version of transformers is too old for the shells."""
+    """Raise ConfigError if a version of transformers is too old for the wrappers."""
     if tuple(map(int, version.split(".")[:2])) < MINIMUM:
         raise ConfigError(
             f"transformers {version}: it would leave packed projections unread, without an error; "
@@ -74,7 +74,7 @@ check_version(transformers.__version__)
 
 
 class LigerPreTrainedModel(PreTrainedModel):
-    """The base class of all shells.
+    """The base class of all wrappers.
 
     Attributes:
         family: the class of the native model.
@@ -268,7 +268,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class LigerModel(LigerPreTrainedModel):
-    """The decoder of a shell, without the projection to the vocabulary: its attribute `model`.
+    """The decoder of a wrapper, without the projection to the vocabulary: its attribute `model`.
 
     It has no checkpoints of its own.
     """
@@ -402,13 +402,13 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_native(cls, model: DecoderModel) -> Self:
-        """Return a shell that shares the modules and parameters of a native model."""
-        shell = class_of(type(model), cls)
+        """Return a wrapper that shares the modules and parameters of a native model."""
+        wrapper = class_of(type(model), cls)
         raw = copy.deepcopy(hf_config.to_hf(model.config))
-        config = shell.config_class.from_dict(raw)
+        config = wrapper.config_class.from_dict(raw)
         if model.source_folder is not None:
             config._name_or_path = str(model.source_folder)
-        return shell(config, model).train(model.training)
+        return wrapper(config, model).train(model.training)
 
     def _up_to_date(self) -> DecoderModel:
         native = super()._up_to_date()
@@ -440,7 +440,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                     f"{name} has an adapter that is not merged, and would be left out; call "
                     "merge_adapter() before, and unmerge_adapter() afterwards"
                 )
-        weights = {shell_name(e.name): e.name for e in self.weight_map}
+        weights = {wrapper_name(e.name): e.name for e in self.weight_map}
         own = {name.replace(".base_layer.", "."): x for name, x in self.named_parameters()}
         packed = {native: own[name] for name, native in weights.items() if name in own}
         for name, parts in self.weight_map.parts().items():

@@ -56,13 +56,13 @@ class LigerTrainer(ResumesWithWords, Trainer):
             needs += ["compute_metrics", "preprocess_logits_for_metrics"]
         asked += [name for name in needs if options.get(name) is not None]
         if asked and isinstance(model, DecoderModel):
-            raise _needs_shell(asked)
+            raise _needs_wrapper(asked)
         super().__init__(model, args, **options)
 
     def predict(self, *args: Any, **options: Any) -> Any:
         """Return the logits of a dataset, as Trainer does; a native decoder has none to return."""
         if isinstance(self.model, DecoderModel) and not isinstance(self.model, SequenceClassifier):
-            raise _needs_shell(["predict"])
+            raise _needs_wrapper(["predict"])
         return super().predict(*args, **options)
 
     def prediction_step(
@@ -83,7 +83,7 @@ class LigerTrainer(ResumesWithWords, Trainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
-def _needs_shell(asked: list[str]) -> ConfigError:
+def _needs_wrapper(asked: list[str]) -> ConfigError:
     return ConfigError(
         f"{', '.join(asked)}: Trainer needs the logits or the interface of transformers' models "
         "for this, which a native model does not have; pass LigerForCausalLM.from_native(model)"

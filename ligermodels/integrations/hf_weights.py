@@ -1,6 +1,6 @@
-"""How transformers loads and saves the weights of a shell: HF's tensors, packed by the weight map.
+"""How transformers loads and saves a wrapper's weights: HF's tensors, packed by the weight map.
 
-In a shell, the parameters of the decoder are under `model.`, and the projection to the vocabulary
+In a wrapper, the parameters of the decoder are under `model.`, and the projection to the vocabulary
 is `lm_head`. All other names are native.
 """
 
@@ -22,8 +22,8 @@ from ligermodels.converters.weight_map import Entry, WeightMap
 _HEAD = "head.proj."
 
 
-def shell_name(native: str) -> str:
-    """Return the name in a shell of a native parameter."""
+def wrapper_name(native: str) -> str:
+    """Return the name in a wrapper of a native parameter."""
     if native.startswith(_HEAD):
         return "lm_head." + native.removeprefix(_HEAD)
     return f"model.{native}"
@@ -33,7 +33,7 @@ def conversions(weight_map: WeightMap) -> list[WeightConverter]:
     """Return transformers' description of the weight map, one entry for each kind of parameter."""
     kinds: dict[tuple[str, ...], WeightConverter] = {}
     for entries in _groups(weight_map):
-        targets = [shell_name(entry.name) for entry in entries]
+        targets = [wrapper_name(entry.name) for entry in entries]
         sources = list(dict.fromkeys(span.source for e in entries for span in e.spans))
         start = _common_start([*targets, *sources])
         tails = [name.removeprefix(start) for name in (*targets, *sources)]
@@ -90,7 +90,7 @@ class Repack(ConversionOps):
             start + _plain(pattern): tensors[0] if isinstance(tensors, list) else tensors
             for pattern, tensors in input_dict.items()
         }
-        entries = {shell_name(entry.name): entry for entry in model.weight_map}
+        entries = {wrapper_name(entry.name): entry for entry in model.weight_map}
         made: Mapping[str, Tensor]
         if self.to_hf:
             mine = WeightMap(tuple(entries[name] for name in given))
@@ -119,11 +119,11 @@ def pack_hf_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     used: set[str] = set()
     for entry in module.weight_map:  # type: ignore[union-attr]
-        name = shell_name(entry.name)
+        name = wrapper_name(entry.name)
         sources = {prefix + span.source for span in entry.spans}
         if name in own and prefix + name not in state_dict and sources <= state_dict.keys():
             here = {name.removeprefix(prefix): state_dict[name] for name in sources}
             state_dict[prefix + name] = native_tensor(entry, here)
             used |= sources
-    for name in used - {prefix + shell_name(entry.name) for entry in module.weight_map}:  # type: ignore[union-attr]
+    for name in used - {prefix + wrapper_name(entry.name) for entry in module.weight_map}:  # type: ignore[union-attr]
         del state_dict[name]

@@ -1,4 +1,4 @@
-"""The tasks of lm-eval, on the transformers shell of a native model."""
+"""The tasks of lm-eval, on the HF wrapper of a native model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,10 +43,10 @@ def evaluate_tasks(
         if not manager.match_tasks([task]):
             hint = did_you_mean(task, manager.all_tasks)
             raise ConfigError(f"tasks: lm-eval knows no task {task!r}{hint}")
-    shell = LigerForCausalLM.from_native(model.eval())
+    wrapper = LigerForCausalLM.from_native(model.eval())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = lm_eval.simple_evaluate(
-        HFLM(pretrained=shell, tokenizer=tokenizer, batch_size=batch_size),
+        HFLM(pretrained=wrapper, tokenizer=tokenizer, batch_size=batch_size),
         tasks=list(tasks),
         num_fewshot=num_fewshot,
         limit=limit,

@@ -14,27 +14,27 @@ from ligermodels.integrations.projections import packed_afterwards, refuse_adapt
 from ligermodels.models.base import DecoderModel
 
 
-def _refuse_without_shell(model: Any) -> None:
+def _refuse_without_wrapper(model: Any) -> None:
     """Raise ConfigError for a native model, whose packed projections PEFT would not find."""
     if isinstance(model, DecoderModel):
         raise ConfigError(
-            f"{type(model).__name__} is a native model, and PEFT's adapters belong to a shell with "
-            "HF's projections; give LigerForCausalLM.from_native(model) instead"
+            f"{type(model).__name__} is a native model, and PEFT's adapters belong to a wrapper "
+            "with HF's projections; give LigerForCausalLM.from_native(model) instead"
         )
 
 
 def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> Any:
-    """Return `peft.get_peft_model(model, peft_config, **options)`, also for a native shell.
+    """Return `peft.get_peft_model(model, peft_config, **options)`, also for a native wrapper.
 
-    Every function of PEFT splits the packed projections of a shell into HF's. This one packs those
-    again that have no adapter and are not trained.
+    Every function of PEFT splits the packed projections of a wrapper into HF's. This one packs
+    those again that have no adapter and are not trained.
 
     Raises:
-        ConfigError: the method or a name in the config does not work on a shell (see
-            `projections.refuse_adapters`), the model is a native one without its shell, or the
+        ConfigError: the method or a name in the config does not work on a wrapper (see
+            `projections.refuse_adapters`), the model is a native one without its wrapper, or the
             projections cannot be split (see `split_projections`).
     """
-    _refuse_without_shell(model)
+    _refuse_without_wrapper(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
     refuse_adapters(model, {"default": peft_config})
@@ -46,14 +46,14 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
 
 
 def load_peft_model(model: Any, path: str, **options: Any) -> Any:
-    """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native shell.
+    """Return `peft.PeftModel.from_pretrained(model, path, **options)`, also for a native wrapper.
 
     Raises:
         ConfigError: what `get_peft_model` raises, the model has no place for a tensor of the
             adapter, or the adapter lacks one that its config names. PEFT would go on without a
             word.
     """
-    _refuse_without_shell(model)
+    _refuse_without_wrapper(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.PeftModel.from_pretrained(model, path, **options)
     with packed_afterwards(model):

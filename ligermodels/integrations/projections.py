@@ -1,8 +1,8 @@
-"""Projections of a shell under HF's names: q_proj, k_proj and v_proj in place of qkv_proj.
+"""Projections of a wrapper under HF's names: q_proj, k_proj and v_proj in place of qkv_proj.
 
 Adapters belong to the projections of HF's models. So that they can be trained, loaded and saved
-under HF's names, a packed projection can be split into separate modules, and packed again. A shell
-splits all of them as soon as PEFT asks for its modules.
+under HF's names, a packed projection can be split into separate modules, and packed again. An HF
+wrapper splits all of them as soon as PEFT asks for its modules.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_weights import shell_name
+from ligermodels.integrations.hf_weights import wrapper_name
 from ligermodels.layers.fusion import is_plain
 
 # Methods of PEFT that take the insides of transformers' models, and what stops them.
@@ -43,7 +43,7 @@ class Concatenated:
 
 
 def split_projections(model: Any) -> None:
-    """Replace each packed projection of a shell by modules of HF's names, with copies of its rows.
+    """Replace a wrapper's packed projections by modules of HF's names, with copies of their rows.
 
     The parameters are in the order of HF's model then, so that optimizer states fit.
 
@@ -75,7 +75,7 @@ def split_projections(model: Any) -> None:
 
 
 def pack_projections(model: Any, *, only_frozen: bool = False) -> None:
-    """Pack the projections of a shell again, where all parts are plain linears that train alike.
+    """Pack the projections of a wrapper again, where all parts are plain linears that train alike.
 
     Args: only_frozen: whether projections that are trained stay split.
     """
@@ -99,7 +99,7 @@ def pack_projections(model: Any, *, only_frozen: bool = False) -> None:
 
 @contextmanager
 def packed_afterwards(model: Any) -> Iterator[None]:
-    """Pack the projections of a shell again after a block in which PEFT adds adapters.
+    """Pack the projections of a wrapper again after a block in which PEFT adds adapters.
 
     Those that have an adapter or are trained stay split. If the block fails, all projections are
     packed again. A model that was loaded with split_projections=True stays as it is.
@@ -130,7 +130,7 @@ def first_quantised(model: Any) -> str | None:
 
 
 def split_for_peft(model: Any, caller: str) -> None:
-    """Split the projections of a shell whose modules PEFT asks for, in order to adapt them.
+    """Split the projections of a wrapper whose modules PEFT asks for, in order to adapt them.
 
     Args: caller: the name of PEFT's module that asks.
     Raises:
@@ -150,7 +150,7 @@ def split_for_peft(model: Any, caller: str) -> None:
 
 
 def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
-    """Raise if an adapter of PEFT does not work on a shell.
+    """Raise if an adapter of PEFT does not work on a wrapper.
 
     PEFT finds HF's projections only. It says nothing if a config also names packed ones.
 
@@ -183,9 +183,9 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
         # PEFT also puts parameters of experts here, where target_modules names their projections.
         targets = tuple(f".{x}" for x in getattr(config, "target_parameters", None) or ())
         for entry in separate(model.weight_map):
-            if len(entry.spans) > 1 and f".{shell_name(entry.name)}".endswith(targets):
+            if len(entry.spans) > 1 and f".{wrapper_name(entry.name)}".endswith(targets):
                 raise ConfigError(
-                    f"adapter {adapter!r} adapts {shell_name(entry.name)}, which holds "
+                    f"adapter {adapter!r} adapts {wrapper_name(entry.name)}, which holds "
                     f"{len(entry.spans)} tensors of HF's model that cannot be split here, so that "
                     "no other program would find it; adapt the projections of attention only"
                 )
@@ -248,8 +248,8 @@ def _parts(entry: Entry, path: str) -> list[tuple[str, int]] | None:
 
 
 def _home(native: str) -> str:
-    """Return the path in a shell of the module whose child has a native parameter."""
-    return shell_name(native).rpartition(".")[0].rpartition(".")[0]
+    """Return the path in a wrapper of the module whose child has a native parameter."""
+    return wrapper_name(native).rpartition(".")[0].rpartition(".")[0]
 
 
 def _put(owner: nn.Module, made: dict[str, nn.Linear], old: list[str]) -> None:

@@ -41,19 +41,19 @@ def use_loss_head(model: nn.Module) -> bool:
     Raises:
         ConfigError: TRL's forward has other settings than those of the supported version.
     """
-    shell = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not isinstance(shell, LigerForCausalLM):
+    wrapper = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(wrapper, LigerForCausalLM):
         return False
     # accelerate puts autocast around the forward of a reference model.
-    forward = shell.__dict__.pop("forward", None)
-    forward = shell.__dict__.pop("_original_forward", forward)
+    forward = wrapper.__dict__.pop("forward", None)
+    forward = wrapper.__dict__.pop("_original_forward", forward)
     if forward is None:
         return False
     settings = inspect.getclosurevars(forward.__func__).nonlocals
     try:
-        shell.fused_head.temperature = settings["temperature"]
-        shell.fused_head.cast_to_fp32 = settings["cast_lm_head_to_fp32"]
-        shell.fused_head.outputs = settings["outputs"]
+        wrapper.fused_head.temperature = settings["temperature"]
+        wrapper.fused_head.cast_to_fp32 = settings["cast_lm_head_to_fp32"]
+        wrapper.fused_head.outputs = settings["outputs"]
     except KeyError as error:
         raise ConfigError(
             f"TRL {trl.__version__}: its fused head has no setting {error}; install the version "

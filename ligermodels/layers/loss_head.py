@@ -35,7 +35,7 @@ from ligermodels.kernels.loss_options import (
     split_options,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
-from ligermodels.layers.swapped_loss import swapped_loss
+from ligermodels.layers.replaced_loss import replaced_loss
 from ligermodels.layers.teacher import HeadParameters, Teacher, teacher_loss
 
 # The options that a teacher's loss has as well.
@@ -277,7 +277,7 @@ class LossHead(nn.Module):
                 **options,
             )
         else:
-            made = self._swapped_loss(hidden, targets, token_weights, alternatives, **options)
+            made = self._replaced_loss(hidden, targets, token_weights, alternatives, **options)
         loss, z_loss, token_loss, *stats = made
         if not return_token_loss and all(x is None for x in stats):
             return HeadOutput(loss, z_loss, num_valid)
@@ -352,7 +352,7 @@ class LossHead(nn.Module):
                 vocab_shard=self.vocab_shard,
                 **options,
             )
-        made = self._swapped_loss(
+        made = self._replaced_loss(
             hidden,
             targets,
             reduction="none",
@@ -412,7 +412,7 @@ class LossHead(nn.Module):
                 **given,
             )
         else:
-            made = self._swapped_loss(hidden, targets, None, alternatives, **given)
+            made = self._replaced_loss(hidden, targets, None, alternatives, **given)
         return checked_loss(loss_function(made, slice(0, len(targets))))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -466,7 +466,7 @@ class LossHead(nn.Module):
             )
         return weight, None if self._tied else self.proj.bias
 
-    def _swapped_loss(
+    def _replaced_loss(
         self,
         hidden: Tensor,
         targets: Tensor,
@@ -479,7 +479,7 @@ class LossHead(nn.Module):
                 "loss head: its vocabulary is split over ranks, and its projection is a "
                 f"{type(self.proj).__name__} or has hooks; only a plain nn.Linear can be split"
             )
-        return swapped_loss(
+        return replaced_loss(
             self.proj, self.vocab_size, hidden, targets, token_weights, alternatives, **given
         )
 

@@ -39,7 +39,7 @@ def tiled(
     tile is a checkpointed part of the graph.
 
     Args:
-        module: the module whose parameters `function` uses. Its parts may be swapped (LoRA).
+        module: the module whose parameters `function` uses. Its parts may be replaced (LoRA).
         function: maps rows (tokens, hidden) and `tensors` to (out, rows), where out is
             (tokens, out). A row of out depends only on the same row of the input. The rows that it
             returns equal the input; they may be an output of an op that adds their gradient itself.

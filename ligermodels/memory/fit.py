@@ -68,13 +68,13 @@ class Planner:
             "kept" if they exist before forward, "freed" if the optimizer runs in backward.
         ddp_buckets: how `DistributedDataParallel` holds gradients, if forward runs through it:
             "copies", which is its default, or "views" for gradient_as_bucket_view=True.
-        around: a module that contains the model, and that a step calls in its place, such as one
-            with a teacher; see `simulate`.
+        step_module: a module that contains the model, and that a step calls in its place, such as
+            one with a teacher; see `simulate`.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
             not installed, an argument has a value or a type that is not named above, parameters are
             sharded in another way than by `fully_shard`, memory_seq is given for a model whose
-            layers attend to no memory, or around lacks the model or returns no loss.
+            layers attend to no memory, or step_module lacks the model or returns no loss.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Planner:
         head_options: dict[str, Any] | None = None,
         gradients: Gradients = "new",
         ddp_buckets: Buckets | None = None,
-        around: nn.Module | None = None,
+        step_module: nn.Module | None = None,
     ) -> None:
-        parts = around.modules() if isinstance(around, nn.Module) else ()
-        if around is not None and all(x is not model for x in parts):
+        parts = step_module.modules() if isinstance(step_module, nn.Module) else ()
+        if step_module is not None and all(x is not model for x in parts):
             raise ConfigError(
-                f"memory plan: around is a {type(around).__name__} that does not contain the "
-                "model; pass a module that does, or leave it out"
+                f"memory plan: step_module is a {type(step_module).__name__} that does not contain "
+                "the model; pass a module that does, or leave it out"
             )
-        sharding = Sharding(model, around)  # it refuses shards that are not simulated
+        sharding = Sharding(model, step_module)  # it refuses shards that are not simulated
         if reserve is None:
             reserve = SHARDED_RESERVE if sharding.groups else RESERVE
         if (
@@ -151,7 +151,7 @@ class Planner:
             )
         self.budget, self.host_budget = _smallest_on_all_ranks(own)
         self.optimizer_bytes = _optimizer_bytes(
-            model if around is None else around, optimizer_bytes
+            model if step_module is None else step_module, optimizer_bytes
         )
         gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
         dtype = autocast or next(gathered, next(model.parameters()).dtype)
@@ -167,7 +167,7 @@ class Planner:
             head_options=head_options,
             gradients=gradients,
             ddp_buckets=ddp_buckets,
-            around=around,
+            step_module=step_module,
             step_bytes=step_bytes(optimizer_bytes)
             if isinstance(optimizer_bytes, torch.optim.Optimizer)
             else 0,

@@ -87,12 +87,13 @@ class Sharding:
 
     Args:
         model: to which `fully_shard` was applied.
-        around: a module that contains it, and has the names of parameters. By default the model.
+        step_module: a module that contains it, and has the names of parameters. By default the
+            model.
     Raises: ConfigError: a parameter is sharded in another way, which is not simulated.
     """
 
-    def __init__(self, model: nn.Module, around: nn.Module | None = None) -> None:
-        named = list((model if around is None else around).named_parameters())
+    def __init__(self, model: nn.Module, step_module: nn.Module | None = None) -> None:
+        named = list((model if step_module is None else step_module).named_parameters())
         names = {id(parameter): name for name, parameter in named}
         self.groups: list[Group] = []
         of_state: dict[int, list[Group]] = {}

@@ -138,15 +138,15 @@ def run_step(
     step_bytes: int = 0,
     on_forward_end: Callable[[], None] = lambda: None,
     sharding: Sharding | None = None,
-    around: nn.Module | None = None,
+    step_module: nn.Module | None = None,
     **inputs: Any,
 ) -> Simulation:
     """Run forward and backward with the parameters and buffers of `state`, and count.
 
     Without gradients (`torch.no_grad`), only forward runs. For a parameter of `sharding`, `state`
-    has the whole one, which does not count. Names are those in `around`, if there is such a module.
+    has the whole one, which does not count. Names are those in `step_module`, if it is given.
     """
-    called = model if around is None else around
+    called = model if step_module is None else step_module
     sharded = sharding.parameters if sharding is not None else {}
     held = [x for name, x in state.items() if name not in sharded]
     leaves = [x for x in held if x.requires_grad]
@@ -243,7 +243,7 @@ def simulate(
     ddp_buckets: Buckets | None = None,
     step_bytes: int = 0,
     num_sms: int | None = None,
-    around: nn.Module | None = None,
+    step_module: nn.Module | None = None,
 ) -> Simulation:
     """Run forward and backward of a model on meta tensors, under its memory plan.
 
@@ -265,13 +265,14 @@ def simulate(
             separate tensors, and "views" if they are views of its buckets.
         step_bytes: what an optimizer step after backward allocates for itself.
         num_sms: multiprocessors of the GPU, by default those of the GPU that is here, or 132.
-        around: a module that contains the model, and that a step calls with the same arguments in
-            its place, such as one with a teacher. It returns the loss, or a tuple that begins with
-            the loss. What else it holds and runs counts, too.
+        step_module: a module that contains the model, and that a step calls with the same arguments
+            in its place, such as one with a teacher. It returns the loss, or a tuple that begins
+            with the loss. What else it holds and runs counts, too.
     Returns: a `Simulation`. Its bytes are those of `torch.cuda.max_memory_allocated`.
     Raises:
-        ConfigError: `around` cannot be called as the model is, the step reads the values of tensors
-            on the host, the module returns no loss, or max_seqlen is given for several rows.
+        ConfigError: `step_module` cannot be called as the model is, the step reads the values of
+            tensors on the host, the module returns no loss, or max_seqlen is given for several
+            rows.
         RuntimeError: a GPU is simulated and triton is not installed.
     """
     device = torch.device(device)
@@ -285,7 +286,7 @@ def simulate(
     simulator = SimulatedDevice(device, num_sms or DEFAULT_SMS, autocast, tracker)
     casts = Autocast(simulator)
 
-    called = model if around is None else around
+    called = model if step_module is None else step_module
     named = (*called.named_parameters(), *called.named_buffers())
     sharding = Sharding(model, called)
     state = {
@@ -316,8 +317,8 @@ def simulate(
         dtype = next(x.dtype for x in state.values() if x.is_floating_point())
         memory = torch.empty(batch, memory_seq, size, dtype=dtype, device="meta")
         inputs["memory"] = memory.requires_grad_()
-    if around is not None:
-        _check_call(around, inputs)
+    if step_module is not None:
+        _check_call(step_module, inputs)
 
     def end_forward() -> None:
         casts.keeps = False
@@ -344,21 +345,21 @@ def simulate(
             step_bytes=step_bytes,
             on_forward_end=end_forward,
             sharding=sharding,
-            around=around,
+            step_module=step_module,
             **inputs,
         )
 
 
-def _check_call(around: nn.Module, inputs: dict[str, Any]) -> None:
+def _check_call(step_module: nn.Module, inputs: dict[str, Any]) -> None:
     """Raise ConfigError if a module does not take the arguments of the model."""
     try:
-        inspect.signature(around.forward).bind(None, **inputs)
+        inspect.signature(step_module.forward).bind(None, **inputs)
     except TypeError as fault:
         names = "".join(f", {name}=..." for name in inputs)
         raise ConfigError(
-            f"memory plan: around is a {type(around).__name__}, which cannot be called in place of "
-            f"the model, as around(input_ids{names}): {fault}; pass a module whose forward takes "
-            "these arguments and returns the loss"
+            f"memory plan: step_module is a {type(step_module).__name__}, which cannot be called "
+            f"in place of the model, as step_module(input_ids{names}): {fault}; pass a module "
+            "whose forward takes these arguments and returns the loss"
         ) from None
 
 

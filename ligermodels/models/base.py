@@ -532,6 +532,6 @@ class DecoderModel(HFModel, PlannedModel):
     def kernels(self) -> dict[str, str]:
         """Return which implementation each op uses on this model in its present state, and why.
 
-        Returns: a dict {op: "implementation (reason)"}. It also lists swapped projections by name.
+        Returns: a dict {op: "implementation (reason)"}. It also lists replaced projections by name.
         """
         return kernels_of(self, self.embed_tokens.weight, self.head)

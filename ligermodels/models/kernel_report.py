@@ -37,11 +37,11 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead | None) -> dict[
     here = f"{name} ({reason})"
     report = dict.fromkeys(_ops(model), here)
     report.update(_attention(model, weight))
-    swapped, unknown = list(_swapped_modules(model)), ", ".join(_unknown_types(model))
+    replaced, unknown = list(_replaced_modules(model)), ", ".join(_unknown_types(model))
     fused = "fused"
-    if swapped:
-        fused += f", except that these swapped modules are called: {', '.join(swapped[:10])}"
-        fused += f" and {len(swapped) - 10} more" if len(swapped) > 10 else ""
+    if replaced:
+        fused += f", except that these replaced modules are called: {', '.join(replaced[:10])}"
+        fused += f" and {len(replaced) - 10} more" if len(replaced) > 10 else ""
     if unknown:
         fused += f"; unknown in {unknown}"
         report["modules from outside"] = f"unknown (the code of {unknown} decides)"
@@ -50,7 +50,7 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead | None) -> dict[
         report["linear_cross_entropy"] = report["linear_log_probs"] = (
             f"chunked {here}"
             if head.is_linear
-            else "the swapped head.proj is called chunk by chunk"
+            else "the replaced head.proj is called chunk by chunk"
         )
     return report
 
@@ -126,7 +126,7 @@ def _is_known(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("torch", "ligermodels")
 
 
-def _swapped_modules(model: nn.Module) -> Iterator[str]:
+def _replaced_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         children: dict[str, type[nn.Module]] = {}
         if isinstance(module, Attention):

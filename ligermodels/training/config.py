@@ -198,7 +198,7 @@ class FinetuneConfig:
         "KL(model || teacher), and between them by the generalized Jensen-Shannon divergence "
         "(default: beta 0.5)",
     )
-    teacher_share: float = _option(
+    distill_weight: float = _option(
         1.0,
         "share of the divergence from the teacher in the loss; the rest is the loss of the next "
         "token",
@@ -512,8 +512,8 @@ class FinetuneConfig:
                 "context_parallel: this cannot be combined with a teacher, which reads whole rows; "
                 "leave one out"
             )
-        if self.teacher is None and self.teacher_share != 1:
-            raise ConfigError("teacher_share: this needs a teacher")
+        if self.teacher is None and self.distill_weight != 1:
+            raise ConfigError("distill_weight: this needs a teacher")
         if self.medusa_heads is None:
             if self.medusa_stage != 1 or self.medusa_tied:
                 raise ConfigError("medusa_stage and medusa_tied: these need medusa_heads")

@@ -23,10 +23,10 @@ from ligermodels.training.data_sources import local_files
 from ligermodels.training.interrupts import Interrupted, Interrupts
 from ligermodels.training.processes import (
     is_restarted,
-    joined,
     launch_id,
     local_device,
     losing_ranks,
+    process_group,
 )
 from ligermodels.training.result import FinetuneResult
 from ligermodels.training.run import NOT_KEPT, Run
@@ -54,7 +54,7 @@ def finetune(
     """
     device = local_device(pick_device(config.device))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(joined(device, config.rank_timeout, config.context_parallel))
+        stack.enter_context(process_group(device, config.rank_timeout, config.context_parallel))
         progress = progress and rank() == 0
         interrupts = stack.enter_context(Interrupts(verbose=progress))
         run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)

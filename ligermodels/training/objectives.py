@@ -43,7 +43,7 @@ from ligermodels.training.data import read_documents
 from ligermodels.training.grouped import GroupBatch, GroupedRows, padded
 from ligermodels.training.packing import IGNORE_INDEX, Batch, PackedRows
 from ligermodels.training.preference_data import read_judged, read_pairs
-from ligermodels.training.processes import shared_out, summed, summed_output
+from ligermodels.training.processes import partition, summed, summed_output
 from ligermodels.training.reference_file import reference_path, stored_log_probs
 
 STATS = ("entropy", "correct", "mean_logits")  # of each token, for the metrics of pairs
@@ -371,7 +371,7 @@ class PairObjective(Objective):
         return options
 
 
-class JudgedObjective(PairObjective):
+class KTO(PairObjective):
     """KTO: a loss of completions that are desirable or not."""
 
     shown = ("eval_loss", "loss")
@@ -487,7 +487,7 @@ def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
     """Return the log-probabilities of all targets, in the order of the groups."""
     starts = range(0, len(rows), batch_size)
     mine = []
-    for start, _ in shared_out(starts):
+    for start, _ in partition(starts):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         log_probs = log_probs_of(call(batch, reduction="none")).cpu()
         count = len(batch.groups)

@@ -54,7 +54,7 @@ def launch_id() -> str | None:
 
 
 @contextlib.contextmanager
-def joined(device: torch.device, timeout: int, together: int = 1) -> Iterator[None]:
+def process_group(device: torch.device, timeout: int, together: int = 1) -> Iterator[None]:
     """Join the processes that torchrun has started, if it has, for a `with` block.
 
     Args: timeout: seconds after which a rank that does not answer is an error; together: how many
@@ -70,7 +70,7 @@ def joined(device: torch.device, timeout: int, together: int = 1) -> Iterator[No
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
-        # NCCL ends a process that has waited for too long, without a word. `meet` comes before.
+        # NCCL ends a process that has waited for too long, without a word. `barrier` comes before.
         dist.init_process_group(backend, timeout=limit * (2 if device.type == "cuda" else 1))
     _together = together
     if is_distributed():
@@ -132,7 +132,7 @@ def _lost(error: RuntimeError, where: str, timeout: int) -> RankError:
     return found
 
 
-def meet(where: str, signum: int | None, timeout: int) -> int | None:
+def barrier(where: str, signum: int | None, timeout: int) -> int | None:
     """Wait until every rank is here. Return the first signal that any rank has got, or None.
 
     Args: where: for the message, such as "step 3"; signum: the signal of this rank.
@@ -172,7 +172,7 @@ def num_row_ranks() -> int:
     return num_ranks() // _together
 
 
-def shared_out(items: Sequence[Item]) -> list[tuple[Item, bool]]:
+def partition(items: Sequence[Item]) -> list[tuple[Item, bool]]:
     """Return this rank's items, in turns with the other ranks, and whether each is an extra.
 
     All ranks get as many, because they run the model together: a rank that has one less gets the

@@ -49,11 +49,11 @@ from ligermodels.training.inputs import (
 from ligermodels.training.interrupts import Interrupts
 from ligermodels.training.medusa import MedusaObjective
 from ligermodels.training.memory import planner, summary
-from ligermodels.training.objectives import JudgedObjective, Objective, PairObjective, Rows
+from ligermodels.training.objectives import KTO, Objective, PairObjective, Rows
 from ligermodels.training.online import GroupObjective
 from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import launch_id, meet, num_row_ranks
+from ligermodels.training.processes import barrier, launch_id, num_row_ranks
 from ligermodels.training.push import check_login, push
 from ligermodels.training.reports import logged, logger_openers, profiled, sampler_of, sampling
 from ligermodels.training.result import FinetuneResult
@@ -64,7 +64,7 @@ from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer
 
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
-OBJECTIVES = {"sft": Objective, "kto": JudgedObjective, "grpo": GroupObjective}
+OBJECTIVES = {"sft": Objective, "kto": KTO, "grpo": GroupObjective}
 
 
 def objective_of(config: FinetuneConfig) -> Objective:
@@ -158,7 +158,7 @@ class Run:
 
             def check() -> None:
                 where = f"step {trainer.done}"
-                found = meet(where, self.interrupts.signum, config.rank_timeout)
+                found = barrier(where, self.interrupts.signum, config.rank_timeout)
                 self.interrupts.signum = found
                 self.interrupts.check()
 
@@ -349,7 +349,7 @@ class Run:
                 precision=self.precision,
                 accumulates=accumulates,
                 optimizer_bytes=make_optimizer(trained, config),
-                around=self.objective.planned_step(trained, every),
+                step_module=self.objective.planned_step(trained, every),
             )
             run.budget = max(0, run.budget - held)
             try:

@@ -84,7 +84,7 @@ class TeacherObjective(Objective):
             teacher,
             beta=0.5 if config.beta is None else config.beta,
             temperature=config.temperature,
-            share=config.teacher_share,
+            share=config.distill_weight,
         )
         return 0  # `planned_step` has it
 

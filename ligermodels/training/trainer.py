@@ -35,7 +35,7 @@ from ligermodels.training.packing import Batch, row_order
 from ligermodels.training.processes import (
     average_gradients,
     num_row_ranks,
-    shared_out,
+    partition,
     summed,
     summed_output,
 )
@@ -151,7 +151,7 @@ class Trainer:
         first = step * size * count
         return [
             self._batch(self.rows, map(self._row, range(at, at + size)), is_extra)
-            for at, is_extra in shared_out(range(first, first + size * count, size))
+            for at, is_extra in partition(range(first, first + size * count, size))
         ]
 
     def step(self, step: int, batches: list[Batch]) -> Step:
@@ -250,7 +250,7 @@ class Trainer:
         number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
         size = self.objective.batch_size
         chunks = [range(at, min(number, at + size)) for at in range(0, number, size)]
-        mine = shared_out(chunks)
+        mine = partition(chunks)
         normalizers: dict[str, Tensor] = {}
         if with_loss := self.objective.evaluates_loss:
             normalizers = self._normalizers(self._batch(self.eval_rows, *each) for each in mine)

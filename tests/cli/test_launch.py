@@ -155,7 +155,7 @@ def test_a_process_that_is_killed_or_hangs_is_named(
 
 def test_a_process_alone_prints_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert not launch.is_worker() and launch.speaks()
+    assert not launch.is_worker() and launch.is_rank0()
     assert not launch.report_error("x", 2)
 
 

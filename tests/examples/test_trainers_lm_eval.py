@@ -1,4 +1,4 @@
-"""lm-eval finds the same numbers on native models, on shells and on transformers' model."""
+"""lm-eval finds the same numbers on native models, on wrappers and on transformers' model."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.pairwise import pairwise
 pytestmark = pytest.mark.gpu
 
 
-class Swapped(torch.nn.Linear):
+class Replaced(torch.nn.Linear):
     """A subclass of Linear, which the head must call instead of reading its weight."""
 
 
@@ -176,15 +176,15 @@ def test_scratch_of_log_probs_is_in_the_budget(budget) -> None:
 @pytest.mark.parametrize("trained", [False, True])
 def test_scratch_of_a_swapped_projection_is_in_the_budget(trained, reduction) -> None:
     hidden, weight, targets = head(4096, 512, 32000)
-    swapped = LossHead(512, 32000)
-    swapped.proj = Swapped(512, 32000, bias=False, device="cuda", dtype=torch.bfloat16)
-    swapped.proj.weight = torch.nn.Parameter(weight.detach(), requires_grad=trained)
+    replaced = LossHead(512, 32000)
+    replaced.proj = Replaced(512, 32000, bias=False, device="cuda", dtype=torch.bfloat16)
+    replaced.proj.weight = torch.nn.Parameter(weight.detach(), requires_grad=trained)
     budget = (200 if trained else 64) * MIB
 
     def forward() -> Tensor:
-        return swapped(hidden, targets, reduction=reduction, max_scratch_bytes=budget).loss
+        return replaced(hidden, targets, reduction=reduction, max_scratch_bytes=budget).loss
 
-    check_scratch(forward, (hidden, swapped.proj.weight), budget)
+    check_scratch(forward, (hidden, replaced.proj.weight), budget)
 
 
 def test_a_small_budget_gives_the_same() -> None:
@@ -306,8 +306,8 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "chunks": loss_step(chunk_size=100),
     "budget": loss_step(max_scratch_bytes=BUDGET),
     "small budget": loss_step(max_scratch_bytes=SMALL),
-    "swapped": swapped_step(chunk_size=100),
-    "swapped, none": swapped_step(chunk_size=100, reduction="none", temperature=0.7),
+    "replaced": swapped_step(chunk_size=100),
+    "replaced, none": swapped_step(chunk_size=100, reduction="none", temperature=0.7),
     "sum": loss_step(chunk_size=100, reduction="sum"),
     "weight gradient in forward": loss_step(chunk_size=100, weight_grad_in_forward=True),
     "none": loss_step(chunk_size=100, reduction="none"),

@@ -180,7 +180,7 @@ def test_memory_is_the_same_after_2000_steps() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is not swapped out, in bytes."""
+    """Return the memory of this process that is not replaced out, in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * 4096
 

@@ -1,4 +1,4 @@
-"""Shells and TRL's trainers on a GPU, beside transformers' models."""
+"""Wrappers and TRL's trainers on a GPU, beside transformers' models."""
 
 from __future__ import annotations
 

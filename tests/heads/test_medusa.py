@@ -239,10 +239,10 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="two names of one option"):
         make()[1](hidden, labels, normalizer=1, num_items_in_batch=1)
     make()[1](hidden, labels, top_k=0, return_token_stats=(), return_token_loss=False)
-    swapped = LossHead(20, 37)
-    swap(swapped)
+    replaced = LossHead(20, 37)
+    swap(replaced)
     with pytest.raises(ConfigError, match="projection is a Counting"):
-        MedusaHeads(swapped, 1)
+        MedusaHeads(replaced, 1)
     head.vocab_shard = object()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="split over ranks; make the heads before"):
         MedusaHeads(head, 1)

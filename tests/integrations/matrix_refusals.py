@@ -86,24 +86,24 @@ def native_adapted(folder: Path, place: Path) -> Any:
 
 
 def quantised_and(then: Callable[..., Any]) -> Callable[[Path, Path], Any]:
-    """torchao quantises a shell that is loaded already."""
+    """torchao quantises a wrapper that is loaded already."""
 
     def attempt(folder: Path, place: Path) -> Any:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-        shell = SHELL(folder)
-        quantize_(shell.model, Int8WeightOnlyConfig())
-        return then(shell, place / "saved")
+        wrapper = SHELL(folder)
+        quantize_(wrapper.model, Int8WeightOnlyConfig())
+        return then(wrapper, place / "saved")
 
     return attempt
 
 
-def saved(shell: Any, place: Path) -> None:
-    shell.save_pretrained(place)
+def saved(wrapper: Any, place: Path) -> None:
+    wrapper.save_pretrained(place)
 
 
-def given_an_adapter(shell: Any, place: Path) -> Any:
-    return get_peft_model(shell, adapter())
+def given_an_adapter(wrapper: Any, place: Path) -> Any:
+    return get_peft_model(wrapper, adapter())
 
 
 NEEDS_SHELL = "Trainer needs the logits or the interface of transformers' models"

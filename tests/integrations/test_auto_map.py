@@ -1,4 +1,4 @@
-"""A folder with an auto_map opens as a shell in AutoModelForCausalLM, and saves as HF's own."""
+"""A folder with an auto_map opens as a wrapper in AutoModelForCausalLM, and saves as HF's own."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_it_opens_as_a_shell_and_saves_as_transformers_does(folder: Path, tmp_path: Path) -> None:
+def test_it_opens_as_a_wrapper_and_saves_as_transformers_does(folder: Path, tmp_path: Path) -> None:
     before = json.loads((folder / "config.json").read_text())
     write_auto_map(folder)
-    shell = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert isinstance(shell, LigerForCausalLM)
+    wrapper = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert isinstance(wrapper, LigerForCausalLM)
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     assert type(theirs) is LlamaForCausalLM
     ids = torch.tensor([[3, 4, 5, 6]])
-    torch.testing.assert_close(shell.eval()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(wrapper.eval()(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
     config = AutoConfig.from_pretrained(folder)
     random = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     assert isinstance(random, LigerForCausalLM)
 
-    shell.save_pretrained(tmp_path / "saved")
+    wrapper.save_pretrained(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.py"))
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
@@ -144,9 +144,9 @@ def test_the_text_model_of_a_checkpoint_with_other_towers(folder: Path, tmp_path
     text = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path / "towers"))
     text.save_pretrained(tmp_path / "text")
     write_auto_map(tmp_path / "text")
-    shell = AutoModelForCausalLM.from_pretrained(tmp_path / "text", trust_remote_code=True)
-    assert isinstance(shell, LigerForCausalLM)
-    for (name, weight), other in zip(text.named_parameters(), shell.parameters(), strict=True):
+    wrapper = AutoModelForCausalLM.from_pretrained(tmp_path / "text", trust_remote_code=True)
+    assert isinstance(wrapper, LigerForCausalLM)
+    for (name, weight), other in zip(text.named_parameters(), wrapper.parameters(), strict=True):
         assert torch.equal(weight, other), name
 
 

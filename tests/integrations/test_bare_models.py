@@ -1,4 +1,4 @@
-"""Native models, without a shell, in the tools that take any module."""
+"""Native models, without a wrapper, in the tools that take any module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which class of shells a checkpoint needs."""
+"""Which class of wrappers a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_checkpoint_with_other_towers_is_refused(tmp_path: Path) -> None:
     hf.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"use LigerForCausalLM.from_native\(AutoLiger.from_hf"):
         LigerForCausalLM.from_pretrained(tmp_path)
-    shell = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path))
+    wrapper = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path))
     ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(shell(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(wrapper(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_model_of_an_adapter_is_looked_for_with_the_same_options(

@@ -1,4 +1,4 @@
-"""The shells compute, generate, save and load what transformers' own models do."""
+"""The wrappers compute, generate, save and load what transformers' own models do."""
 
 from __future__ import annotations
 
@@ -290,25 +290,25 @@ def test_a_cache_of_fixed_length_is_refused(folders: dict[str, Path]) -> None:
 def test_it_shares_the_parameters_of_the_native_model(folders: dict[str, Path]) -> None:
     for family in ("llama", "gemma"):  # untied and tied
         native = AutoLiger.from_hf(folders[family])
-        shell = LigerForCausalLM.from_native(native)
-        assert shell.native is native
+        wrapper = LigerForCausalLM.from_native(native)
+        assert wrapper.native is native
         before = native.loss(ids(), ids())
         with torch.no_grad():
             native.layers[0].mlp.gate_up_proj.weight.mul_(1.5)
-        after = shell(ids(), labels=ids(), skip_logits=True)
+        after = wrapper(ids(), labels=ids(), skip_logits=True)
         assert after.loss != before and after.logits is None
         assert torch.equal(after.loss, native.loss(ids(), ids()))
-        want, got = native.state_dict(), shell.native.state_dict()
+        want, got = native.state_dict(), wrapper.native.state_dict()
         assert want.keys() == got.keys()
 
 
 def test_in_training_logits_are_made_for_tools_that_ask(folders: dict[str, Path]) -> None:
-    shell = LigerForCausalLM.from_pretrained(folders["llama"]).train()
-    assert shell(ids(), labels=ids()).logits is None
-    shell.trains_with_logits = True
-    made = shell(ids(), labels=ids()).logits
-    torch.testing.assert_close(made, shell.eval()(ids()).logits)
-    assert shell.train()(ids(), labels=ids(), skip_logits=True).logits is None
+    wrapper = LigerForCausalLM.from_pretrained(folders["llama"]).train()
+    assert wrapper(ids(), labels=ids()).logits is None
+    wrapper.trains_with_logits = True
+    made = wrapper(ids(), labels=ids()).logits
+    torch.testing.assert_close(made, wrapper.eval()(ids()).logits)
+    assert wrapper.train()(ids(), labels=ids(), skip_logits=True).logits is None
 
 
 def test_the_hidden_states_of_an_early_exit(folders: dict[str, Path]) -> None:
@@ -321,12 +321,12 @@ def test_the_hidden_states_of_an_early_exit(folders: dict[str, Path]) -> None:
 
 
 def test_copies_are_whole(folders: dict[str, Path]) -> None:
-    shell = LigerForCausalLM.from_pretrained(folders["gemma"])
-    for twin in (pickle.loads(pickle.dumps(shell)), copy.deepcopy(shell)):
-        assert type(twin) is type(shell)
+    wrapper = LigerForCausalLM.from_pretrained(folders["gemma"])
+    for twin in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):
+        assert type(twin) is type(wrapper)
         assert twin.lm_head.weight is twin.model.embed_tokens.weight
-        assert twin.native.embed_tokens is twin.model.embed_tokens is not shell.model.embed_tokens
-        assert torch.equal(twin(ids()).logits, shell(ids()).logits)
+        assert twin.native.embed_tokens is twin.model.embed_tokens is not wrapper.model.embed_tokens
+        assert torch.equal(twin(ids()).logits, wrapper(ids()).logits)
 
 
 def test_arguments_that_cannot_be_honoured_are_refused(folders: dict[str, Path]) -> None:

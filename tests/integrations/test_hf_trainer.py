@@ -86,8 +86,8 @@ def test_hidden_states_are_no_predictions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hidden states"):
         Trainer(model, arguments, **metrics).evaluate(rows)
     assert "eval_loss" not in Trainer(model, arguments).evaluate(rows)
-    shell = LigerForCausalLM.from_native(model)
-    assert Trainer(shell, arguments).predict(rows).predictions.shape == (2, 12, 131)
+    wrapper = LigerForCausalLM.from_native(model)
+    assert Trainer(wrapper, arguments).predict(rows).predictions.shape == (2, 12, 131)
 
 
 PROBLEMS: dict[str, Any] = {

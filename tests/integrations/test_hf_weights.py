@@ -9,13 +9,13 @@ from torch import nn
 from transformers.core_model_loading import rename_source_key
 
 from ligermodels.converters.weight_map import Entry, Span, WeightMap, packed_entry
-from ligermodels.integrations.hf_weights import Repack, conversions, pack_hf_names, shell_name
+from ligermodels.integrations.hf_weights import Repack, conversions, pack_hf_names, wrapper_name
 from ligermodels.models.llama import LlamaConfig, weight_map
 
 
-def test_names_of_a_shell() -> None:
-    assert shell_name("head.proj.weight") == "lm_head.weight"
-    assert shell_name("layers.0.mlp.down_proj.weight") == "model.layers.0.mlp.down_proj.weight"
+def test_names_of_a_wrapper() -> None:
+    assert wrapper_name("head.proj.weight") == "lm_head.weight"
+    assert wrapper_name("layers.0.mlp.down_proj.weight") == "model.layers.0.mlp.down_proj.weight"
 
 
 def test_layers_share_a_conversion() -> None:

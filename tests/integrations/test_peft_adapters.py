@@ -154,17 +154,17 @@ def test_a_method_that_does_not_work_is_refused(
     words = f"^{method} of PEFT does not work on a native model: {REFUSED[method]}; use another"
     config = REFUSED_CONFIGS[method]
     config.save_pretrained(tmp_path)
-    shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    names = {name for name, _ in shell.named_modules()}
+    wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
+    names = {name for name, _ in wrapper.named_modules()}
     for call in (
-        lambda: get_peft_model(shell, config),
-        lambda: load_peft_model(shell, str(tmp_path)),
-        lambda: load_peft_model(shell, "none", config=config),
-        lambda: peft.get_peft_model(shell, config),
+        lambda: get_peft_model(wrapper, config),
+        lambda: load_peft_model(wrapper, str(tmp_path)),
+        lambda: load_peft_model(wrapper, "none", config=config),
+        lambda: peft.get_peft_model(wrapper, config),
     ):
         with pytest.raises(ConfigError, match=words):
             call()
-    assert {name for name, _ in shell.named_modules()} == names
+    assert {name for name, _ in wrapper.named_modules()} == names
 
 
 def test_what_the_refused_methods_do_on_models_of_transformers(tmp_path: Path) -> None:
@@ -334,8 +334,8 @@ def test_names_of_packed_projections_are_refused(
     for wrap in (peft.get_peft_model, get_peft_model):
         with pytest.raises(ConfigError, match=words):
             wrap(LigerForCausalLM.from_pretrained(folders["llama"]), LoraConfig(**options))
-    shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    adapted = get_peft_model(shell, LoraConfig(target_modules=["o_proj"]))
+    wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
+    adapted = get_peft_model(wrapper, LoraConfig(target_modules=["o_proj"]))
     with pytest.raises(ConfigError, match=words):
         adapted.add_adapter("b", LoraConfig(**options))
 
@@ -345,12 +345,12 @@ def test_names_of_packed_projections_are_refused(
 def test_adapters_of_packed_experts_are_refused(wrap: Any) -> None:
     """PEFT adapts whole parameters where the projections of experts are named."""
     cls = outside.family("qwen3_moe")
-    shells = [LigerForCausalLM.from_native(cls(cls.config_class.small())) for _ in range(2)]
-    adapted = wrap(shells[0], LoraConfig(target_modules=["q_proj", "o_proj"]))
+    wrappers = [LigerForCausalLM.from_native(cls(cls.config_class.small())) for _ in range(2)]
+    adapted = wrap(wrappers[0], LoraConfig(target_modules=["q_proj", "o_proj"]))
     config = LoraConfig(target_modules=["q_proj", "down_proj"])
     words = "adapter '(default|b)' adapts model.layers.0.mlp.down_proj, which holds 4 tensors"
     with pytest.raises(ConfigError, match=words):
-        wrap(shells[1], config)
+        wrap(wrappers[1], config)
     with pytest.raises(ConfigError, match=words):
         adapted.add_adapter("b", config)
 
@@ -359,14 +359,14 @@ def test_repeated_layers_need_split_projections(folders: dict[str, Path]) -> Non
     """PEFT copies layers before it looks for projections."""
     for repeated in ([[0, 2], [1, 2]], [[0, 1], [0, 1]]):
         config = LoraConfig(target_modules=["q_proj"], layer_replication=repeated)
-        shell = LigerForCausalLM.from_pretrained(folders["llama"])
+        wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
         with pytest.raises(ConfigError, match="layer_replication of PEFT has repeated blocks"):
-            peft.get_peft_model(shell, config)
-    shell = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
+            peft.get_peft_model(wrapper, config)
+    wrapper = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
     hf = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
     losses = [
         peft.get_peft_model(model, config)(input_ids=ids(), labels=ids(), use_cache=False).loss
-        for model in (shell, hf)
+        for model in (wrapper, hf)
     ]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
@@ -381,14 +381,14 @@ def test_projections_without_adapter_stay_packed(folders: dict[str, Path]) -> No
 def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["another_proj"])
     for call in (
-        lambda shell: get_peft_model(shell, config),
-        lambda shell: load_peft_model(shell, str(tmp_path), config=config),
+        lambda wrapper: get_peft_model(wrapper, config),
+        lambda wrapper: load_peft_model(wrapper, str(tmp_path), config=config),
     ):
-        shell = LigerForCausalLM.from_pretrained(folders["llama"])
-        names = {name for name, _ in shell.named_modules()}
+        wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
+        names = {name for name, _ in wrapper.named_modules()}
         with pytest.raises((ValueError, OSError)):
-            call(shell)
-        assert {name for name, _ in shell.named_modules()} == names
+            call(wrapper)
+        assert {name for name, _ in wrapper.named_modules()} == names
 
 
 @pytest.mark.parametrize(
@@ -407,12 +407,12 @@ def test_an_adapter_is_not_loaded_in_part(
     config = peft.PeftConfig.from_pretrained(tmp_path)
     config.target_modules = targets
     config.save_pretrained(tmp_path)
-    for load in (load_peft_model, lambda shell, path: shell.load_adapter(path)):
-        shell = LigerForCausalLM.from_pretrained(folders["llama"])
-        before = shell(ids()).logits
+    for load in (load_peft_model, lambda wrapper, path: wrapper.load_adapter(path)):
+        wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
+        before = wrapper(ids()).logits
         with pytest.raises(ConfigError, match=message):
-            load(shell, str(tmp_path))
-        assert torch.equal(shell(ids()).logits, before)
+            load(wrapper, str(tmp_path))
+        assert torch.equal(wrapper(ids()).logits, before)
     with pytest.raises(ConfigError, match=message):
         LigerForCausalLM.from_pretrained(tmp_path)  # loads the model that the adapter names
 
@@ -437,9 +437,9 @@ def test_adapters_through_transformers(folders: dict[str, Path], tmp_path: Path)
     _, expected = pair(folders["llama"], config)
     expected.save_pretrained(tmp_path)
     logits = expected(input_ids=ids()).logits
-    shell = LigerForCausalLM.from_pretrained(folders["llama"])
-    shell.load_adapter(str(tmp_path))
-    torch.testing.assert_close(shell(ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
+    wrapper.load_adapter(str(tmp_path))
+    torch.testing.assert_close(wrapper(ids()).logits, logits, rtol=1e-5, atol=1e-5)
     other = LigerForCausalLM.from_pretrained(folders["llama"])
     other.add_adapter(config)
     other(ids(), labels=ids()).loss.backward()
@@ -452,19 +452,19 @@ def test_an_adapter_is_loaded_by_its_folder(folders: dict[str, Path], tmp_path: 
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"])
     _, expected = pair(folders["llama"], config)
     expected.save_pretrained(tmp_path)
-    shell = LigerForCausalLM.from_pretrained(tmp_path)
+    wrapper = LigerForCausalLM.from_pretrained(tmp_path)
     logits = expected(input_ids=ids()).logits
-    torch.testing.assert_close(shell(ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(wrapper(ids()).logits, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_walk_of_tensors_has_merged_adapters(folders: dict[str, Path]) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"])
     ours, expected = pair(folders["llama"], config)
-    shell = ours.get_base_model()
+    wrapper = ours.get_base_model()
     with pytest.raises(SaveError, match=r"has an adapter that is not merged.*call merge_adapter"):
-        dict(shell.hf_named_parameters())
+        dict(wrapper.hf_named_parameters())
     ours.merge_adapter()
-    walked = {name: weight.clone() for name, weight in shell.hf_named_parameters()}
+    walked = {name: weight.clone() for name, weight in wrapper.hf_named_parameters()}
     ours.unmerge_adapter()
     merged = expected.merge_and_unload().state_dict()
     assert walked.keys() == merged.keys()
@@ -482,7 +482,7 @@ def test_the_walk_of_tensors_has_merged_adapters(folders: dict[str, Path]) -> No
 def test_an_adapter_of_packed_projections_is_not_left_out(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """PEFT's own loader finds all projections in a packed shell."""
+    """PEFT's own loader finds all projections in a packed wrapper."""
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
     _, expected = pair(folders["llama"], config)
     expected.save_pretrained(tmp_path)
@@ -512,10 +512,10 @@ def test_other_models_get_what_peft_gives(monkeypatch: pytest.MonkeyPatch) -> No
     assert load_peft_model(model, "a/b", revision="c") == ((model, "a/b"), {"revision": "c"})
 
 
-def test_a_native_model_needs_its_shell(folders: dict[str, Path]) -> None:
+def test_a_native_model_needs_its_wrapper(folders: dict[str, Path]) -> None:
     native = AutoLiger.from_hf(folders["llama"])
     for make, what in ((get_peft_model, LoraConfig(task_type="CAUSAL_LM")), (load_peft_model, "x")):
         with pytest.raises(ConfigError, match=r"native model.*LigerForCausalLM.from_native\(model"):
             make(native, what)
-    shell = LigerForCausalLM.from_native(native)
-    assert get_peft_model(shell, LoraConfig(task_type="CAUSAL_LM")).active_adapter == "default"
+    wrapper = LigerForCausalLM.from_native(native)
+    assert get_peft_model(wrapper, LoraConfig(task_type="CAUSAL_LM")).active_adapter == "default"

@@ -21,18 +21,18 @@ IDS = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0)
 
 @pytest.mark.parametrize("family", families())
 def test_splitting_changes_nothing(family: str) -> None:
-    shell = LigerForCausalLM.from_native(random_model(family))
-    before, logits = copy.deepcopy(shell.state_dict()), shell(IDS).logits
-    walked = {name: x.clone() for name, x in shell.hf_named_parameters()}
-    split_projections(shell)
-    torch.testing.assert_close(shell(IDS).logits, logits, rtol=1e-5, atol=1e-5)
-    again = dict(shell.hf_named_parameters())
+    wrapper = LigerForCausalLM.from_native(random_model(family))
+    before, logits = copy.deepcopy(wrapper.state_dict()), wrapper(IDS).logits
+    walked = {name: x.clone() for name, x in wrapper.hf_named_parameters()}
+    split_projections(wrapper)
+    torch.testing.assert_close(wrapper(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    again = dict(wrapper.hf_named_parameters())
     assert walked.keys() == again.keys()
     assert all(torch.equal(walked[name], again[name]) for name in walked)
-    assert "model.layers.0.self_attn.k_proj.weight" in shell.state_dict()
-    twin = copy.deepcopy(shell)
+    assert "model.layers.0.self_attn.k_proj.weight" in wrapper.state_dict()
+    twin = copy.deepcopy(wrapper)
     with torch.no_grad():
-        for weight in shell.parameters():
+        for weight in wrapper.parameters():
             weight.zero_()
     torch.testing.assert_close(twin(IDS).logits, logits, rtol=1e-5, atol=1e-5)
     pack_projections(twin)
@@ -46,39 +46,39 @@ def test_splitting_changes_nothing(family: str) -> None:
 def test_a_checkpoint_is_loaded_into_split_projections(family: str, tmp_path: Path) -> None:
     hf = hf_models.build(family, zoo.Feature())
     hf.save_pretrained(tmp_path)
-    shell = LigerForCausalLM.from_pretrained(tmp_path, split_projections=True)
-    want, got = hf.state_dict(), shell.state_dict()
+    wrapper = LigerForCausalLM.from_pretrained(tmp_path, split_projections=True)
+    want, got = hf.state_dict(), wrapper.state_dict()
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     # In this order, tools draw the values of new adapters, and optimizers save their states.
-    orders = [[name for name, _ in model.named_parameters()] for model in (hf, shell)]
+    orders = [[name for name, _ in model.named_parameters()] for model in (hf, wrapper)]
     assert orders[0] == orders[1]
-    shell.save_pretrained(tmp_path / "again")
+    wrapper.save_pretrained(tmp_path / "again")
     again = type(hf).from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(want[name], again[name]) for name in want)
-    shell.load_state_dict(want)
+    wrapper.load_state_dict(want)
 
 
 def test_parts_that_changed_stay_split() -> None:
-    shell = LigerForCausalLM.from_native(random_model("llama"))
-    split_projections(shell)
-    attention = shell.model.layers[0].self_attn
+    wrapper = LigerForCausalLM.from_native(random_model("llama"))
+    split_projections(wrapper)
+    attention = wrapper.model.layers[0].self_attn
     attention.q_proj = nn.Sequential(attention.q_proj)
-    pack_projections(shell)
-    assert hasattr(attention, "q_proj") and not hasattr(shell.model.layers[1].self_attn, "q_proj")
+    pack_projections(wrapper)
+    assert hasattr(attention, "q_proj") and not hasattr(wrapper.model.layers[1].self_attn, "q_proj")
 
 
 def test_split_projections_are_packed_before_a_native_save(tmp_path: Path) -> None:
-    shell = LigerForCausalLM.from_native(random_model("llama"))
-    split_projections(shell)
+    wrapper = LigerForCausalLM.from_native(random_model("llama"))
+    split_projections(wrapper)
     with pytest.raises(SaveError, match=r"pack those that were split .*pack_projections"):
-        shell.native.save_hf(tmp_path)
-    pack_projections(shell)
-    shell.native.save_hf(tmp_path)
+        wrapper.native.save_hf(tmp_path)
+    pack_projections(wrapper)
+    wrapper.native.save_hf(tmp_path)
 
 
 def test_a_packed_linear_that_is_not_plain_is_refused() -> None:
-    shell = LigerForCausalLM.from_native(random_model("llama"))
-    attention = shell.model.layers[0].self_attn
+    wrapper = LigerForCausalLM.from_native(random_model("llama"))
+    attention = wrapper.model.layers[0].self_attn
     attention.qkv_proj = nn.Sequential(attention.qkv_proj)
     with pytest.raises(ConfigError, match="qkv_proj is a Sequential"):
-        split_projections(shell)
+        split_projections(wrapper)

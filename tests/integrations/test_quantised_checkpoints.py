@@ -1,4 +1,4 @@
-"""Shells with weights of few bits, by bitsandbytes and torchao: the same numbers as HF's model."""
+"""Wrappers with weights of few bits, by bitsandbytes and torchao: the numbers of HF's model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def opened(cls, folder, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_shell(folder, kind) -> None:
+def test_a_quantised_wrapper(folder, kind) -> None:
     """Scales that are chosen for a whole weight are those of HF's weights."""
     config = quantization_config(kind)
     for auto, ours in (
@@ -77,7 +77,7 @@ def test_a_quantised_shell(folder, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_on_a_quantised_shell(folder, kind) -> None:
+def test_adapters_on_a_quantised_wrapper(folder, kind) -> None:
     """On a CPU, bitsandbytes has no right gradients after a forward without them."""
     peft, config = pytest.importorskip("peft"), quantization_config(kind)
     options = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
@@ -110,17 +110,17 @@ def test_quantised_checkpoints_both_ways(folder, tmp_path, kind) -> None:
     assert loss_of(opened(LigerForCausalLM, tmp_path / "theirs")) == pytest.approx(
         loss_of(opened(auto, tmp_path / "theirs")), rel=1e-5
     )
-    shell = opened(LigerForCausalLM, folder, quantization_config=config)
-    shell.save_pretrained(tmp_path / "ours")
+    wrapper = opened(LigerForCausalLM, folder, quantization_config=config)
+    wrapper.save_pretrained(tmp_path / "ours")
     for cls in (auto, LigerForCausalLM):
-        assert loss_of(opened(cls, tmp_path / "ours")) == pytest.approx(loss_of(shell), rel=1e-5)
+        assert loss_of(opened(cls, tmp_path / "ours")) == pytest.approx(loss_of(wrapper), rel=1e-5)
 
 
-def test_a_packed_quantised_shell_is_not_saved(folder, tmp_path) -> None:
+def test_a_packed_quantised_wrapper_is_not_saved(folder, tmp_path) -> None:
     """What would be written has tensors that transformers leaves out, some without a word."""
     ao = pytest.importorskip("torchao.quantization")
-    shell = opened(LigerForCausalLM, folder)
-    ao.quantize_(shell, ao.Int8WeightOnlyConfig())
+    wrapper = opened(LigerForCausalLM, folder)
+    ao.quantize_(wrapper, ao.Int8WeightOnlyConfig())
     with pytest.raises(SaveError, match=r"qkv_proj has .* cannot be saved under HF's names"):
-        shell.save_pretrained(tmp_path / "packed")
+        wrapper.save_pretrained(tmp_path / "packed")
     assert not (tmp_path / "packed").exists()

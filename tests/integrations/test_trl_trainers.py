@@ -93,8 +93,8 @@ def compare(name: str, folder: Path, data: Any, options: dict[str, Any], **more:
     ours = run(
         f"Liger{name}", LigerForCausalLM.from_pretrained(folder), folder, data, options, **more
     )
-    shell = ours.model.get_base_model() if "peft_config" in more else ours.model
-    assert "forward" not in shell.__dict__  # which would be TRL's
+    wrapper = ours.model.get_base_model() if "peft_config" in more else ours.model
+    assert "forward" not in wrapper.__dict__  # which would be TRL's
     found = logged(ours)
     assert found.keys() == expected.keys()
     for key, values in expected.items():

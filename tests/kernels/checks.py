@@ -28,7 +28,7 @@ def strided(x: Tensor, number: int = 0) -> Tensor:
 
 
 def transposed(x: Tensor, number: int = 0) -> Tensor:
-    """Return the values stored with the last two dimensions swapped."""
+    """Return the values stored with the last two dimensions replaced."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.ndim > 1 else x
 
 

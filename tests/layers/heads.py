@@ -13,7 +13,7 @@ from tests.kernels import formulas
 from tests.models.pairs import relative
 
 HIDDEN, VOCAB, BATCH, SEQ = 20, 37, 3, 9
-KINDS = ["own", "own, bias", "tied", "swapped", "swapped, bias"]
+KINDS = ["own", "own, bias", "tied", "replaced", "replaced, bias"]
 
 
 def make(tied: bool = False, bias: bool = False, **options: Any) -> tuple[LossHead, nn.Embedding]:
@@ -83,15 +83,15 @@ class Counting(nn.Linear):
 
 def swap(head: LossHead) -> None:
     """Swap the projection for one of another class with the same weights, which must be called."""
-    swapped = Counting(HIDDEN, VOCAB, bias=head.proj.bias is not None)
-    swapped.load_state_dict(head.proj.state_dict())
-    head.proj = swapped
+    replaced = Counting(HIDDEN, VOCAB, bias=head.proj.bias is not None)
+    replaced.load_state_dict(head.proj.state_dict())
+    head.proj = replaced
 
 
 def build(kind: str, **options: Any) -> tuple[LossHead, Tensor, Tensor | None]:
     """Return a head of a kind, its weight and its bias."""
     head, _ = make("tied" in kind, "bias" in kind, **options)
-    if "swapped" in kind:
+    if "replaced" in kind:
         swap(head)
     return head, head.weight, None if "tied" in kind else head.proj.bias
 

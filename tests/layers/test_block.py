@@ -1,4 +1,4 @@
-"""Tests of the decoder block: its formula, the tensors it saves for backward, swapped modules."""
+"""Tests of the decoder block: its formula, the tensors it saves for backward, replaced modules."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ class Scaled(nn.Linear):
 
 
 def scaled(linear: nn.Linear) -> nn.Linear:
-    swapped = Scaled(linear.in_features, linear.out_features, bias=linear.bias is not None)
-    swapped.load_state_dict(linear.state_dict())
-    return swapped
+    replaced = Scaled(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    replaced.load_state_dict(linear.state_dict())
+    return replaced
 
 
 def hooked(linear: nn.Linear) -> nn.Linear:

@@ -1,4 +1,4 @@
-"""The loss and gradients of the loss head, with its own, a tied or a swapped projection."""
+"""The loss and gradients of the loss head, with its own, a tied or a replaced projection."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_autocast(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_equals_eager(kind: str) -> None:
     head, weight, _ = build(kind)
-    if "swapped" in kind:
+    if "replaced" in kind:
         head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
     options = {"chunk_size": 14, "label_smoothing": 0.1, "z_loss": 0.01}
@@ -255,7 +255,7 @@ def test_the_targets_are_counted_once(kind: str) -> None:
     assert output.num_valid == (targets != -100).sum()
 
 
-@pytest.mark.parametrize("kind", ["own", "swapped"])
+@pytest.mark.parametrize("kind", ["own", "replaced"])
 def test_numbers_of_numpy_are_numbers(kind: str) -> None:
     head, _, _ = build(kind)
     hidden, targets = data()

@@ -120,19 +120,19 @@ def test_a_call_refuses_what_the_constructor_refuses() -> None:
 
 
 def check_refused_alike(option: str, value: Any) -> None:
-    own, swapped = build("own")[0], build("swapped")[0]
+    own, replaced = build("own")[0], build("replaced")[0]
     hidden, targets = data()
     logits = torch.randn(*targets.shape, VOCAB)
     given = {option: value}
     calls: list[Callable[[], Any]] = [
         lambda: LossHead(HIDDEN, VOCAB, **given),
         lambda: own(hidden, targets, **given),
-        lambda: swapped(hidden, targets, **given),
+        lambda: replaced(hidden, targets, **given),
         lambda: linear_cross_entropy(hidden, own.weight, targets, **given),
     ]
     if option in LOG_PROB_OPTIONS:
         calls.append(lambda: linear_log_probs(hidden, own.weight, targets, **given))
-        calls.append(lambda: swapped.log_probs(hidden, targets, **given))
+        calls.append(lambda: replaced.log_probs(hidden, targets, **given))
     if option != "skip_ignored":
         calls.append(lambda: cross_entropy(logits, targets, **given))
     messages = set()
@@ -143,7 +143,7 @@ def check_refused_alike(option: str, value: Any) -> None:
     assert len(messages) == 1, messages
 
 
-@pytest.mark.parametrize("kind", ["own", "swapped"])
+@pytest.mark.parametrize("kind", ["own", "replaced"])
 def test_class_weights_move_with_the_head(kind: str) -> None:
     weights = torch.rand(VOCAB)
     head, _, _ = build(kind, class_weights=weights)
@@ -159,7 +159,7 @@ def test_class_weights_move_with_the_head(kind: str) -> None:
     assert loss.device.type == head.class_weights.device.type == "meta"
 
 
-@pytest.mark.parametrize("kind", ["own", "swapped"])
+@pytest.mark.parametrize("kind", ["own", "replaced"])
 def test_devices_that_differ_are_named(kind: str) -> None:
     head, _, _ = build(kind)
     hidden, targets = data()
@@ -175,7 +175,7 @@ def test_devices_that_differ_are_named(kind: str) -> None:
             op(targets.to("meta"))
 
 
-@pytest.mark.parametrize("kind", ["own", "swapped"])
+@pytest.mark.parametrize("kind", ["own", "replaced"])
 @pytest.mark.parametrize("count", [40, torch.tensor(40)], ids=str)
 def test_num_items_in_batch_is_another_name_of_normalizer(kind: str, count: Any) -> None:
     """HF's Trainer passes it. None means: not given. A call's value overrides the constructor's."""
@@ -250,7 +250,7 @@ def test_bad_calls_are_refused(kind: str) -> None:
 
 def test_a_head_of_a_split_vocabulary_refuses_what_needs_it_whole() -> None:
     hidden, targets = data()
-    head = build("swapped")[0]
+    head = build("replaced")[0]
     head.vocab_shard = object()
     with pytest.raises(ValueError, match="vocabulary is split over ranks"):
         head(hidden, targets)
@@ -278,7 +278,7 @@ def test_a_loss_function_takes_few_options() -> None:
         head(hidden, targets, loss_function=total, group_size=0)
     with pytest.raises(ValueError, match="group_size=2 is only for a loss_function"):
         head(hidden, targets, group_size=2)
-    for kind in ("own", "swapped"):
+    for kind in ("own", "replaced"):
         head, *_ = build(kind, return_token_stats=True)  # a default, which reaches the function
         entropies = head(hidden, targets, loss_function=lambda tokens, _: tokens.entropy.sum())
         assert entropies.loss > 0

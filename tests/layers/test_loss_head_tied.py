@@ -61,7 +61,7 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     assert relative(embedding.weight.grad, weight.grad) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["tied", "swapped"])
+@pytest.mark.parametrize("kind", ["tied", "replaced"])
 def test_from_log_probs_with_a_bound_on_the_targets(kind: str) -> None:
     head, *_ = build(kind)
     hidden, targets = data()

@@ -232,7 +232,7 @@ def test_frozen_parameters(frozen: str) -> None:
 
 
 class LowRank(nn.Module):
-    """A swapped projection with dropout, as LoRA has it."""
+    """A replaced projection with dropout, as LoRA has it."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -303,9 +303,9 @@ class Reads(torch.nn.Module):
 def test_a_module_around_the_model_is_called_as_the_model() -> None:
     model = tiny_model()
     with pytest.raises(ConfigError, match=r"around is a Sequential, .*around\(input_ids, labels="):
-        model.plan_memory(1, 16, budget="1GiB", around=torch.nn.Sequential(model))
+        model.plan_memory(1, 16, budget="1GiB", step_module=torch.nn.Sequential(model))
     with pytest.raises(ConfigError, match=r"Reads reads the values of tensors .*MemoryPlan.of"):
-        model.plan_memory(1, 16, budget="1GiB", around=Reads(model))
+        model.plan_memory(1, 16, budget="1GiB", step_module=Reads(model))
 
 
 class InADict(torch.nn.Module):
@@ -322,7 +322,7 @@ class InADict(torch.nn.Module):
 def test_a_module_around_the_model_returns_the_loss() -> None:
     model = tiny_model()
     with pytest.raises(ConfigError, match="InADict returned a dict; expected the loss, or a tuple"):
-        model.plan_memory(1, 16, budget="1GiB", around=InADict(model))
+        model.plan_memory(1, 16, budget="1GiB", step_module=InADict(model))
 
 
 def test_the_memory_of_cross_attention_is_counted() -> None:

@@ -1,4 +1,4 @@
-"""`model.kernels()` reports the ops' backends, the attention of each layer and swapped modules."""
+"""`model.kernels()` reports the ops' backends, the attention of each layer and replaced modules."""
 
 import pytest
 import torch

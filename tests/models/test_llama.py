@@ -115,8 +115,8 @@ def test_lora() -> None:
     config = peft.LoraConfig(target_modules=LORA_TARGETS, r=4)
     lora = peft.get_peft_model(model, config)
     assert lora(input_ids=ids, labels=labels).loss.item() == pytest.approx(before, rel=1e-6)
-    swapped = model.kernels()["norm + linear, linear + rope, glu + linear"]
-    assert "layers.0.self_attn.qkv_proj" in swapped
+    replaced = model.kernels()["norm + linear, linear + rope, glu + linear"]
+    assert "layers.0.self_attn.qkv_proj" in replaced
     assert "chunk by chunk" in model.kernels()["linear_cross_entropy"]
 
     trained = {name: p for name, p in lora.named_parameters() if p.requires_grad}

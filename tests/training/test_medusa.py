@@ -134,7 +134,7 @@ def test_options_that_exclude_each_other(folder: Path, tmp_path: Path) -> None:
         ({"medusa_heads": None, "medusa_tied": True}, "these need medusa_heads"),
         ({"loss": "dpo"}, "medusa_heads: this is only for --loss sft"),
         ({"medusa_heads": None, "teacher": "x", "beta": 1.5}, "at most 1 for a teacher"),
-        ({"medusa_heads": None, "teacher_share": 0.5}, "this needs a teacher"),
+        ({"medusa_heads": None, "distill_weight": 0.5}, "this needs a teacher"),
         (
             {"medusa_heads": None, "teacher": "x", "context_parallel": 2},
             "cannot be combined with a teacher",

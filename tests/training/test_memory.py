@@ -88,14 +88,16 @@ def test_what_else_a_step_runs_counts(name: str, keep: str) -> None:
     """A teacher's forward and the divergence, the cache of sampled rows, and Medusa's heads."""
     torch.manual_seed(0)
     model = LigerLlama(tiny_config())
-    around = STEPS[name](model)
+    step_module = STEPS[name](model)
     model.set_memory_plan(MemoryPlan.uniform(2, keep))
-    others = {id(x): x for x in (*around.parameters(), *around.buffers())}
+    others = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
     for x in (*model.parameters(), *model.buffers()):
         others.pop(id(x))
-    error = error_of_prediction(model, 24, wrapped=around, held=others, around=around)
+    error = error_of_prediction(
+        model, 24, wrapped=step_module, held=others, step_module=step_module
+    )
     assert abs(error) < 0.002
-    alone = error_of_prediction(model, 24, wrapped=around, held=others)
+    alone = error_of_prediction(model, 24, wrapped=step_module, held=others)
     assert alone < -0.1
 
 
@@ -132,7 +134,7 @@ def test_what_else_a_step_runs_counts_on_a_gpu(name: str) -> None:
         run()
         step.zero_grad(set_to_none=True)
     measured = torch.cuda.max_memory_allocated() - before
-    predicted = simulate(model, 4, 2048, device=device, around=step).peak_bytes
+    predicted = simulate(model, 4, 2048, device=device, step_module=step).peak_bytes
     print(name, predicted, measured)
     assert 0.99 < predicted / measured < 1.03
 
@@ -144,11 +146,13 @@ def test_what_else_a_step_runs_counts_beside_shards() -> None:
         for make in (STEPS["teacher"], STEPS["sampling"]):
             model = LigerLlama(tiny_config(tie_word_embeddings=False))
             shard(model, init_device_mesh("cpu", (4,)))
-            around = make(model)
+            step_module = make(model)
             ours = {id(x) for x in (*model.parameters(), *model.buffers())}
-            held = {id(x): x for x in (*around.parameters(), *around.buffers())}
+            held = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
             held = {key: x for key, x in held.items() if key not in ours}
-            error = error_of_prediction(model, 24, wrapped=around, held=held, around=around)
+            error = error_of_prediction(
+                model, 24, wrapped=step_module, held=held, step_module=step_module
+            )
             assert abs(error) < 0.002
     finally:
         dist.destroy_process_group()
@@ -158,8 +162,8 @@ def test_the_bytes_of_a_teacher_and_of_samples_decide_what_fits() -> None:
     pytest.importorskip("triton")
     given = model("bf16")
 
-    def least(around: nn.Module | None = None) -> int:
-        run = Planner(given, "1GiB", around=around, count="allocated", reserve=0.0)
+    def least(step_module: nn.Module | None = None) -> int:
+        run = Planner(given, "1GiB", step_module=step_module, count="allocated", reserve=0.0)
         return run.least_bytes(2, 64)
 
     with torch.device("meta"):

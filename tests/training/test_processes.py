@@ -23,7 +23,13 @@ from ligermodels.training import processes, run
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.interrupts import Interrupted
-from ligermodels.training.processes import RankError, joined, local_device, losing_ranks, meet
+from ligermodels.training.processes import (
+    RankError,
+    barrier,
+    local_device,
+    losing_ranks,
+    process_group,
+)
 from ligermodels.training.trainer import Trainer
 from tests.limits import SECONDS
 from tests.parallel.ranks import Case, check, run_ranks
@@ -278,7 +284,7 @@ def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
 
 
 def taught(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
-    teacher = {"teacher": str(folder / "teacher"), "teacher_share": 0.7}
+    teacher = {"teacher": str(folder / "teacher"), "distill_weight": 0.7}
     return options(folder, name, max_steps=2, eval_steps=2, save_steps=0, **teacher, **changes)
 
 
@@ -318,12 +324,12 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
 
 
 def hung_rank(number: int, folder: Path) -> dict[str, float]:
-    with joined(torch.device("cpu"), SECONDS):
+    with process_group(torch.device("cpu"), SECONDS):
         if number == 1:
             dist.barrier()  # the other rank comes here after it has given up
             return {"hung": 0.0}
         with pytest.raises(LigerError, match=r"^step 7: rank 1 of 2 did not come") as caught:
-            meet("step 7", None, 1)
+            barrier("step 7", None, 1)
         dist.barrier()
     return {"reported": float(caught.value.is_repeated)}
 
@@ -343,8 +349,8 @@ def test_ranks_with_the_same_rows_count_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_process_alone_does_not_wait() -> None:
-    assert meet("step 1", None, 1) is None
-    assert meet("step 1", 15, 1) == 15
+    assert barrier("step 1", None, 1) is None
+    assert barrier("step 1", 15, 1) == 15
     assert rank() == 0
 
 
@@ -382,7 +388,7 @@ def test_a_barrier_that_names_no_rank_is_quoted(monkeypatch: pytest.MonkeyPatch)
     fails = Mock(side_effect=RuntimeError("socket closed\nand a trace"))
     monkeypatch.setattr(processes.dist, "monitored_barrier", fails)
     with pytest.raises(RankError, match=r"^step 3: a rank does not answer: socket closed$"):
-        meet("step 3", None, 5)
+        barrier("step 3", None, 5)
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,8 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes(
     assert result.shown == ("eval_loss", "loss") and result.eval_after["eval_nll"] > 0
     trained = tensors(result.model_dir)
     (tmp_path / "checkpoints" / "step-00000006.safetensors").unlink()  # it was killed after step 3
-    with pytest.raises(LigerError, match=r"teacher_share: the run was started with 1.0"):
-        finetune(settings(folder, tmp_path, beta=beta, resume=True, teacher_share=0.5))
+    with pytest.raises(LigerError, match=r"distill_weight: the run was started with 1.0"):
+        finetune(settings(folder, tmp_path, beta=beta, resume=True, distill_weight=0.5))
     finetune(settings(folder, tmp_path, beta=beta, save_steps=3, resume=True), progress=False)
     assert same(tensors(result.model_dir), trained)
 
@@ -100,7 +100,7 @@ def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path)
 
 def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
     """It is the divergence of both models at the targets; micro-batches add up to it."""
-    config = settings(folder, tmp_path, beta=0.3, teacher_share=0.75)
+    config = settings(folder, tmp_path, beta=0.3, distill_weight=0.75)
     model = AutoLiger.from_hf(folder / "model", dtype=torch.float32)
     teacher = AutoLiger.from_hf(folder / "teacher", dtype=torch.float32)
     objective = objective_of(config)

@@ -35,7 +35,7 @@ _DROPOUTS = (
 )
 
 
-def swapped_loss(
+def replaced_loss(
     proj: nn.Module,
     vocab_size: int,
     hidden: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.adapters import LoraLinear
 from ligermodels.layers import LossHead
-from ligermodels.layers import swapped_loss as module
+from ligermodels.layers import replaced_loss as module
 from tests.kernels.scratch import peak_scratch
 from tests.layers.heads import (
     BATCH,
@@ -27,7 +27,7 @@ from tests.pairwise import pairwise
 
 
 def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
-    head, _, _ = build("swapped")
+    head, _, _ = build("replaced")
     hidden, targets = data()
     loss = head(hidden, targets, chunk_size=10).loss
     assert head.proj.rows == [10, 10, 7]
@@ -58,7 +58,7 @@ def test_a_captured_step_draws_its_random_numbers_again(
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_budget_reaches_the_chunks(trained: bool) -> None:
     """The budget counts three weight gradients: the sum so far, a chunk's, and their sum."""
-    head, weight, _ = build("swapped")
+    head, weight, _ = build("replaced")
     weight.requires_grad_(trained)
     hidden, targets = data()
     # The budget has room for eight rows of 37 float32 logits, with the copies by plain PyTorch.
@@ -75,7 +75,7 @@ def test_a_budget_reaches_the_chunks(trained: bool) -> None:
 
 
 def test_class_weights_may_not_change_before_backward() -> None:
-    head, _, _ = build("swapped")
+    head, _, _ = build("replaced")
     hidden, targets = data()
     class_weights = torch.ones(VOCAB)
     loss = head(hidden, targets, class_weights=class_weights).loss
@@ -85,7 +85,7 @@ def test_class_weights_may_not_change_before_backward() -> None:
 
 
 def test_too_small_a_budget_names_the_least() -> None:
-    head, weight, _ = build("swapped")
+    head, weight, _ = build("replaced")
     hidden, targets = data()
     with pytest.raises(ValueError, match="at least") as error:
         head(hidden, targets, max_scratch_bytes=1)
@@ -141,7 +141,7 @@ def test_scratch_stays_in_the_budget(
     "reduction, cut", [("mean", {"max_scratch_bytes": 36_000}), ("none", {"chunk_size": 14})]
 )
 def test_several_chunks_with_sizes_that_are_symbols(reduction: str, cut: dict[str, int]) -> None:
-    head, weight, _ = build("swapped")
+    head, weight, _ = build("replaced")
     head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
     torch._dynamo.reset()
@@ -155,7 +155,7 @@ def test_several_chunks_with_sizes_that_are_symbols(reduction: str, cut: dict[st
 
 
 def test_a_budget_under_compile() -> None:
-    head, weight, _ = build("swapped")
+    head, weight, _ = build("replaced")
     head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
     options = {"max_scratch_bytes": 3 * weight.nbytes + 8 * 32 * VOCAB + 64 * BATCH * SEQ}
