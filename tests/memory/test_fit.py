@@ -224,8 +224,13 @@ def test_without_triton_a_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch
         (1, 16, {"count": "all"}, "count='all'"),
         (1, 16, {"budget": "9" * 400}, "budget='999"),
         (1, 16, {"budget": "5TiB"}, "budget: '5TiB' is more than any device has"),
-        (1, 16, {"around": torch.nn.Linear(1, 1)}, "around is a Linear that does not contain"),
-        (1, 16, {"around": "model"}, "around is a str that does not contain"),
+        (
+            1,
+            16,
+            {"step_module": torch.nn.Linear(1, 1)},
+            "step_module is a Linear that does not contain",
+        ),
+        (1, 16, {"step_module": "model"}, "step_module is a str that does not contain"),
         (1, 16, {"optimizer_bytes": torch.optim.AdamW}, "optimizer_bytes=<class.*an optimizer"),
         (1, 16, {"optimizer_bytes": 1.5}, "optimizer_bytes=1.5: expected an optimizer"),
         (1, 16, {"autocast": True}, "autocast=True; expected None, torch.bfloat16 or"),
@@ -302,7 +307,9 @@ class Reads(torch.nn.Module):
 
 def test_a_module_around_the_model_is_called_as_the_model() -> None:
     model = tiny_model()
-    with pytest.raises(ConfigError, match=r"around is a Sequential, .*around\(input_ids, labels="):
+    with pytest.raises(
+        ConfigError, match=r"step_module is a Sequential, .*step_module\(input_ids, labels="
+    ):
         model.plan_memory(1, 16, budget="1GiB", step_module=torch.nn.Sequential(model))
     with pytest.raises(ConfigError, match=r"Reads reads the values of tensors .*MemoryPlan.of"):
         model.plan_memory(1, 16, budget="1GiB", step_module=Reads(model))
