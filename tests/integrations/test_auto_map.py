@@ -121,7 +121,7 @@ def test_the_command_line_of_trl(
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: the file cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json: the file is missing"):
         write_auto_map(tmp_path)
     for config, words in {
         "[]": "the JSON holds a list",
