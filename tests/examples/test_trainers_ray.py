@@ -13,7 +13,8 @@ from tests.examples import ray_cases
 from tests.examples.trainer_cases import INSTALL
 
 
-@pytest.mark.parametrize("with_theirs", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("with_theirs", [False, True])
 def test_ray_train(with_theirs: bool, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason=INSTALL)
     # Ray leaves threads and handlers of signals in its process, which later tests would meet.
