@@ -42,7 +42,7 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
 _SHORT.maxlevel = 3
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the `repr` of a value for a message, cut to a line or two.
 
     The value may come from a hostile file, and its whole `repr` may be very long.
@@ -51,8 +51,8 @@ def shown(value: Any) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a name for a message: as it is, or by `shown` if it is too long or not printable."""
-    return name if len(name) <= 300 and name.isprintable() else shown(name)
+    """Return a name for a message: as it is, or by `short_repr` if it is too long or not printable."""
+    return name if len(name) <= 300 and name.isprintable() else short_repr(name)
 
 
 def listing(names: Iterable[str], limit: int = 10) -> str:

@@ -16,7 +16,7 @@ from ligermodels.adapters.peft_format import Part, adapter_of_hf, linears
 from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
-from ligermodels.errors import CheckpointError, ConfigError, shown
+from ligermodels.errors import CheckpointError, ConfigError, short_repr
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 
@@ -63,8 +63,8 @@ def add_adapters(
             _replace(model, name, adapted)
     if unused:
         raise ConfigError(
-            f"lora_targets: {shown(min(unused))} is no linear of the layers of this model; its "
-            f"linears are {', '.join(sorted(known))}"
+            f"lora_targets: {short_repr(min(unused))} is no linear of the layers of this model; "
+            f"its linears are {', '.join(sorted(known))}"
         )
 
 

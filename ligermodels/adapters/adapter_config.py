@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ligermodels.converters.files import is_number
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.errors import CheckpointError, short_repr
 
 # Keys of the config that name modules; a conversion writes them anew from the tensors.
 NAMING = {
@@ -33,7 +33,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a key that is not honoured, or a value that cannot be."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
-            f"adapter: peft_type is {shown(config.get('peft_type'))}; only 'LORA' can be converted"
+            f"adapter: peft_type is {short_repr(config.get('peft_type'))}; only 'LORA' can be "
+            "converted"
         )
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGING):
@@ -44,7 +45,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
     for key, value in config.items():
         if key not in KEPT | NAMING and value:
-            raise CheckpointError(f"adapter: {key}={shown(value)} cannot be converted")
+            raise CheckpointError(f"adapter: {key}={short_repr(value)} cannot be converted")
     _check_numbers(config)
     _check_names(config)
 
@@ -97,19 +98,23 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict):
-            raise CheckpointError(f"adapter: {key} is {shown(patterns)}, but must be an object")
+            raise CheckpointError(
+                f"adapter: {key} is {short_repr(patterns)}, but must be an object"
+            )
         for pattern, value in patterns.items():
             _check_pattern(key, pattern)
-            _check_number(f"{key}[{shown(pattern)}]", value, whole=key == "rank_pattern")
+            _check_number(f"{key}[{short_repr(pattern)}]", value, whole=key == "rank_pattern")
     _check_number("lora_alpha", config.get("lora_alpha", 8), whole=False)
     _check_number("r", config.get("r", 8), whole=True)
 
 
 def _check_number(key: str, value: Any, *, whole: bool) -> None:
     if not is_number(value) or abs(value) > 1e30:
-        raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a number")
+        raise CheckpointError(f"adapter: {key} is {short_repr(value)}, but must be a number")
     if whole and (not isinstance(value, int) or value < 1):
-        raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a rank of at least 1")
+        raise CheckpointError(
+            f"adapter: {key} is {short_repr(value)}, but must be a rank of at least 1"
+        )
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
@@ -120,7 +125,9 @@ def _check_names(config: Mapping[str, Any]) -> None:
         if isinstance(value, str) and key != "modules_to_save":
             _check_pattern(key, value)
         elif value is not None and not _all_are(value, str):
-            raise CheckpointError(f"adapter: {key} is {shown(value)}, but must be a list of names")
+            raise CheckpointError(
+                f"adapter: {key} is {short_repr(value)}, but must be a list of names"
+            )
         elif key == "layers_pattern":
             for pattern in value or ():
                 _check_pattern(key, pattern)
@@ -131,7 +138,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
         )
     if layers is not None and type(layers) is not int and not _all_are(layers, int):
         raise CheckpointError(
-            f"adapter: layers_to_transform is {shown(layers)}, but must be a list of numbers"
+            f"adapter: layers_to_transform is {short_repr(layers)}, but must be a list of numbers"
         )
     if isinstance(wanted, str) and layers is not None:
         raise CheckpointError(
@@ -154,8 +161,8 @@ def _check_pattern(key: str, pattern: str) -> None:
         simple = False
     if not simple:
         raise CheckpointError(
-            f"adapter: {key}: {shown(pattern)} is not a simple expression, so a match could take "
-            "very long; write the names of the modules in full"
+            f"adapter: {key}: {short_repr(pattern)} is not a simple expression, so a match could "
+            "take very long; write the names of the modules in full"
         )
 
 

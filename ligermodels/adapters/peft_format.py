@@ -38,7 +38,7 @@ from ligermodels.converters.checkpoint_files import (
 from ligermodels.converters.files import read_json
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.weight_map import Entry, WeightMap
-from ligermodels.errors import CheckpointError, listing, shown
+from ligermodels.errors import CheckpointError, listing, short_repr
 
 Weights = dict[str, Tensor]
 Config = dict[str, Any]
@@ -167,7 +167,7 @@ def read_adapter(folder: Path) -> tuple[Weights, Config]:
     weights = {name: file.tensor(name) for name in file.tensors}
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise CheckpointError(f"{file.path}: {shown(name)} holds NaN or infinite values")
+            raise CheckpointError(f"{file.path}: {short_repr(name)} holds NaN or infinite values")
     file.close()
     return weights, config
 
@@ -361,15 +361,15 @@ def _check(
                 key = "use_dora" if end == _MAGNITUDE else "target_modules"
                 raise CheckpointError(
                     f"adapter: {_PREFIX}{module}.{end} is not a tensor that adapter_config.json "
-                    f"names ({key}: {shown(config.get(key))}), and would be left out; the file and "
-                    "the config belong to different adapters, or the method is not LoRA"
+                    f"names ({key}: {short_repr(config.get(key))}), and would be left out; the "
+                    "file and the config belong to different adapters, or the method is not LoRA"
                 )
         if module in targeted:
             needed |= {f"{_PREFIX}{module}.{end}": shape for end, shape in tensors.items()}
     needed |= dict.fromkeys(_others(config, weight_map, targeted, native=native))
     if absent := sorted(needed.keys() - weights.keys()):
         unknown = sorted(name for name in left if ".lora_" in name)
-        others = f"; {shown(unknown[0])} belongs to no linear of this model" if unknown else ""
+        others = f"; {short_repr(unknown[0])} belongs to no linear of this model" if unknown else ""
         raise CheckpointError(
             f"adapter: {absent[0]} is missing, but adapter_config.json names its module (this is "
             f"so for {len(absent)} tensors){others}; get the whole adapter, or correct the config\n"
@@ -382,8 +382,8 @@ def _check(
             )
     if not weights:
         raise CheckpointError(
-            f"adapter: there are no tensors, and target_modules {shown(config['target_modules'])} "
-            "names no linear of this model"
+            "adapter: there are no tensors, and target_modules "
+            f"{short_repr(config['target_modules'])} names no linear of this model"
         )
 
 

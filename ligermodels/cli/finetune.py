@@ -11,7 +11,7 @@ from ligermodels.cli import launch
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import byte_size, import_modules, number
 from ligermodels.converters.dtypes import dtype_name
-from ligermodels.errors import ConfigError, LigerError, shown
+from ligermodels.errors import ConfigError, LigerError, short_repr
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.options import OTHER_NAMES as OTHER_NAMES  # for a mistake's hint
 from ligermodels.training.options import types_of
@@ -197,7 +197,7 @@ def _options(given: argparse.Namespace) -> tuple[dict[str, Any], launch.LaunchOp
         modules = found.pop("import", None) or []
         modules = [modules] if isinstance(modules, str) else modules
         if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-            raise ConfigError(f"import: must be a list of texts, not {shown(modules)}")
+            raise ConfigError(f"import: must be a list of texts, not {short_repr(modules)}")
         import_modules(modules)
         given.modules = [*(given.modules or ()), *modules]
     found |= {k: v for k, v in vars(given).items() if k in names}

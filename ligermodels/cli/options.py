@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ligermodels.converters.dtypes import dtype_name
 from ligermodels.converters.files import open_regular
-from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, shown
+from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, short_repr
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.config import EXPORT_DTYPES
 from ligermodels.training.options import limit_complaint
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             known = list(map(str, action.choices))
             raise argparse.ArgumentError(
                 action,
-                f"invalid choice: {shown(value)} (choose from {', '.join(map(repr, known))})"
+                f"invalid choice: {short_repr(value)} (choose from {', '.join(map(repr, known))})"
                 f"{did_you_mean(str(value), known)}",
             )
 
@@ -134,7 +134,7 @@ def byte_size(text: str) -> int:
         found = 0
     if found < 1:
         raise argparse.ArgumentTypeError(
-            f"not a size: {shown(text)}; write 5GB, 512MiB or a number of bytes"
+            f"not a size: {short_repr(text)}; write 5GB, 512MiB or a number of bytes"
         )
     return found
 
@@ -150,7 +150,7 @@ def number(kind: type, **limits: float) -> Callable[[str], float]:
             value: float = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"invalid {kind.__name__} value: {shown(text)}"
+                f"invalid {kind.__name__} value: {short_repr(text)}"
             ) from None
         complaint = limit_complaint(value, **limits)
         if complaint is not None:

@@ -23,7 +23,7 @@ from ligermodels.converters.safetensors_file import (
     byte_view,
 )
 from ligermodels.converters.weight_map import Entry, Towers, WeightMap
-from ligermodels.errors import CheckpointError, listing, shown
+from ligermodels.errors import CheckpointError, listing, short_repr
 
 # The tensors of a quantised weight have names with these endings. The first line is of GPTQ and
 # AWQ, the second of bitsandbytes, the third of compressed-tensors and float8 checkpoints.
@@ -161,8 +161,8 @@ class Checkpoint:
             alone = towers.text_name(name)
             if alone in text:
                 raise CheckpointError(
-                    f"{info.path}: {shown(name)} and {shown(self._name_in_file(alone))} are two "
-                    "spellings of one tensor; a checkpoint may hold only one of them"
+                    f"{info.path}: {short_repr(name)} and {short_repr(self._name_in_file(alone))} "
+                    "are two spellings of one tensor; a checkpoint may hold only one of them"
                 )
             if alone != name:
                 self._stored_as[alone] = name
@@ -402,19 +402,19 @@ def _match_index(
     """Check that a shard holds exactly the tensors that the index maps to it."""
     if lacking := sorted(promised - held.keys()):
         raise CheckpointError(
-            f"{shard}: {shown(lacking[0])} is missing, but {index.name} puts it there "
+            f"{shard}: {short_repr(lacking[0])} is missing, but {index.name} puts it there "
             f"({len(lacking)} such tensors)\n{listing(lacking)}"
         )
     if surplus := sorted(held.keys() - promised):
         raise CheckpointError(
-            f"{index}: {shown(surplus[0])} is not mapped to {shard.name}, which holds it "
+            f"{index}: {short_repr(surplus[0])} is not mapped to {shard.name}, which holds it "
             f"({len(surplus)} such tensors)\n{listing(surplus)}"
         )
 
 
 def _describe(faults: list[tuple[Path, str, str]]) -> str:
     path, name, what = faults[0]
-    first = f"{path}: {shown(name)} {what}"
+    first = f"{path}: {short_repr(name)} {what}"
     if len(faults) == 1:
         return first
     lines = listing(f"{name} {what}" for _, name, what in faults)

@@ -12,7 +12,7 @@ from ligermodels.converters.files import (
     read_if_present,
     read_json,
 )
-from ligermodels.errors import CheckpointError, listing, printable, shown
+from ligermodels.errors import CheckpointError, listing, printable, short_repr
 
 # transformers.utils has constants of the same names.
 CONFIG_NAME = "config.json"
@@ -129,8 +129,8 @@ def weight_files(
     for key, name in shard_of.items():
         if not isinstance(name, str) or not _is_plain_name(name):
             raise CheckpointError(
-                f"{index}: 'weight_map' puts {shown(key)} into {shown(name)}, which is not a "
-                "plain .safetensors file name"
+                f"{index}: 'weight_map' puts {short_repr(key)} into {short_repr(name)}, which is "
+                "not a plain .safetensors file name"
             )
     files = sorted(set(shard_of.values()))
     if SAFE_WEIGHTS_NAME in names and SAFE_WEIGHTS_NAME not in files:

@@ -32,7 +32,7 @@ from ligermodels.converters.files import read_json, sync_file, sync_folder, writ
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.save_dir import check_replaceable, replace_dir
 from ligermodels.converters.weight_map import Entry, Span, WeightMap
-from ligermodels.errors import CheckpointError, SaveError, shown
+from ligermodels.errors import CheckpointError, SaveError, short_repr
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -235,7 +235,9 @@ def _resolve(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as fault:  # A loop of links, or a null byte.
-        raise SaveError(f"{shown(os.fspath(folder))}: this cannot be a folder: {fault}") from None
+        raise SaveError(
+            f"{short_repr(os.fspath(folder))}: this cannot be a folder: {fault}"
+        ) from None
 
 
 def _refusing(target: Path) -> Callable[[str], bool]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from ligermodels.errors import LigerError, printable, shown
+from ligermodels.errors import LigerError, printable, short_repr
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -73,7 +73,7 @@ def open_if_present(path: Path, error: type[LigerError]) -> FileIO | None:
     except OSError as fault:
         raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
     except ValueError as fault:  # The path has a null byte, or characters that no path can have.
-        raise error(f"{shown(str(path))}: the file cannot be read: {fault}") from None
+        raise error(f"{short_repr(str(path))}: the file cannot be read: {fault}") from None
     if descriptor is not None:
         mode = os.fstat(descriptor).st_mode  # Another file may have taken its place.
         if stat.S_ISREG(mode):
@@ -151,7 +151,7 @@ def names_if_present(folder: Path, error: type[LigerError]) -> list[str] | None:
     except OSError as fault:
         raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
     except ValueError as fault:  # as in `open_if_present`
-        raise error(f"{shown(str(folder))}: the folder cannot be read: {fault}") from None
+        raise error(f"{short_repr(str(folder))}: the folder cannot be read: {fault}") from None
 
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def unique_keys(
         found = dict(pairs)
         if len(found) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise error(f"{where}: key {shown(twice)} appears twice")
+            raise error(f"{where}: key {short_repr(twice)} appears twice")
         return found
 
     return unique

@@ -21,7 +21,7 @@ from ligermodels.converters import hf_rope
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, is_adapter
 from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import is_int, is_number, is_token_id, read_json_if_present
-from ligermodels.errors import CheckpointError, ConfigError, shown
+from ligermodels.errors import CheckpointError, ConfigError, short_repr
 
 # Keys that change the computation, and the values of each that do not change it. A family that
 # does not implement the key refuses any other value. An absent key and a null change nothing.
@@ -132,18 +132,19 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
     _refuse_quantised(raw)
     given = {} if raw.get("text_config") is None else raw["text_config"]
     if not isinstance(given, dict):
-        raise ConfigError(f"'text_config' is {shown(given)}, expected an object")
+        raise ConfigError(f"'text_config' is {short_repr(given)}, expected an object")
     if given.get("model_type", config_class.model_type) != config_class.model_type:
         raise ConfigError(
-            f"'text_config.model_type' is {shown(given['model_type'])}, expected "
+            f"'text_config.model_type' is {short_repr(given['model_type'])}, expected "
             f"{config_class.model_type!r}"
         )
     if given.get("final_logit_softcapping") is not None:
         # transformers caps the logits of a text model, but not those of the wrapper.
         raise ConfigError(
             "'text_config.final_logit_softcapping' is "
-            f"{shown(given['final_logit_softcapping'])}, which a {config_class.wrapper_type!r} "
-            "model ignores, but an export of its text model would apply it; set it to null"
+            f"{short_repr(given['final_logit_softcapping'])}, which a "
+            f"{config_class.wrapper_type!r} model ignores, but an export of its text model would "
+            "apply it; set it to null"
         )
     text = {**copy.deepcopy(given), "model_type": config_class.model_type}
     text.pop("architectures", None)
@@ -170,8 +171,8 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
     model_type = raw.get("model_type")
     if model_type != config_class.model_type:
         raise ConfigError(
-            f"'model_type' is {shown(model_type)}; this class reads {config_class.model_type!r}; "
-            "use AutoLiger to load other families"
+            f"'model_type' is {short_repr(model_type)}; this class reads "
+            f"{config_class.model_type!r}; use AutoLiger to load other families"
         )
     extra = copy.deepcopy(raw)
     raw = _without_aliases(raw, config_class)
@@ -205,8 +206,8 @@ def _without_aliases(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[
             value = found.pop(key)
             if found.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{key!r} is {shown(value)}, but {name!r}, which means the same, is "
-                    f"{shown(found[name])}; remove one of them"
+                    f"{key!r} is {short_repr(value)}, but {name!r}, which means the same, is "
+                    f"{short_repr(found[name])}; remove one of them"
                 )
     return found
 
@@ -277,7 +278,7 @@ def _refuse_quantised(raw: dict[str, Any]) -> None:
         if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
             raise ConfigError(
-                f"{key!r}: quantised checkpoints ({shown(method)}) are not supported; "
+                f"{key!r}: quantised checkpoints ({short_repr(method)}) are not supported; "
                 "load the checkpoint that it was made from, in float32, bfloat16 or float16"
             )
 
@@ -289,8 +290,8 @@ def _refuse(raw: dict[str, Any], config_class: type[HFConfig]) -> None:
         if key not in implemented and value is not None and value not in harmless:
             accepted = " or ".join(map(json.dumps, (*harmless, None)))
             raise ConfigError(
-                f"{key!r} is {shown(value)}, which changes the computation and is not implemented; "
-                f"choose a checkpoint where it is {accepted}"
+                f"{key!r} is {short_repr(value)}, which changes the computation and is not "
+                f"implemented; choose a checkpoint where it is {accepted}"
             )
 
 
@@ -328,7 +329,7 @@ def _type_fault(name: str, value: Any, hint: Any) -> str | None:
         tokens = value if isinstance(value, list) else [value]
         good = all(token is None or is_token_id(token) for token in tokens)
     expected = " or ".join(_TYPES[kind][0] for kind in kinds)
-    return None if good else f"{name!r} is {shown(value)}, expected {expected}"
+    return None if good else f"{name!r} is {short_repr(value)}, expected {expected}"
 
 
 @cache
@@ -351,7 +352,8 @@ def _dtype(raw: dict[str, Any]) -> str | None:
             name = value.removeprefix("torch.") if isinstance(value, str) else value
             if name not in FLOAT_DTYPES.values():
                 raise ConfigError(
-                    f"{key!r} is {shown(value)}, expected one of {', '.join(FLOAT_DTYPES.values())}"
+                    f"{key!r} is {short_repr(value)}, expected one of "
+                    f"{', '.join(FLOAT_DTYPES.values())}"
                 )
             return name
     return None

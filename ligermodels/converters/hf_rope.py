@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 from ligermodels.converters.files import is_int, is_number
-from ligermodels.errors import ConfigError, printable, shown
+from ligermodels.errors import ConfigError, printable, short_repr
 
 FIELDS = ("rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor")
 # Each rope type and the numbers that it needs.
@@ -64,7 +64,7 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
     theta = ("rope_theta", config_class.rope_theta)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key), (dict, type(None))):
-            raise ConfigError(f"{key!r} is {shown(raw[key])}, expected an object or null")
+            raise ConfigError(f"{key!r} is {short_repr(raw[key])}, expected an object or null")
     if (local_theta := getattr(config_class, "rope_local_base_freq", None)) is not None:
         local = ("rope_local_base_freq", local_theta)
         return _fields_per_layer_type(raw, theta, local, config_class)
@@ -94,7 +94,7 @@ def _part(given: dict[str, Any], key: str, raw: Mapping[str, Any], default: floa
         part, name = raw.get("partial_rotary_factor"), "partial_rotary_factor"
     part = default if part is None else part
     if not is_number(part) or not 0 < part <= 1:
-        raise ConfigError(f"{name!r} is {shown(part)}, expected a number above 0, at most 1")
+        raise ConfigError(f"{name!r} is {short_repr(part)}, expected a number above 0, at most 1")
     return float(part)
 
 
@@ -108,8 +108,8 @@ def _fields_per_layer_type(
     for name, value in nested.items():
         if name not in LAYER_TYPES or not isinstance(value, (dict, type(None))):
             raise ConfigError(
-                f"'rope_parameters.{printable(name)}' is {shown(value)}; this family allows only "
-                f"{' and '.join(LAYER_TYPES)} there, and each must be an object"
+                f"'rope_parameters.{printable(name)}' is {short_repr(value)}; this family allows "
+                f"only {' and '.join(LAYER_TYPES)} there, and each must be an object"
             )
     # transformers merges rope_scaling into this object, and "rope_type" wins over "type".
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters.full_attention"
@@ -149,16 +149,16 @@ def _theta_and_scaling(
         theta, theta_key = raw.get(fallback[0]), fallback[0]
     theta = fallback[1] if theta is None else theta
     if not is_number(theta) or theta <= 0:
-        raise ConfigError(f"{theta_key!r} is {shown(theta)}, expected a positive number")
+        raise ConfigError(f"{theta_key!r} is {short_repr(theta)}, expected a positive number")
 
     old_spelling = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", old_spelling)
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"'{key}.rope_type' is {shown(rope_type)}, expected one of {', '.join(ROPE_TYPES)}"
+            f"'{key}.rope_type' is {short_repr(rope_type)}, expected one of {', '.join(ROPE_TYPES)}"
         )
     if scaling.get("partial_rotary_factor", 1) != 1:
-        value = shown(scaling["partial_rotary_factor"])
+        value = short_repr(scaling["partial_rotary_factor"])
         raise ConfigError(
             f"'{key}.partial_rotary_factor' is {value}, which changes the computation and is not "
             "implemented"
@@ -177,8 +177,8 @@ def _refuse_unread(scaling: Mapping[str, Any], may_stay: Collection[str], where:
         known = name in _READ or name in may_stay
         if not known and value is not None and not isinstance(value, dict):
             raise ConfigError(
-                f"{where}{printable(name)}' is {shown(value)}, which no rope here reads; if it "
-                "does not change the computation, add it to unread_rope_keys of the config class"
+                f"{where}{printable(name)}' is {short_repr(value)}, which no rope here reads; if "
+                "it does not change the computation, add it to unread_rope_keys of the config class"
             )
 
 
@@ -195,7 +195,7 @@ def check_scaling(
     rope_type = scaling.get("rope_type")
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"config: rope_scaling has rope_type {shown(rope_type)}, expected one of "
+            f"config: rope_scaling has rope_type {short_repr(rope_type)}, expected one of "
             f"{', '.join(ROPE_TYPES)}"
         )
     _refuse_unread(scaling, unread, "config: 'rope_scaling.")
@@ -215,9 +215,9 @@ def _check(rope_type: str, scaling: Mapping[str, Any], raw: Mapping[str, Any], w
                 raise fault(name, f"is missing; rope type {rope_type!r} needs it")
         elif not _is_positive(value):
             if not (is_number(value) and value == 0 and name in _OPTIONAL_OR_ZERO):
-                raise fault(name, f"is {shown(value)}, expected a positive number")
+                raise fault(name, f"is {short_repr(value)}, expected a positive number")
     if not isinstance(scaling.get("truncate", True), bool):
-        raise fault("truncate", f"is {shown(scaling['truncate'])}, expected true or false")
+        raise fault("truncate", f"is {short_repr(scaling['truncate'])}, expected true or false")
     if rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise fault("high_freq_factor", "must be greater than low_freq_factor")
     if rope_type == "yarn" and raw.get("rope_theta") == 1:

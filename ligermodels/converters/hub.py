@@ -22,7 +22,14 @@ from ligermodels.converters.checkpoint_files import (
 from ligermodels.converters.files import read_json
 from ligermodels.converters.hub_snapshot import COMMIT, Snapshot, is_damaged
 from ligermodels.converters.save_dir import recover_dir
-from ligermodels.errors import CheckpointError, did_you_mean, first_line, listing, printable, shown
+from ligermodels.errors import (
+    CheckpointError,
+    did_you_mean,
+    first_line,
+    listing,
+    printable,
+    short_repr,
+)
 
 logger = logging.getLogger(__name__)
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
@@ -116,8 +123,8 @@ def resolve(
         )
     if revision is not None and not _is_revision(revision):
         raise CheckpointError(
-            f"{name}: revision {shown(revision)} is not a possible name; pass a branch, tag or "
-            "commit of the repository"
+            f"{name}: revision {short_repr(revision)} is not a possible name; pass a branch, tag "
+            "or commit of the repository"
         )
     return _fetch(name, revision, weights, **options)
 
@@ -176,7 +183,7 @@ def _fetch(
     # The commit becomes a folder's name in the cache.
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise CheckpointError(
-            f"{repo}: the hub names {shown(commit)} as the commit, which is no commit; check "
+            f"{repo}: the hub names {short_repr(commit)} as the commit, which is no commit; check "
             "HF_ENDPOINT and the proxy"
         )
     if revision is not None and COMMIT.fullmatch(revision) and revision != commit:

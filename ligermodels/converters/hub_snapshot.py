@@ -18,7 +18,7 @@ from typing import Any
 
 from ligermodels.converters.checkpoint_files import COPIED_FILES
 from ligermodels.converters.files import in_threads
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.errors import CheckpointError, short_repr
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -131,13 +131,13 @@ def contradiction(path: Path, said: Any, whole: bool) -> str | None:
     size = path.stat().st_size
     for claimed in (said.size, said.lfs and said.lfs.size):
         if claimed not in (None, size):
-            return f"it has {size} bytes, and the hub says {shown(claimed)}"
+            return f"it has {size} bytes, and the hub says {short_repr(claimed)}"
     if not whole:
         return None
     name = _blob_name(path)
     sha256 = {said.lfs and said.lfs.sha256, name if _SHA256.fullmatch(name) else None} - {None}
     if sha256 and sha256 != {found := _digest(path, "sha256")}:
-        claims = " and ".join(map(shown, sorted(map(str, sha256))))
+        claims = " and ".join(map(short_repr, sorted(map(str, sha256))))
         return f"its SHA-256 is {found}, and the hub says {claims}"
     git_id = said.blob_id
     if not said.lfs and isinstance(git_id, str) and COMMIT.fullmatch(git_id):

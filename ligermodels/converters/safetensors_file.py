@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ligermodels.converters.dtypes import FLOAT_DTYPES
 from ligermodels.converters.files import OpenFile, parse_json
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.errors import CheckpointError, short_repr
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
 # What can be read: an optimizer's state in 8 bits, too.
@@ -159,7 +159,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         if info.dtype not in DTYPES:
             raise CheckpointError(
-                f"{self.path}: {shown(name)} has the dtype {info.dtype}; expected one of "
+                f"{self.path}: {short_repr(name)} has the dtype {info.dtype}; expected one of "
                 f"{', '.join(DTYPES)}"
             )
         out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
@@ -199,11 +199,11 @@ class SafetensorsFile:
             changed = bool(rest) or file.identity() != self._identity
         except OSError as fault:
             raise CheckpointError(
-                f"{self.path}: {shown(name)} cannot be read: {fault.strerror}"
+                f"{self.path}: {short_repr(name)} cannot be read: {fault.strerror}"
             ) from None
         if changed:
             raise CheckpointError(
-                f"{self.path}: {shown(name)} cannot be read: the file was changed after its "
+                f"{self.path}: {short_repr(name)} cannot be read: the file was changed after its "
                 "header was read"
             )
 
@@ -251,7 +251,7 @@ def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], 
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if info.begin != expected:
             raise CheckpointError(
-                f"{path}: {shown(name)} begins at byte {info.begin} of the data, expected "
+                f"{path}: {short_repr(name)} begins at byte {info.begin} of the data, expected "
                 f"{expected}; the tensors overlap, or there is a gap between them"
             )
         expected += info.nbytes
@@ -275,23 +275,23 @@ def _tensor_info(path: Path, name: str, value: Any) -> TensorInfo:
     """Check the header's entry for one tensor."""
 
     def fault(what: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {shown(name)} {what}")
+        return CheckpointError(f"{path}: {short_repr(name)} {what}")
 
     if not isinstance(value, dict) or value.keys() != _HEADER_KEYS:
         raise fault("needs exactly the keys dtype, shape and data_offsets in the header")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):
-        raise fault(f"has dtype {shown(dtype)}, which the format does not define")
+        raise fault(f"has dtype {short_repr(dtype)}, which the format does not define")
     if not _sizes(shape) or len(shape) > _MAX_DIMS:
-        raise fault(f"has shape {shown(shape)}, expected a list of sizes that torch accepts")
+        raise fault(f"has shape {short_repr(shape)}, expected a list of sizes that torch accepts")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise fault(f"has data_offsets {shown(offsets)}, expected [begin, end]")
+        raise fault(f"has data_offsets {short_repr(offsets)}, expected [begin, end]")
     begin, end = offsets
     bits = DTYPES[dtype].itemsize * 8 if dtype in DTYPES else _OTHER_BITS[dtype]
     if (end - begin) * 8 != math.prod(shape) * bits:
         raise fault(
             f"has {end - begin} bytes, which is not the size of {dtype} values of shape "
-            f"{shown(shape)}"
+            f"{short_repr(shape)}"
         )
     return TensorInfo(path, dtype, tuple(shape), end - begin, begin)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.errors import LigerError, did_you_mean, shown
+from ligermodels.errors import LigerError, did_you_mean, short_repr
 from ligermodels.generation.draft import Heads, drafted_passes, generate_drafted
 from ligermodels.generation.generation_config import (
     checked_generation_config,
@@ -227,14 +227,17 @@ def _start(
     sampling = Sampling(do_sample, temperature, top_k, top_p)
     if check_count("generate", "max_new_tokens", max_new_tokens, 1) > MAX_NEW_TOKENS:
         raise ValueError(
-            f"max_new_tokens={shown(max_new_tokens)}: the number must be at most {MAX_NEW_TOKENS}"
+            f"max_new_tokens={short_repr(max_new_tokens)}: the number must be at most "
+            f"{MAX_NEW_TOKENS}"
         )
     if pad_token_id is not None:
         check_count("generate", "pad_token_id", pad_token_id, 0)
     defaults = checked_generation_config(model)
     stops = resolve_eos_token_ids(eos_token_id, defaults, config)
     if beyond := [token for token in stops if abs(token) >= 2**63]:
-        raise ValueError(f"eos_token_id={shown(beyond[0])}: expected a token id of at most 64 bits")
+        raise ValueError(
+            f"eos_token_id={short_repr(beyond[0])}: expected a token id of at most 64 bits"
+        )
     pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
     if (input_ids is None) == (inputs_embeds is None):

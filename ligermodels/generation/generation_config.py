@@ -8,7 +8,7 @@ from typing import Any
 
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
 from ligermodels.converters.files import is_token_id
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 
@@ -53,7 +53,9 @@ def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
     path /= GENERATION_CONFIG_NAME
     for key, (holds, expected) in _READ.items():
         if found.get(key) is not None and not holds(found[key]):
-            raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
+            raise CheckpointError(
+                f"{path}: {key!r} is {short_repr(found[key])}, expected {expected}"
+            )
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
             f"{path}: these settings are not implemented and have no effect: {', '.join(left_out)}",
@@ -115,7 +117,7 @@ def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[s
     found = _first(asked, generation_config.get("repetition_penalty"), 1.0)
     if not _is_penalty(found):
         raise ValueError(
-            f"repetition_penalty={shown(found)}: the penalty must be {_PENALTY}; 1 means none"
+            f"repetition_penalty={short_repr(found)}: the penalty must be {_PENALTY}; 1 means none"
         )
     return float(found)
 

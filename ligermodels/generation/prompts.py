@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ligermodels.errors import shown
+from ligermodels.errors import short_repr
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
@@ -91,7 +91,7 @@ def _tensor(name: str, value: Any) -> Tensor:
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"{name}: got {shown(value)}; expected integers of 64 bits") from None
+        raise ValueError(f"{name}: got {short_repr(value)}; expected integers of 64 bits") from None
     if found.layout is not torch.strided:
         raise ValueError(f"{name} is a sparse tensor; expected a dense one")
     return found

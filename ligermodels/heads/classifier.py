@@ -21,7 +21,7 @@ from ligermodels.converters import hub
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, linear_entries
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.models.auto import family_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
@@ -195,7 +195,7 @@ def num_labels(config: ModelConfig) -> int:
         return 2
     if not isinstance(names, dict) or not names:
         raise ConfigError(
-            f"id2label: expected an object with a name for each label: {shown(names)}"
+            f"id2label: expected an object with a name for each label: {short_repr(names)}"
         )
     return len(names)
 
@@ -244,7 +244,7 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
 def _check_problem(problem_type: Any) -> None:
     if problem_type not in (None, *PROBLEM_TYPES):
         raise ConfigError(
-            f"problem_type: {shown(problem_type)} is not one of {', '.join(PROBLEM_TYPES)}"
+            f"problem_type: {short_repr(problem_type)} is not one of {', '.join(PROBLEM_TYPES)}"
         )
 
 

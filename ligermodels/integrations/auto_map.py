@@ -6,7 +6,7 @@ from pathlib import Path
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.files import read_json, write_json
 from ligermodels.converters.hf_config import AUTO_CLASS, SHELL_FILE
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.models.auto import families
 
 _CODE = """\
@@ -41,11 +41,11 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
     model_type, known = config.get("model_type"), config.get("auto_map") or {}
     if not isinstance(model_type, str) or model_type not in found:
         raise CheckpointError(
-            f"{file}: model_type {shown(model_type)} is not supported; these are supported: "
+            f"{file}: model_type {short_repr(model_type)} is not supported; these are supported: "
             f"{', '.join(found)}"
         )
     if not isinstance(known, dict):
-        raise CheckpointError(f"{file}: auto_map is {shown(known)}, expected an object")
+        raise CheckpointError(f"{file}: auto_map is {short_repr(known)}, expected an object")
     if "AutoConfig" in known:
         raise CheckpointError(
             f"{file}: auto_map names a config class of the checkpoint's own (AutoConfig), and a "

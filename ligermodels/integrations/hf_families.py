@@ -13,7 +13,7 @@ from transformers.utils import find_adapter_config_file
 
 from ligermodels.converters import hf_config
 from ligermodels.converters.files import read_json
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 
@@ -59,7 +59,7 @@ def class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
         )
     if raw.get("model_type") not in found:
         raise ConfigError(
-            f"{path}: model_type {shown(raw.get('model_type'))} is not supported; these are "
+            f"{path}: model_type {short_repr(raw.get('model_type'))} is not supported; these are "
             f"supported: {', '.join(found)}"
         )
     return class_of(found[raw["model_type"]], base)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import shown
+from ligermodels.errors import short_repr
 from ligermodels.integrations.hf_cache import HFCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.inputs import flattened_documents
@@ -106,6 +106,6 @@ def native_inputs(
     if unknown:
         name, value = next(iter(unknown.items()))
         raise ValueError(
-            f"{name}={shown(value)}: the model cannot honour this argument; leave it out"
+            f"{name}={short_repr(value)}: the model cannot honour this argument; leave it out"
         )
     return inputs

@@ -4,7 +4,7 @@ import re
 from numbers import Integral
 from typing import Any
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 
 GIB = 2**30
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
@@ -31,5 +31,6 @@ def parse_bytes(value: Any, name: str) -> int:
     elif (size := integer(value)) is not None and size >= 0:
         return size
     raise ConfigError(
-        f'{name}={shown(value)}: expected a number of bytes, such as 42949672960, "40GiB" or "80GB"'
+        f"{name}={short_repr(value)}: expected a number of bytes, such as 42949672960, "
+        '"40GiB" or "80GB"'
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
 from ligermodels.layers.cross_attention import CrossAttention
@@ -111,7 +111,9 @@ class Planner:
             or not isinstance(reserve, (int, float))
             or not 0 <= reserve < 1
         ):
-            raise ConfigError(f"memory plan: reserve={shown(reserve)}; expected a number in [0, 1)")
+            raise ConfigError(
+                f"memory plan: reserve={short_repr(reserve)}; expected a number in [0, 1)"
+            )
         _check_choice("count", count, "reserved", "allocated")
         _check_choice("gradients", gradients, "new", "kept", "freed")
         _check_choice("ddp_buckets", ddp_buckets, None, "copies", "views")
@@ -128,12 +130,12 @@ class Planner:
             isinstance(name, str) for name in head_options or ()
         ):
             raise ConfigError(
-                f"memory plan: head_options={shown(head_options)}; expected a dict with the names "
-                "of options"
+                f"memory plan: head_options={short_repr(head_options)}; expected a dict with the "
+                "names of options"
             )
         if not isinstance(rates, (Rates, NoneType)):
             raise ConfigError(
-                f"memory plan: rates={shown(rates)}; expected a Rates, such as "
+                f"memory plan: rates={short_repr(rates)}; expected a Rates, such as "
                 'ligermodels.memory.rates.data_sheet("H100", torch.bfloat16)'
             )
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
@@ -146,8 +148,8 @@ class Planner:
         own = _budget(budget, self.device), min(parse_bytes(host_budget, "host_budget"), NO_LIMIT)
         if own[1] and self.device.type != "cuda":
             raise ConfigError(
-                f"memory plan: host_budget={shown(host_budget)}, but {self.device} has no pinned "
-                "host memory; leave it out, or plan for a GPU"
+                f"memory plan: host_budget={short_repr(host_budget)}, but {self.device} has no "
+                "pinned host memory; leave it out, or plan for a GPU"
             )
         self.budget, self.host_budget = _smallest_on_all_ranks(own)
         self.optimizer_bytes = _optimizer_bytes(
@@ -306,13 +308,13 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
         found = torch.device(device if number is None else f"cuda:{number}")
     except (RuntimeError, TypeError):
         raise ConfigError(
-            f"memory plan: device={shown(device)}; expected a device of torch, such as "
+            f"memory plan: device={short_repr(device)}; expected a device of torch, such as "
             '"cuda", "cuda:1" or "cpu", or the number of a GPU'
         ) from None
     here = torch.cuda.device_count()
     if found.type == "cuda" and here and (found.index or 0) >= here:
         raise ConfigError(
-            f"memory plan: device={shown(device)}, but this machine has {here} "
+            f"memory plan: device={short_repr(device)}, but this machine has {here} "
             f"GPU{'s' * (here > 1)}, counted from 0"
         )
     return torch.device("cuda") if found.type == "meta" else found
@@ -322,7 +324,9 @@ def _budget(budget: int | str, device: torch.device) -> int:
     if not isinstance(budget, str) or budget != "auto":
         given = parse_bytes(budget, "budget")
         if given > _MOST_BYTES:
-            raise ConfigError(f"budget: {shown(budget)} is more than any device has (at most 4TiB)")
+            raise ConfigError(
+                f"budget: {short_repr(budget)} is more than any device has (at most 4TiB)"
+            )
         return given
     if device.type != "cuda" or not torch.cuda.is_available():
         reason = "this machine has none" if device.type == "cuda" else f"the model is on {device}"
@@ -349,7 +353,7 @@ def _check_choice(name: str, value: Any, *choices: object) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}"
-        raise ConfigError(f"memory plan: {name}={shown(value)}; expected {expected}")
+        raise ConfigError(f"memory plan: {name}={short_repr(value)}; expected {expected}")
 
 
 def _length(name: str, value: int) -> int:
@@ -378,7 +382,7 @@ def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer 
     if isinstance(given, str) or integer(given) is not None:
         return parse_bytes(given, "optimizer_bytes")
     raise ConfigError(
-        f"optimizer_bytes={shown(given)}: expected an optimizer, such as "
+        f"optimizer_bytes={short_repr(given)}: expected an optimizer, such as "
         "torch.optim.AdamW(model.parameters()), or a number of bytes"
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers.recompute import KEEPS, Keep
 from ligermodels.memory.byte_sizes import integer
 
@@ -31,9 +31,9 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
-            raise ConfigError(f"memory plan: keep={shown(self.keep)}; expected one of {KEEPS}")
+            raise ConfigError(f"memory plan: keep={short_repr(self.keep)}; expected one of {KEEPS}")
         if not isinstance(self.host, bool):
-            raise ConfigError(f"memory plan: host={shown(self.host)}; expected True or False")
+            raise ConfigError(f"memory plan: host={short_repr(self.host)}; expected True or False")
         if self.tile is not None:
             _set(self, tile=checked_integer("tile", self.tile, 1))
 
@@ -80,7 +80,7 @@ class Prediction:
         numbers = [*vars(self).items(), *(("gains", x) for pair in self.gains for x in pair)]
         for name, value in numbers:
             if value is not self.gains and not isinstance(value, Real):
-                raise ConfigError(f"memory plan: {name}={shown(value)}; expected a number")
+                raise ConfigError(f"memory plan: {name}={short_repr(value)}; expected a number")
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,15 @@ class MemoryPlan:
     def __post_init__(self) -> None:
         layers = _sequence(self.layers)
         if wrong := [layer for layer in layers if not isinstance(layer, LayerPlan)]:
-            raise ConfigError(f"memory plan: layer {shown(wrong[0])}; expected a LayerPlan")
+            raise ConfigError(f"memory plan: layer {short_repr(wrong[0])}; expected a LayerPlan")
         host_budget = checked_integer("host_budget", self.host_budget, 0)
         _set(self, layers=layers, host_budget=host_budget)
         if self.head_chunk is not None:
             _set(self, head_chunk=checked_integer("head_chunk", self.head_chunk, 1))
         if not isinstance(self.prediction, (Prediction, NoneType)):
             raise ConfigError(
-                f"memory plan: prediction={shown(self.prediction)}; expected a Prediction or None"
+                f"memory plan: prediction={short_repr(self.prediction)}; expected a Prediction or "
+                "None"
             )
 
     @classmethod
@@ -210,7 +211,9 @@ def checked_integer(name: str, value: Any, least: int, most: int | None = None) 
     number = integer(value)
     if number is None or number < least or (most is not None and number > most):
         limits = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ConfigError(f"memory plan: {name}={shown(value)}; expected an integer of {limits}")
+        raise ConfigError(
+            f"memory plan: {name}={short_repr(value)}; expected an integer of {limits}"
+        )
     return number
 
 
@@ -218,7 +221,7 @@ def _sequence(layers: Any) -> tuple[Any, ...]:
     """Return what is given for the layers, one by one."""
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise ConfigError(
-            f"memory plan: layers={shown(layers)}; expected one value for each layer, such as "
+            f"memory plan: layers={short_repr(layers)}; expected one value for each layer, such as "
             '["attention", "all"] of MemoryPlan.of, or use MemoryPlan.uniform(num_layers, "input")'
         )
     return tuple(layers)

@@ -19,7 +19,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.save_dir import read_one_version
-from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, shown
+from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, short_repr
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_io import check_class, check_device
@@ -53,7 +53,7 @@ def register(cls: type[Model]) -> type[Model]:
     """
     if not (isinstance(cls, type) and issubclass(cls, DecoderModel)):
         raise ConfigError(
-            f"register: {shown(cls)} is no model class; pass a class that inherits from "
+            f"register: {short_repr(cls)} is no model class; pass a class that inherits from "
             "DecoderModel"
         )
     outside = cls.__module__.rpartition(".")[0] != models.__name__
@@ -180,8 +180,8 @@ def _base_of(
     base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not isinstance(base, str) or not isinstance(revision, str | None):
         raise CheckpointError(
-            f"{where}: base_model_name_or_path is {shown(base)}, but must name the model that the "
-            f"adapter belongs to (revision: {shown(revision)})"
+            f"{where}: base_model_name_or_path is {short_repr(base)}, but must name the model that "
+            f"the adapter belongs to (revision: {short_repr(revision)})"
         )
     try:
         source = hub.resolve(base, revision=revision, **(hub_options or {}))
@@ -189,8 +189,8 @@ def _base_of(
         raise CheckpointError(f"{where}: base_model_name_or_path: {error}") from error
     if is_adapter(source):
         raise CheckpointError(
-            f"{where}: base_model_name_or_path is {shown(base)}, which is an adapter, too; convert "
-            "that to a whole checkpoint first (ligermodels convert)"
+            f"{where}: base_model_name_or_path is {short_repr(base)}, which is an adapter, too; "
+            "convert that to a whole checkpoint first (ligermodels convert)"
         )
     return source
 
@@ -240,7 +240,7 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
-            f"{os.path.join(folder, 'config.json')}: model_type {shown(model_type)} is not "
+            f"{os.path.join(folder, 'config.json')}: model_type {short_repr(model_type)} is not "
             f"supported; these are supported: {', '.join(known)}; import the file of a family of "
             "your own first (--import on the command line)"
         )

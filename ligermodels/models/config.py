@@ -15,7 +15,7 @@ from ligermodels.converters import hf_config, hf_rope, hub
 from ligermodels.converters.files import is_int
 from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.save_dir import read_one_version
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 
 # The sizes of a model that is fast to build and to compare. They differ from each other, so that no
 # shape can be mistaken for another one.
@@ -310,7 +310,7 @@ def _faults(config: ModelConfig) -> Iterator[str]:
                 f"{config.num_attention_heads}; set head_dim"
             )
         if not _is_size(value) or value > largest:
-            yield f"{name} is {shown(value)}; expected an integer from 1 to {largest}"
+            yield f"{name} is {short_repr(value)}; expected an integer from 1 to {largest}"
     yield from hf_config.type_faults(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
@@ -324,15 +324,18 @@ def _faults(config: ModelConfig) -> Iterator[str]:
         )
     if (name := getattr(config, config.activation_field)) not in config.activations:
         known = ", ".join(config.activations)
-        yield f"{config.activation_field} {shown(name)} is not implemented; expected one of {known}"
+        yield (
+            f"{config.activation_field} {short_repr(name)} is not implemented; expected one of "
+            f"{known}"
+        )
     if config.attention_dropout:
         yield f"attention_dropout {config.attention_dropout} is not implemented; set it to 0"
     for name in config.positive:
         value = getattr(config, name)
         if value is not None and not 0 < value <= sys.float_info.max:
-            yield f"{name} is {shown(value)}; expected a positive number"
+            yield f"{name} is {short_repr(value)}; expected a positive number"
     if not 0 <= config.initializer_range <= sys.float_info.max:
-        value = shown(config.initializer_range)
+        value = short_repr(config.initializer_range)
         yield f"initializer_range is {value}; expected a number of at least 0"
     yield from _layer_faults(config)
     if config.rope_scaling is not None:
@@ -349,7 +352,7 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
     types = getattr(config, "layer_types", None)
     if types is not None:
         if any(kind not in hf_rope.LAYER_TYPES for kind in types):
-            yield f"layer_types is {shown(types)}; expected a list of {full!r} and {sliding!r}"
+            yield f"layer_types is {short_repr(types)}; expected a list of {full!r} and {sliding!r}"
         layers = config.num_hidden_layers
         if len(types) != layers:
             yield f"layer_types has {len(types)} entries, expected num_hidden_layers = {layers}"
@@ -361,13 +364,13 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
     for window in set(config.sliding_windows):
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
             yield (
-                f"sliding_window is {shown(window)}; expected an integer from 1 to "
+                f"sliding_window is {short_repr(window)}; expected an integer from 1 to "
                 f"{_LONGEST_WINDOW}, or None"
             )
     given = None if hasattr(config, "layer_types") else config.extra.get("layer_types")
     made = [full if window is None else sliding for window in config.sliding_windows]
     if given is not None and given != made:
         yield (
-            f"layer_types is {shown(given)}, but the layers of this {config.model_type!r} are "
-            f"{shown(made)}; correct layer_types or remove it"
+            f"layer_types is {short_repr(given)}, but the layers of this {config.model_type!r} are "
+            f"{short_repr(made)}; correct layer_types or remove it"
         )

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
@@ -48,7 +48,7 @@ class GemmaConfig(ModelConfig):
         tanh = ("gelu_pytorch_tanh", "gelu_new") if self.activation == "gelu_tanh" else ()
         if other not in (None, self.hidden_act, *tanh):
             raise ConfigError(
-                f"config: hidden_activation is {shown(other)}, but hidden_act is "
+                f"config: hidden_activation is {short_repr(other)}, but hidden_act is "
                 f"{self.hidden_act!r}; set both to the same activation"
             )
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
@@ -90,7 +90,7 @@ class PlannedModel(nn.Module):
         if plan is not None:
             if not isinstance(plan, MemoryPlan):
                 raise ConfigError(
-                    f"memory plan: {shown(plan)} is no MemoryPlan; make one with "
+                    f"memory plan: {short_repr(plan)} is no MemoryPlan; make one with "
                     "model.plan_memory(batch, seq, budget), MemoryPlan.uniform or MemoryPlan.of, "
                     "or read a stored one with MemoryPlan.from_dict"
                 )

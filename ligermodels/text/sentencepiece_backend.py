@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import CheckpointError, first_line, shown
+from ligermodels.errors import CheckpointError, first_line, short_repr
 from ligermodels.text.tokenizer_config import AddedToken
 
 # The characters that the `tokenizers` package takes for spaces (Unicode's White_Space).
@@ -107,15 +107,15 @@ class SentencePieceBackend:
         model = self.plain
         if self.to_id.get(token, index) != index:
             raise CheckpointError(
-                f"{self.path}: {shown(token)} is token {self.to_id[token]} there, but among the "
-                f"added tokens it is {index}; correct one of the two"
+                f"{self.path}: {short_repr(token)} is token {self.to_id[token]} there, but among "
+                f"the added tokens it is {index}; correct one of the two"
             )
         taken = self.to_token.get(index, token)
         if taken != token:
             if not (model.is_control(index) or model.is_unused(index) or model.is_unknown(index)):
                 raise CheckpointError(
-                    f"{self.path}: token {index} is {shown(taken)} there, but among the added "
-                    f"tokens it is {shown(token)}; correct one of the two"
+                    f"{self.path}: token {index} is {short_repr(taken)} there, but among the added "
+                    f"tokens it is {short_repr(token)}; correct one of the two"
                 )
             del self.to_id[taken]
 

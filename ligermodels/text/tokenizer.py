@@ -18,7 +18,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import parse_json
 from ligermodels.converters.hub import HubOptions, resolve
-from ligermodels.errors import CheckpointError, DataError, SaveError, shown
+from ligermodels.errors import CheckpointError, DataError, SaveError, short_repr
 from ligermodels.text.batch import Encoding, as_tensors, check_options, cut, padded
 from ligermodels.text.chat_template import (
     ChatTemplate,
@@ -54,7 +54,7 @@ def _special(name: str) -> property:
         if text is None:
             self.special_tokens.pop(name, None)
         elif self.token_to_id(text) is None:
-            raise ValueError(f"{name}: {shown(text)} is no token of this tokenizer")
+            raise ValueError(f"{name}: {short_repr(text)} is no token of this tokenizer")
         else:
             self.special_tokens[name] = text
 

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from typing_extensions import Required
 
 from ligermodels.converters.files import is_token_id, read_json_if_present
-from ligermodels.errors import CheckpointError, shown
+from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.text.batch import SIDES
 
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
@@ -84,20 +84,21 @@ def read_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, Adde
     for token, index in (read_json_if_present(path, CheckpointError) or {}).items():
         if not is_token_id(index) or index < 0:
             raise CheckpointError(
-                f"{path}: {shown(token)} is {shown(index)}, expected an id from 0 to 2**31 - 1"
+                f"{path}: {short_repr(token)} is {short_repr(index)}, expected an id from 0 to "
+                "2**31 - 1"
             )
         if not is_unicode(token):
-            raise CheckpointError(f"{path}: {shown(token)} is not valid Unicode")
+            raise CheckpointError(f"{path}: {short_repr(token)} is not valid Unicode")
         if ids.setdefault(token, index) != index:
             raise CheckpointError(
-                f"{path}: {shown(token)} is {index}, but added_tokens_decoder in "
+                f"{path}: {short_repr(token)} is {index}, but added_tokens_decoder in "
                 f"tokenizer_config.json has it as {ids[token]}; correct one of the two"
             )
         other = merged.setdefault(index, {"content": token})["content"]
         if other != token:
             raise CheckpointError(
-                f"{path}: {shown(token)} is {index}, but {shown(other)} has the same id; give each "
-                "token its own id"
+                f"{path}: {short_repr(token)} is {index}, but {short_repr(other)} has the same id; "
+                "give each token its own id"
             )
     return dict(sorted(merged.items()))
 
@@ -121,7 +122,9 @@ def _read_checked(path: Path) -> dict[str, Any]:
 
     def check(key: str, good: bool, expected: str) -> None:
         if not good:
-            raise CheckpointError(f"{path}: {key!r} is {shown(found[key])}, expected {expected}")
+            raise CheckpointError(
+                f"{path}: {key!r} is {short_repr(found[key])}, expected {expected}"
+            )
 
     for name in SPECIAL_TOKENS:
         good = found.get(name) is None or _are_texts(_text(found[name]))
@@ -137,12 +140,12 @@ def _read_checked(path: Path) -> dict[str, Any]:
     for index, token in decoder.items():
         if not _ID.fullmatch(index) or int(index) >= 2**31:
             raise CheckpointError(
-                f"{path}: added_tokens_decoder has the key {shown(index)}, expected an id from 0 "
-                "to 2**31 - 1 without further signs"
+                f"{path}: added_tokens_decoder has the key {short_repr(index)}, expected an id "
+                "from 0 to 2**31 - 1 without further signs"
             )
         if contents.setdefault(token["content"], index) != index:
             raise CheckpointError(
-                f"{path}: added_tokens_decoder has {shown(token['content'])} as "
+                f"{path}: added_tokens_decoder has {short_repr(token['content'])} as "
                 f"{contents[token['content']]} and as {index}; remove one of the two"
             )
     template = found.get("chat_template")

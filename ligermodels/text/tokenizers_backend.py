@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ligermodels.converters.files import parse_json
-from ligermodels.errors import CheckpointError, first_line, shown
+from ligermodels.errors import CheckpointError, first_line, short_repr
 from ligermodels.text.tokenizer_config import FLAGS, added_tokens
 
 T = TypeVar("T")
@@ -77,8 +77,8 @@ class TokenizersBackend:
         got = self.token_to_id(token)
         if got != index:
             raise CheckpointError(
-                f"{where} gives {shown(token)} id {index}, but with {self.path.name} the token "
-                f"gets id {got}; correct one of the two"
+                f"{where} gives {short_repr(token)} id {index}, but with {self.path.name} the "
+                f"token gets id {got}; correct one of the two"
             )
 
     def _call(self, problem: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -129,11 +129,11 @@ def _check_ids(path: Path, content: Mapping[str, Any]) -> None:
         first: dict[int, str] = {}
         token = next(token for token, i in vocab.items() if first.setdefault(i, token) != token)
         raise CheckpointError(
-            f"{path}: the vocabulary has {shown(first[vocab[token]])} and {shown(token)} as "
-            f"{vocab[token]}; give each token its own id"
+            f"{path}: the vocabulary has {short_repr(first[vocab[token]])} and {short_repr(token)} "
+            f"as {vocab[token]}; give each token its own id"
         )
     if vocab and (highest := max(vocab, key=vocab.__getitem__)) and vocab[highest] >= 2**31:
         raise CheckpointError(
-            f"{path}: the vocabulary has {shown(highest)} as {vocab[highest]}, expected an id "
+            f"{path}: the vocabulary has {short_repr(highest)} as {vocab[highest]}, expected an id "
             "from 0 to 2**31 - 1"
         )

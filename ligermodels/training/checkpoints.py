@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ligermodels.converters.files import in_threads, names_if_present, parse_json
 from ligermodels.converters.safetensors_file import READABLE, SafetensorsFile
-from ligermodels.errors import CheckpointError, LigerError, listing, shown
+from ligermodels.errors import CheckpointError, LigerError, listing, short_repr
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
 from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, gathered, is_distributed, rank
@@ -130,7 +130,7 @@ class Checkpoints:
         if facts.get("step") != step or counts - {step}:
             raise CheckpointError(
                 f"{path}: the name says step {step}, but the file holds step "
-                f"{shown(facts.get('step'))}"
+                f"{short_repr(facts.get('step'))}"
             )
         if optimizer is not None:
             self._check_run(path, facts)
@@ -147,7 +147,7 @@ class Checkpoints:
             if facts.get("step") != step:
                 raise CheckpointError(
                     f"{path}: the name says step {step}, but the folder holds step "
-                    f"{shown(facts.get('step'))}"
+                    f"{short_repr(facts.get('step'))}"
                 )
             if optimizer is not None:
                 self._check_run(path, facts)
@@ -343,7 +343,7 @@ def _match(
         (dtype, shape), info = expected[first], file.tensors[first]
         what = f"is {info.dtype} of shape {[*info.shape]}, expected {dtype} of shape {[*shape]}"
     raise CheckpointError(
-        f"{file.path}: {shown(first)} {what}: the checkpoint is damaged or belongs to another "
+        f"{file.path}: {short_repr(first)} {what}: the checkpoint is damaged or belongs to another "
         f"model\n{listing(wrong)}"
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ligermodels.converters.files import read_if_present
-from ligermodels.errors import ConfigError, did_you_mean, first_line, shown
+from ligermodels.errors import ConfigError, did_you_mean, first_line, short_repr
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.options import OTHER_NAMES
 
@@ -86,7 +86,7 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
             name = str(key.value).replace("-", "_")
             if name not in known:
                 hint = did_you_mean(name, known, OTHER_NAMES)
-                raise ConfigError(f"{where}: {shown(key.value)} is no option{hint}")
+                raise ConfigError(f"{where}: {short_repr(key.value)} is no option{hint}")
             if name in found:
                 raise ConfigError(f"{where}: {name}: the key is there twice; remove one")
             found[name] = loader.construct_object(value, deep=True)

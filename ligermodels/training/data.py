@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.converters.files import open_regular, unique_keys
-from ligermodels.errors import CheckpointError, DataError, first_line, printable, shown
+from ligermodels.errors import CheckpointError, DataError, first_line, printable, short_repr
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.formats import normalised
 
@@ -331,7 +331,7 @@ def completed(
 def _with_answers(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     roles = list(dict.fromkeys(message["role"] for message in messages))
     if "assistant" not in roles:
-        named = ", ".join(map(shown, roles[:4]))
+        named = ", ".join(map(short_repr, roles[:4]))
         raise DataError(
             f'{where}: "messages" has no turn of the assistant, so there is nothing to learn; its '
             f'roles are {named}; name the turns of the model "assistant", the others "user" or '
@@ -484,6 +484,6 @@ class Encoder:
             odd = next(i for i in ids if not 0 <= i < 2**31)
             raise CheckpointError(
                 f"{getattr(self.tokenizer, 'source', 'tokenizer')}: the tokenizer makes token "
-                f"{shown(odd)}, but an id must be from 0 to 2**31 - 1"
+                f"{short_repr(odd)}, but an id must be from 0 to 2**31 - 1"
             )
         return document

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ligermodels.errors import DataError, shown
+from ligermodels.errors import DataError, short_repr
 
 ROLES = {
     "system": "system",
@@ -50,7 +50,7 @@ def _sharegpt(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
         sender, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if not isinstance(sender, str) or sender not in ROLES:
             raise DataError(
-                f'{where}: "from": {shown(sender)} is not known; expected one of '
+                f'{where}: "from": {short_repr(sender)} is not known; expected one of '
                 + ", ".join(ROLES)
             )
         messages.append({"role": ROLES[sender], "content": value})

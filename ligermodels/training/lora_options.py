@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 
 _EXAMPLE = "r=16,alpha=32,dropout=0.05"
 _MAX_ALPHA = 1e30  # float32 holds it, and its products with numbers of usual size
@@ -32,14 +32,14 @@ def parse_lora(text: str) -> LoraOptions:
         name, equals, value = (part.strip() for part in item.partition("="))
         if name not in ("r", "alpha", "dropout") or not equals or name in given:
             raise ConfigError(
-                f"lora: {shown(item.strip())} cannot be read; expected r, alpha and dropout, as in "
-                f"{_EXAMPLE}"
+                f"lora: {short_repr(item.strip())} cannot be read; expected r, alpha and dropout, "
+                f"as in {_EXAMPLE}"
             )
         try:
             given[name] = int(value) if name == "r" else float(value)
         except ValueError:
             kind = "a whole number" if name == "r" else "a number"
-            raise ConfigError(f"lora: {name} must be {kind}, not {shown(value)}") from None
+            raise ConfigError(f"lora: {name} must be {kind}, not {short_repr(value)}") from None
     if not 1 <= given.get("r", 0) <= 2**16:
         raise ConfigError(f"lora: r, the rank, must be from 1 to {2**16}, as in {_EXAMPLE}")
     alpha, dropout = given.get("alpha", 2 * given["r"]), given.get("dropout", 0.0)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.converters.files import open_regular
-from ligermodels.errors import ConfigError, DataError, LigerError, first_line, shown
+from ligermodels.errors import ConfigError, DataError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_eos_token_ids
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
@@ -342,8 +342,8 @@ class GroupObjective(Objective):
         for group, each, reward in zip(groups, made, rewards):
             if each is not None and not abs(reward) <= largest:
                 raise LigerError(
-                    f"{where}: the reward of a completion of {shown(group.record['prompt'])} is "
-                    f"{reward}; return a finite number that float32 holds, or None for a "
+                    f"{where}: the reward of a completion of {short_repr(group.record['prompt'])} "
+                    f"is {reward}; return a finite number that float32 holds, or None for a "
                     "completion without a reward"
                 )
         return torch.tensor(rewards, dtype=torch.float64)
@@ -358,7 +358,7 @@ class GroupObjective(Objective):
             return
         error = LigerError(
             f"reward function {self.config.reward_function}: no completion of this step has a "
-            f"reward, of {shown(groups[0].record['prompt'])} and the other prompts; return a "
+            f"reward, of {short_repr(groups[0].record['prompt'])} and the other prompts; return a "
             "number for some, or give a step more prompts (--gradient-accumulation-steps)"
         )
         error.is_repeated = rank() != 0  # One line is enough.
@@ -391,7 +391,7 @@ def load_reward(name: str) -> tuple[Reward, str | None]:
     """
     where, _, function = name.rpartition(":")
     if not where or not function.isidentifier():
-        raise ConfigError(f"reward_function: {shown(name)} is not FILE.py:NAME or MODULE:NAME")
+        raise ConfigError(f"reward_function: {short_repr(name)} is not FILE.py:NAME or MODULE:NAME")
     digest: str | None = None
     try:
         if where.endswith(".py"):

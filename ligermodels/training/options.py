@@ -12,7 +12,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 
 # The names that other programs give to these options. An error suggests ours for them.
 _OTHER_NAMES = {
@@ -119,11 +119,11 @@ def _complaint(each: Field[Any], kind: Any, value: Any) -> str | None:
         noun, item = _LISTS[kind]
         noun = "paths" if each.name.endswith("_files") else noun
         if not isinstance(value, list) or not all(_is_a(item, one) for one in value):
-            return f"must be a list of {noun}, not {shown(value)}"
+            return f"must be a list of {noun}, not {short_repr(value)}"
         found = (_value_complaint(one, item, choices, limits) for one in value)
         return next((complaint for complaint in found if complaint is not None), None)
     if not _is_a(kind, value) and choices is None:
-        return f"must be {_KINDS[kind]}, not {shown(value)}"
+        return f"must be {_KINDS[kind]}, not {short_repr(value)}"
     return _value_complaint(value, kind, choices, limits)
 
 
@@ -134,5 +134,5 @@ def _is_a(kind: type, value: Any) -> bool:
 
 def _value_complaint(value: Any, kind: type, choices: Any, limits: dict[str, float]) -> str | None:
     if choices is not None and value not in choices:
-        return f"must be one of {', '.join(choices)}, not {shown(value)}"
+        return f"must be one of {', '.join(choices)}, not {short_repr(value)}"
     return limit_complaint(value, **limits) if kind in (int, float) else None

@@ -22,7 +22,7 @@ from ligermodels import __version__
 from ligermodels.adapters.adapted_model import export_adapter, merged
 from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError, SaveError, shown
+from ligermodels.errors import ConfigError, LigerError, SaveError, short_repr
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -215,8 +215,9 @@ class Run:
             old = saved.get(name, value)
             if name not in FREE_ON_RESUME and old != value:
                 raise LigerError(
-                    f"{self.run_dir.path}: {name}: the run was started with {shown(old)} and "
-                    f"cannot be resumed with {shown(value)}; leave it out, or start another run"
+                    f"{self.run_dir.path}: {name}: the run was started with {short_repr(old)} and "
+                    f"cannot be resumed with {short_repr(value)}; leave it out, or start another "
+                    "run"
                 )
 
     def _settings(self) -> dict[str, Any]:
@@ -427,7 +428,7 @@ class Run:
         if saved["base"].get("reward_function") != facts["base"].get("reward_function"):
             raise LigerError(
                 f"{where}: the run was started with another content of "
-                f"{shown(self.config.reward_function)}; restore the file, or start another run"
+                f"{short_repr(self.config.reward_function)}; restore the file, or start another run"
             )
         if other := changed(saved["base"], facts["base"]):
             raise LigerError(
@@ -441,8 +442,8 @@ class Run:
             )
         if saved["steps"] != facts["steps"]:
             raise LigerError(
-                f"{where}: the run was started with {shown(saved['steps'])} steps and cannot be "
-                f"resumed with {facts['steps']}"
+                f"{where}: the run was started with {short_repr(saved['steps'])} steps and cannot "
+                f"be resumed with {facts['steps']}"
             )
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:

@@ -46,7 +46,7 @@ from ligermodels.converters.files import (
     read_json_if_present,
     sync_file,
 )
-from ligermodels.errors import CheckpointError, LigerError, SaveError, printable, shown
+from ligermodels.errors import CheckpointError, LigerError, SaveError, printable, short_repr
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
 from ligermodels.training.reference_file import remove_stored
@@ -278,7 +278,7 @@ class RunDir:
             texts = value.values() if key in ("base", "files") and isinstance(value, dict) else ()
             if type(value) not in kind or not all(isinstance(text, str) for text in texts):
                 raise CheckpointError(
-                    f"{file}: {key}: {shown(value)} is not what a run writes; restore the file"
+                    f"{file}: {key}: {short_repr(value)} is not what a run writes; restore the file"
                 )
         return found
 
@@ -358,7 +358,7 @@ def _entry(
     try:
         entry = parse_json(line, where, CheckpointError)
         if not (is_int(entry.get("step")) and fits(entry)):
-            raise CheckpointError(f"{where}: {shown(entry)} is not a line that a run writes")
+            raise CheckpointError(f"{where}: {short_repr(entry)} is not a line that a run writes")
     except CheckpointError as error:
         raise CheckpointError(f"{error}; restore or remove the file") from None
     return entry

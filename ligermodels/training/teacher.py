@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, shown
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers.teacher import Teacher
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.auto import AutoLiger, tokenizer_folder
@@ -118,6 +118,7 @@ def _check_tokens(source: Path, theirs: Tokenizer, ours: Tokenizer) -> None:
         token, found = ours.id_to_token(index), theirs.id_to_token(index)
         if token is not None and token != found:
             raise ConfigError(
-                f"teacher: {source} has another vocabulary: its token {index} is {shown(found)}, "
-                f"and the model's is {shown(token)}; take a teacher with the model's tokenizer"
+                f"teacher: {source} has another vocabulary: its token {index} is "
+                f"{short_repr(found)}, and the model's is {short_repr(token)}; take a teacher with "
+                "the model's tokenizer"
             )
