@@ -51,7 +51,7 @@ def short_repr(value: Any) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a name for a message: as it is, or by `short_repr` if it is too long or not printable."""
+    """Return a name for a message, by `short_repr` if it is too long or not printable."""
     return name if len(name) <= 300 and name.isprintable() else short_repr(name)
 
 
