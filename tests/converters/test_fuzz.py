@@ -1,157 +1,187 @@
 """Good checkpoints broken at random: a load refuses each by name, or loads exactly its content.
 
-The default run takes SAMPLE cases of each family, and `make test-long` takes 4000 of all families.
-LIGERMODELS_FUZZ_CASES asks for another number, and LIGERMODELS_FUZZ_REPORT names a file for the
-counts of the long run:
-
-    LIGERMODELS_FUZZ_CASES=50000 LIGERMODELS_FUZZ_REPORT=benchmarks/results/fuzz.json \\
-        python -m pytest -m long tests/converters/test_fuzz.py
+`make test` breaks 40 checkpoints of each family, and `make test-long` breaks 1000.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import os
-import platform
 import random
 import re
 import shutil
 import signal
 import struct
-import sys
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError
+from ligermodels.converters.in_memory import hf_tensors
 from ligermodels.models.auto import families
+from tests.families import OWN
 
-from . import fuzzing, second_opinion
-from .seeds import seeds
-
-SAMPLE = 50
-CASES = int(os.environ.get("LIGERMODELS_FUZZ_CASES", "4000")) // len(families())
-REPORT = os.environ.get("LIGERMODELS_FUZZ_REPORT")
+SIZES = {
+    "vocab_size": 22,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 SECONDS = 60  # a load takes milliseconds, so one that takes a minute hangs
-IDS = torch.tensor([[1, 5, 3, 0, 7, 2]])
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 1.5, 2**31, 2**64, 10**400, float("nan"), float("inf"), "", "x"),
+    *(
+        "\0",
+        "\ud800",
+        "../x",
+        [],
+        [1],
+        ["a"],
+        {},
+        {"a": 1},
+        [[]],
+        "BF16",
+        "F32",
+        "F8_E4M3",
+        "llama",
+    ),
+]
+FILES = ("absent", "folder", "pipe", "dead link", "empty")
 
 
 class Hung(BaseException):
     """A load did not end. No `except Exception` of the loader catches this."""
 
 
-@pytest.fixture(scope="module")
-def report():
-    """Count outcomes by family; LIGERMODELS_FUZZ_REPORT's file keeps other families' counts."""
-    counts: dict[str, Counter] = {}
-    yield counts
-    print("\nfuzz:", dict(sum(counts.values(), Counter())))
-    if REPORT:
-        path = Path(REPORT)
-        held = json.loads(path.read_text())["families"] if path.exists() else {}
-        families = {**{name: Counter(held[name]) for name in held}, **counts}
-        packages = {"torch": torch, "transformers": transformers}
-        versions = {name: module.__version__ for name, module in packages.items()}
-        result = {
-            "environment": {"python": platform.python_version(), **versions},
-            "total": sum(families.values(), Counter()),
-            "families": families,
-        }
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def hung(*_):
     raise Hung
 
 
+def break_value(draw: random.Random, value: Any) -> None:
+    """Change one item at a random place of a parsed JSON object."""
+    while True:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = draw.choice(keys)
+        if not isinstance(value[key], (dict, list)) or not value[key] or draw.random() < 0.2:
+            break
+        value = value[key]
+    kind = draw.choice(["odd", "odd", "gone", "renamed", "other"])
+    if kind == "odd":
+        value[key] = draw.choice(ODD)
+    elif kind == "other":
+        value[key] = value[draw.choice(keys)]
+    elif isinstance(value, list) or kind == "gone":
+        del value[key]
+    else:
+        value[draw.choice([f"{key}x", key.upper(), f"language_model.{key}"])] = value.pop(key)
+
+
+def break_bytes(draw: random.Random, content: bytes) -> bytes:
+    at = draw.randrange(min(len(content), draw.choice([9, 400, 10**9])))
+    kind = draw.choice(["cut", "flip", "insert", "twice"])
+    if kind == "cut":
+        return content[:at]
+    if kind == "flip":
+        return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+    if kind == "insert":
+        return content[:at] + draw.randbytes(draw.randint(1, 9)) + content[at:]
+    return content + content[at:]
+
+
+def break_checkpoint(draw: random.Random, folder: Path) -> None:
+    files = sorted(folder.iterdir())
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    file = draw.choice([folder / CONFIG, folder / CONFIG, draw.choice(weights), draw.choice(files)])
+    kind = draw.choice(["value", "value", "value", "bytes", "bytes", "file", "swapped"])
+    content = file.read_bytes()
+    if kind == "value" and file.suffix == ".json":
+        parsed = json.loads(content)
+        break_value(draw, parsed)
+        file.write_text(json.dumps(parsed))
+    elif kind == "value":
+        (length,) = struct.unpack_from("<Q", content)
+        header = json.loads(content[8 : 8 + length])
+        break_value(draw, header)
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    elif kind == "bytes":
+        file.write_bytes(break_bytes(draw, content))
+    elif kind == "swapped":
+        other = draw.choice(weights)
+        file.write_bytes(other.read_bytes())
+    else:
+        file.unlink()
+        what = draw.choice(FILES)
+        if what == "folder":
+            file.mkdir()
+        elif what == "pipe":
+            os.mkfifo(file)
+        elif what == "dead link":
+            file.symlink_to("nowhere")
+        elif what == "empty":
+            file.touch()
+
+
+def check_content(model: Any, folder: Path) -> None:
+    """Compare a model with what safetensors and json read in its folder."""
+    raw = json.loads((folder / CONFIG).read_text())
+    raw = raw.get("text_config", raw)
+    for name, value in model.config.to_dict().items():
+        has_two_spellings = name in ("dtype", "rope_theta")
+        if isinstance(value, (bool, int, str)) and raw.get(name) is not None:
+            assert has_two_spellings or value == raw[name], name
+    names = ["model.safetensors"]
+    if (folder / INDEX).exists():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    stored = {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
+    weight_map = type(model).weight_map(model.config)
+    for name, tensor in hf_tensors(weight_map, dict(model.named_parameters())):
+        theirs = stored.get(name, stored.get(f"language_model.{name}"))
+        assert torch.equal(tensor, theirs.to(tensor.dtype)), name
+    ids = torch.tensor([[1, 5, 3, 0, 7, 2]])
+    assert model(ids).shape == (1, 6, model.config.hidden_size)
+
+
 @pytest.mark.filterwarnings("ignore:.*tensors left out")
-@pytest.mark.parametrize(
-    "cases",
-    [pytest.param(SAMPLE, id="sample"), pytest.param(CASES, id="long", marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("family", families())
-def test_broken_checkpoints(tmp_path, report, family, cases):
-    trace = tmp_path / "executed"
-    good = seeds(family)
-    others = [*good, *seeds("llama"), *seeds("gemma2")]
-    canary = f"import os\nos.mkdir({str(trace)!r})\nclass Model: pass\n".encode()
-    counts = report.setdefault(family, Counter())
-    for seed in good:
-        outcome = one(tmp_path / "good", {**seed.files, "canary.py": canary}, {}, True)
-        assert outcome == "loaded"
+@pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", sorted(set(families()) - {"gemma3"}))
+def test_a_broken_checkpoint_is_refused_by_name_or_loads_its_content(tmp_path, family, cases):
+    good, folder, outcomes = tmp_path / "good", tmp_path / "case", set()
+    torch.manual_seed(0)
+    made = families()[family]
+    config = made.config_class(**SIZES | OWN.get(family, {}), tie_word_embeddings=False)
+    made(config).to(torch.bfloat16).save_hf(good, max_shard_size=3000)
     before = signal.signal(signal.SIGALRM, hung)
     try:
         for number in range(cases):
-            rng = random.Random(f"{family} {number}")
-            state = {**rng.choice(good).files, "canary.py": canary}
-            mutate = fuzzing.Mutator(rng, others, trace)
-            kinds = [mutate(state) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
-            options = {"dtype": rng.choice([None, None, torch.float32, torch.float16])}
-            options["allow_nonfinite"] = rng.random() < 0.3
+            draw = random.Random(f"{family} {number}")
+            shutil.copytree(good, folder)
+            break_checkpoint(draw, folder)
             signal.alarm(SECONDS)
             try:
-                outcome = one(tmp_path / "case", state, options, "config" in kinds)
+                check_content(AutoLiger.from_hf(folder), folder)
+                outcomes.add("loaded")
+            except (ConfigError, CheckpointError) as fault:
+                line = str(fault).partition("\n")[0]
+                assert re.match(rf"{re.escape(str(folder))}(/[^/]+)?( \(header\))?: ", line), line
+                assert line.isprintable() and len(line) < 1000, line
+                outcomes.add(type(fault).__name__)
             except BaseException as fault:
-                sys.stderr.write(f"{family} case {number}: {kinds} {options} {fault!r}\n")
+                fault.add_note(f"{family} case {number}")
                 raise
             finally:
                 signal.alarm(0)
-            counts["cases"] += 1
-            counts[outcome] += 1
-            assert not trace.exists(), f"{family} case {number} executed code from the checkpoint"
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert counts["loaded"] and counts["ConfigError"] and counts["CheckpointError"]
-
-
-@pytest.mark.filterwarnings("ignore:.*tensors left out")
-@pytest.mark.parametrize("family", families())
-def test_another_order_and_whitespace_load(tmp_path, family):
-    """This fails if the loader refuses everything."""
-    rng = random.Random(family)
-    for seed in seeds(family):
-        for name, content in list(seed.files.items()):
-            if name.endswith(".json"):
-                text = json.dumps(json.loads(content), indent=1).replace("model", r"\u006dodel")
-                seed.files[name] = f"\n {text}\t".encode()
-                continue
-            length = struct.unpack_from("<Q", content)[0]
-            header = json.loads(content[8 : 8 + length])
-            tensors = {
-                n: content[8 + length :][slice(*r["data_offsets"])]
-                for n, r in header.items()
-                if n != "__metadata__"
-            }
-            names = rng.sample(sorted(tensors), len(tensors))
-            end = 0
-            for tensor in names:
-                begin, end = end, end + len(tensors[tensor])
-                header[tensor]["data_offsets"] = [begin, end]
-            header["__metadata__"] = {"any": "thing", "": "\n"}
-            items = rng.sample(sorted(header.items()), len(header))
-            text = (json.dumps(dict(items)) + " " * rng.randrange(9)).encode()
-            data = b"".join(tensors[tensor] for tensor in names)
-            seed.files[name] = struct.pack("<Q", len(text)) + text + data
-        beside = {"consolidated.safetensors": b"", "pytorch_model.bin": b"", "onnx": "folder"}
-        assert one(tmp_path / "case", {**seed.files, **beside, "p": "pipe"}, {}, True) == "loaded"
-
-
-def one(folder, state, options, run):
-    """Load one case; return "loaded" or the name of the error. Raise any other error."""
-    fuzzing.write(folder, state)
-    try:
-        model = AutoLiger.from_hf(folder, **options)
-    except (ConfigError, CheckpointError) as fault:
-        line = str(fault).partition("\n")[0]
-        assert re.match(rf"{re.escape(str(folder))}(/[^/]+)?( \(header\))?: ", line), line
-        assert line.isprintable() and len(line) < 1000, line
-        return type(fault).__name__
-    finally:
-        shutil.rmtree(folder)
-    settings = {"dtype": None, "allow_nonfinite": False, **options}
-    assert second_opinion.differences(model, state, **settings) == []
-    if run:
-        with torch.no_grad():
-            assert model(IDS).shape == (1, 6, model.config.hidden_size)
-    return "loaded"
+    assert outcomes == {"loaded", "ConfigError", "CheckpointError"}

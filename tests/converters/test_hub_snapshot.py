@@ -11,7 +11,7 @@ from ligermodels.converters import hub_snapshot
 from ligermodels.converters.hub import resolve
 from ligermodels.converters.hub_snapshot import contradiction, is_damaged
 from ligermodels.errors import CheckpointError
-from tests.attack.loopback_hub import COMMIT, REPO, loopback_hub
+from tests.converters.loopback_hub import COMMIT, REPO, loopback_hub
 
 
 @pytest.fixture
