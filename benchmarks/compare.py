@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, environment, table, write
+from benchmarks.common import environment, table, write
 
 HERE = Path(__file__).resolve().parent.parent
 ORDER = ("other", "this", "this", "other")
@@ -81,7 +81,7 @@ def measure(checkout: Path, with_step: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="the checkout to compare with")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for compare.json")
+    parser.add_argument("--out", type=Path, default=HERE / "build", help="folder of compare.json")
     parser.add_argument("--without-step", action="store_true", help="measure only the ops")
     given = parser.parse_args()
     checkouts = {"this": HERE, "other": given.other.resolve()}

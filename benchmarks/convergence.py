@@ -312,36 +312,6 @@ def failures(families: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def plot(families: list[dict[str, Any]], file: Path) -> None:
-    """Plot the losses of each family, and below them the distance of both bf16 runs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.6 * len(families), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.subplots(2, len(families), squeeze=False, sharex=True)
-    for column, entry in enumerate(families):
-        upper, lower = axes[:, column]
-        losses = entry["seeds"][0]["losses"]
-        upper.set_title(entry["family"])
-        upper.plot(losses["reference"], "k", linewidth=2.5, alpha=0.3, label="transformers float32")
-        for name, style in (("transformers", "C1-"), ("ligermodels", "C0--")):
-            upper.plot(losses[name], style, linewidth=1, label=f"{name} bf16")
-            away = [
-                statistics.mean(
-                    abs(r["losses"][name][step] - r["losses"]["reference"][step])
-                    for r in entry["seeds"]
-                )
-                for step in range(len(losses[name]))
-            ]
-            lower.semilogy(away, style, linewidth=1)
-        lower.set_xlabel("step")
-    axes[0, 0].set_ylabel("loss (nats), first seed")
-    axes[1, 0].set_ylabel("|loss - float32's|, mean of seeds")
-    axes[0, 0].legend(fontsize="small")
-    figure.savefig(file, format="png", dpi=110)
-
-
 def rows_of(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the table: the fall of the loss, and "transformers' / ours = ratio"."""
     rows = []
@@ -389,7 +359,6 @@ def main() -> None:
         result["means"] = means_of(families)
         result["failures"] = failures(families)
         write("convergence.json", result, arguments.out)
-    plot(families, arguments.out / "convergence.png")
     print("distance from float32, transformers' / ours = ratio of ours to transformers':")
     print(table(rows_of(families), ["family", "loss", *METRICS]))
     print("ratios above their bound:", result["failures"] or "none")

@@ -185,18 +185,16 @@ def longest_kernels(row: Row, count: int = 5) -> str:
     return f"{row['op']} {sizes['rows']} x {sizes['vocab']} {row['implementation']}, ms: {listed}"
 
 
-def size_table(rows: list[Row], loss: str) -> str:
-    """Return the Markdown table of a loss: a line for each implementation, a column for each size.
+def loss_table(rows: list[Row], size: str) -> str:
+    """Return the Markdown table of a size: a line for each implementation, a column for each loss.
 
     A cell has milliseconds, GB of scratch memory and, where it is known, the products' share of the
     time. An asterisk marks an implementation that leaves out the soft cap.
     """
     lines: dict[str, dict[str, Any]] = {}
-    columns = ["implementation"]
     for row in rows:
-        if row["op"] != loss:
+        if size_of(row) != size:
             continue
-        column = f"{row['sizes']['rows']} x {row['sizes']['width']} x {row['sizes']['vocab']}"
         name, _, rest = row["implementation"].partition("without the cap")
         name = (name + rest).replace("()", "").replace(" )", ")").strip()
         if MODE in row:
@@ -206,10 +204,17 @@ def size_table(rows: list[Row], loss: str) -> str:
         else:
             cell = row["error"]
         capped = name == row["implementation"]
-        lines.setdefault(name, {columns[0]: name})[column] = cell if capped else f"{cell} *"
-        columns += [column] * (column not in columns)
-    peers_first = sorted(lines.values(), key=lambda line: line[columns[0]] in OURS)
-    return table(peers_first, columns)
+        lines.setdefault(name, {"implementation": name})[row["op"]] = (
+            cell if capped else f"{cell} *"
+        )
+    peers_first = sorted(lines.values(), key=lambda line: line["implementation"] in OURS)
+    measured = {row["op"] for row in rows}
+    return table(peers_first, ["implementation", *(loss for loss in LOSSES if loss in measured)])
+
+
+def size_of(row: Row) -> str:
+    sizes = row["sizes"]
+    return f"{sizes['rows']} x {sizes['width']} x {sizes['vocab']}"
 
 
 def significant(value: float) -> str:
@@ -263,9 +268,9 @@ def main() -> None:
             content = {"environment": environment(), "rows": replaced(earlier, rows)}
             write("losses.json", content, arguments.out)
     print(table([shown(row) for row in rows], COLUMNS))
-    for loss in arguments.only:
+    for size in dict.fromkeys(map(size_of, rows)):
         print(
-            f"\n{loss}, ms and GB of scratch memory:\n{size_table(replaced(earlier, rows), loss)}"
+            f"\n{size}, ms and GB of scratch memory:\n{loss_table(replaced(earlier, rows), size)}"
         )
 
 

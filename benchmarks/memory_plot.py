@@ -8,15 +8,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, table
+from benchmarks.common import COLOURS, RESULTS, table
 from benchmarks.memory_works import GIB, HF, LIGER, OURS
 
 Row = dict[str, Any]
 
-PLANS = f"{OURS}, planned"
-UNPLANNED_HOST_GIB = 0.01  # PyTorch pins some bytes in any step
-# The colours are those of the other plots: see benchmarks/plots.py.
-STYLES = {HF: ("#999999", "s"), LIGER: ("#E69F00", "D"), OURS: ("#D55E00", "o")}
+STYLES = {HF: (COLOURS[HF], "s"), LIGER: (COLOURS["liger"], "D"), OURS: (COLOURS[OURS], "o")}
+# Where a label may be: its offset from the point, and which of its sides is there. The best first.
+PLACES = [
+    ((8, 0), "left", "center"),
+    ((-8, 0), "right", "center"),
+    ((0, 8), "center", "bottom"),
+    ((0, -8), "center", "top"),
+    *(((8, y), "left", "center") for y in (11, -11, 22, -22, 33, -33)),
+    *(((-8, y), "right", "center") for y in (11, -11, 22, -22, 33, -33)),
+]
 
 
 def groups(rows: list[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -148,50 +154,87 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def kinds(name: str, rows: list[Row]) -> dict[str, list[Row]]:
-    """Return the rows of an implementation by the labels of their points."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["implementation"] == name:
-            label = PLANS if row["keeps"] == "plan" else name
-            host = ", with host memory" * (row["host GiB"] > UNPLANNED_HOST_GIB)
-            found.setdefault(label + host, []).append(row)
-    return found
+def short(row: Row) -> str:
+    """Return the label of a point: what is computed again, or what the plan may take."""
+    name, _, how = row["setting"].partition(": ")
+    attention = name.rpartition(", ")[2]
+    for full, brief in (
+        ("every block checkpointed, without attention", "all but attention recomputed"),
+        ("every block checkpointed, but every second product", "half of the products kept"),
+        ("every block checkpointed", "all recomputed"),
+        ("checkpointed", "recomputed"),
+        (" and ", " + "),
+        (" of host memory", " host"),
+        ("plan for auto", "plan for all memory"),
+    ):
+        how = how.replace(full, brief)
+    return how + f" ({attention})" * (attention in ("eager", "flex_attention"))
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw tokens/s against the measured peak: one panel for each work and GPU."""
-    import matplotlib
+    """Draw tokens/s against the measured peak: one panel for each work and GPU.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    Every point has its setting beside it. A work with less than three points has no panel.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     measured = [row for row in result.get("rows", []) if "error" not in row]
-    # Less than three points show no curve; the table has them.
-    panels = {key: rows for key, rows in groups(measured, "gpu", "work").items() if len(rows) > 2}
+    panels = {key: rows for key, rows in groups(measured, "work", "gpu").items() if len(rows) > 2}
     if not panels:
         return
-    figure, axes = pyplot.subplots(
-        -(-len(panels) // 2), 2, figsize=(11, 4.2 * -(-len(panels) // 2)), layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, ((gpu, work), rows) in zip(axes.flat, panels.items()):
-        for name, (color, marker) in STYLES.items():
-            for label, own in kinds(name, rows).items():
-                face = "none" if label.endswith("host memory") else color
-                shape = marker if label.startswith(PLANS) or name != OURS else "^"
-                # Only the plans without host memory are one family of settings, and are joined.
-                line = "-" if label == PLANS else "none"
-                points = sorted((row["peak GiB"], row["tokens/s"]) for row in own)
-                style = {"marker": shape, "markerfacecolor": face, "linestyle": line}
-                axis.plot(*zip(*points), color=color, label=label, **style)
-        axis.set(title=f"{work}\n{gpu}", xlabel="peak of allocated memory, GiB", ylabel="tokens/s")
-        axis.set_ylim(0, 1.1 * max(row["tokens/s"] for row in rows))
-        axis.grid(alpha=0.3)
-        axis.legend(loc="lower right")
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    panels = dict(sorted(panels.items(), reverse=True))  # the same model on two GPUs, side by side
+    lines = -(-len(panels) // 2)
+    figure = Figure(figsize=(13, 4.6 * lines + 1), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, ((work, gpu), rows) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(lines, 2, place)
+        for row in rows:
+            color, marker = STYLES[row["implementation"]]
+            axes.plot(row["peak GiB"], row["tokens/s"], marker, color=color, markersize=8)
+        axes.set_title(f"{work}\none {gpu}", fontsize=11)
+        axes.set(xlabel="peak of allocated memory, GiB", ylabel="tokens/s")
+        axes.margins(x=0.25, y=0.15)
+        axes.grid(alpha=0.3)
+    figure.suptitle("Higher is faster. Further left takes less memory.", fontsize=12)
+    entries = [
+        Line2D([], [], color=color, marker=marker, linestyle="none", markersize=8, label=name)
+        for name, (color, marker) in STYLES.items()
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
+    figure.draw_without_rendering()  # the labels need the final places of the points
+    for axes, rows in zip(figure.axes, panels.values()):
+        label_points(axes, rows)
+    figure.savefig(file, dpi=110)
+
+
+def label_points(axes: Any, rows: list[Row]) -> None:
+    """Write the setting of each row beside its point, where it covers no point and no label."""
+    from matplotlib.transforms import Bbox
+
+    points = axes.transData.transform([(row["peak GiB"], row["tokens/s"]) for row in rows])
+    taken = [Bbox.from_extents(x - 7, y - 7, x + 7, y + 7) for x, y in points]
+    inside = axes.get_window_extent()
+    for row in rows:
+        for offset, side, height in PLACES:
+            label = axes.annotate(
+                short(row),
+                (row["peak GiB"], row["tokens/s"]),
+                textcoords="offset points",
+                xytext=offset,
+                ha=side,
+                va=height,
+                fontsize=9,
+            )
+            box = label.get_window_extent()
+            fits = inside.contains(*box.min) and inside.contains(*box.max)
+            if fits and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+            label.remove()
+        else:
+            raise ValueError(f"no room for the label of {row['setting']} in {axes.get_title()!r}")
 
 
 def main(arguments: list[str] | None = None) -> None:

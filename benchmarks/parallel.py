@@ -11,13 +11,11 @@ beside those of other numbers of GPUs.
             beside HF's model cut with DTensor, as transformers plans it, under autocast
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
     context  errors of rows that are split over all GPUs (context parallelism), against one GPU
-    parts   four layers of Llama-3-8B in bfloat16: long rows split over the GPUs, and on each alone
-    ring    a layer's attention of one long row: keys gathered, and passed in a ring
     long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
 
 Loads and saves are in sharded_files.py. More ranks than GPUs share them, and gloo takes the place
 of NCCL: times mean nothing then, and "exact" and "context" still compare. Without a GPU, and with
---tiny, the parts exact, context, ring and tp show that the program works.
+--tiny, the parts exact, context and tp show that the program works.
 """
 
 import argparse
@@ -47,7 +45,6 @@ from benchmarks.ranks import (
     table,
     where_time_goes,
 )
-from benchmarks.ring import ring
 from ligermodels import (
     LigerLlama,
     LlamaConfig,
@@ -320,41 +317,6 @@ def context(_: int | None) -> list[Row]:
     return [attempt(name, partial(compare, *case)) for name, case in cases.items()]
 
 
-def parts(layers: int | None) -> list[Row]:
-    """Measure forward and backward of a few layers and the head, without an optimizer."""
-    ranks = dist.get_world_size()
-
-    def steps(seq: int, splits: bool, keep: Keep = "all") -> Row:
-        with torch.device("cuda"):
-            torch.manual_seed(0)
-            model = LigerLlama(config(layers or 4)).to(torch.bfloat16).train()
-            ids = torch.randint(3, 128000, (1, seq))
-        if splits:
-            shard(model, mesh(cp=ranks), reduce_dtype=torch.bfloat16)
-        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
-
-        def step() -> None:
-            model(ids, labels=ids).loss.backward()
-            model.zero_grad(set_to_none=True)
-
-        milliseconds(step)
-        torch.cuda.reset_peak_memory_stats()
-        taken = min(milliseconds(step) for _ in range(2))
-        peak = max(everywhere(torch.cuda.max_memory_allocated())) / GIB
-        return {"ms": taken, "tokens/s": seq / taken * 1e3, "peak GiB": peak}
-
-    rows = []
-    for seq in (65536, 131072):
-        alone = attempt(f"{seq} on each GPU alone", partial(steps, seq, False))
-        split = attempt(f"{seq} split over {ranks}", partial(steps, seq, True))
-        if "ms" in alone and "ms" in split:
-            split["of linear"] = alone["ms"] / split["ms"] / ranks
-        rows += [alone, split]
-
-    name = f"131072 split over {ranks}, keeps attention"
-    return [*rows, attempt(name, partial(steps, 131072, True, "attention"))]
-
-
 def long(layers: int | None) -> list[Row]:
     """Train the whole model on one row that is split over all GPUs."""
     ranks = dist.get_world_size()
@@ -403,8 +365,6 @@ def long(layers: int | None) -> list[Row]:
 PARTS = {
     "exact": exact,
     "context": context,
-    "parts": parts,
-    "ring": ring,
     "long": long,
     "head": head,
     "tp": tp,

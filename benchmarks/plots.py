@@ -1,6 +1,6 @@
 """Draw and tabulate ops.json, without a GPU: python -m benchmarks.plots [--results FOLDER]
 
-This writes ops.md, ops_time.png, ops_memory.png and linear_ce.png beside ops.json. From step.json
+This writes ops.md, ops_time.png and linear_ce.png beside ops.json. From step.json
 and families.json it draws step.png, the picture of the README.
 """
 
@@ -14,35 +14,39 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import OPS
-from benchmarks.common import RESULTS, table
+from benchmarks.common import COLOURS, RESULTS, table
 
 Row = dict[str, Any]
 Value = Callable[[Row], float]
 
 OURS = "ligermodels"
 BOTH, FORWARD = "forward + backward", "forward"
-# The colours of Okabe and Ito suit colour-blind readers. Variants of one library share a colour
-# and differ in their dashes.
+# The dashes and the marker of each line. Variants of one library have its colour and marker.
 STYLES = {
-    "eager": ("#999999", "-", "s"),
-    "F.rms_norm": ("#000000", "--", "x"),
-    "torch.compile": ("#56B4E9", "-", "^"),
-    "torch linear_cross_entropy": ("#000000", "--", "x"),
-    "liger": ("#E69F00", "-", "D"),
-    "liger (in place)": ("#E69F00", ":", "D"),
-    "liger (copying)": ("#E69F00", "-", "D"),
-    "liger (norm, then rope)": ("#E69F00", "-", "D"),
-    "liger (bf16 sum)": ("#E69F00", ":", "D"),
-    "liger (float32 sum)": ("#E69F00", "-", "D"),
-    "liger (kernel)": ("#E69F00", "-", "D"),
-    "liger (chunked)": ("#E69F00", ":", "D"),
-    "trl": ("#009E73", "-", "P"),
-    "cce (filtered)": ("#CC79A7", ":", "v"),
-    "cce (exact)": ("#CC79A7", "-", "v"),
-    OURS: ("#D55E00", "-", "o"),
-    "ligermodels (in place)": ("#D55E00", ":", "o"),
-    "ligermodels (skip_ignored)": ("#0072B2", "-", "o"),
+    "eager": ("-", "s"),
+    "F.rms_norm": ("--", "x"),
+    "torch.compile": ("-", "^"),
+    "torch linear_cross_entropy": ("--", "x"),
+    "liger": ("-", "D"),
+    "liger (in place)": (":", "D"),
+    "liger (copying)": ("-", "D"),
+    "liger (norm, then rope)": ("-", "D"),
+    "liger (bf16 sum)": (":", "D"),
+    "liger (float32 sum)": ("-", "D"),
+    "liger (kernel)": ("-", "D"),
+    "liger (chunked)": (":", "D"),
+    "trl": ("-", "P"),
+    "cce (filtered)": (":", "v"),
+    "cce (exact)": ("-", "v"),
+    OURS: ("-", "o"),
+    "ligermodels (in place)": (":", "o"),
+    "ligermodels (skip_ignored)": ("--", "o"),
 }
+
+
+def style_of(name: str) -> tuple[str, str, str]:
+    """Return the colour, the dashes and the marker of an implementation."""
+    return COLOURS[name.partition(" ")[0]], *STYLES[name]
 
 
 def select(result: Row, op: str, x: str, fixed: dict[str, Any]) -> list[Row]:
@@ -229,7 +233,7 @@ def _lines(axes: Any, rows: list[Row], x: str, value: Value) -> None:
         if "error" not in row:
             by_name.setdefault(row["implementation"], []).append((row["sizes"][x], value(row)))
     for name, points in by_name.items():
-        colour, dashes, marker = STYLES[name]
+        colour, dashes, marker = style_of(name)
         ours = name.startswith(OURS)
         axes.plot(
             *zip(*points),
@@ -254,7 +258,7 @@ def _floor(axes: Any, rows: list[Row], x: str, mode: str) -> None:
         axes.plot(
             list(points),
             list(points.values()),
-            color="#009E73",
+            color="#D55E00",
             linewidth=1,
             linestyle=(0, (6, 2)),
             label="ceiling",
@@ -291,7 +295,7 @@ def _legend(figure: Any) -> None:
     entries: dict[Any, tuple[Any, str]] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels()):
-            entries.setdefault(STYLES.get(label), (handle, label))
+            entries.setdefault(style_of(label) if label in STYLES else label, (handle, label))
     order = sorted(
         entries.values(), key=lambda entry: (not entry[1].startswith(OURS), entry[1] == "ceiling")
     )
@@ -328,8 +332,8 @@ PANELS: list[tuple[str, str, dict[str, Any], str]] = [
 AXES = {"rows": "rows", "width": "width", "seq": "tokens in a row", "vocab": "vocabulary"}
 
 
-def draw_ops(result: Row, path: Path, quantity: str) -> None:
-    """Draw forward + backward of every op except the heads, with one panel per varying size.
+def draw_ops(result: Row, path: Path) -> None:
+    """Draw the time of every op except the heads, with one panel per varying size.
 
     A panel needs at least two sizes. If there is no panel, no file is written.
     """
@@ -346,16 +350,13 @@ def draw_ops(result: Row, path: Path, quantity: str) -> None:
     figure = _figure(lines, columns)
     for place, (rows, x, title, ticks) in enumerate(panels, 1):
         axes = figure.add_subplot(lines, columns, place)
-        _lines(axes, rows, x, lambda row: row[BOTH][quantity])
-        if quantity == "ms":
-            _floor(axes, rows, x, BOTH)
-        unit = "ms" if quantity == "ms" else "GB added at the peak"
-        _finish(axes, title, AXES[x], unit, ticks)
+        _lines(axes, rows, x, lambda row: row[BOTH]["ms"])
+        _floor(axes, rows, x, BOTH)
+        _finish(axes, title, AXES[x], "ms", ticks)
     _legend(figure)
     environment = result["environment"]
-    what = "time" if quantity == "ms" else "memory"
     figure.suptitle(
-        f"Forward + backward, bf16: {what} ({environment['gpu']}, torch {environment['torch']})"
+        f"Forward + backward, bf16: time ({environment['gpu']}, torch {environment['torch']})"
     )
     figure.savefig(path, dpi=110)
 
@@ -412,7 +413,7 @@ def _draw_budget(axes: Any, result: Row) -> None:
             and BOTH in row
             and row["implementation"] != OURS
         ):
-            colour, _, marker = STYLES[row["implementation"]]
+            colour, _, marker = style_of(row["implementation"])
             axes.plot(row[BOTH]["scratch GB"], row[BOTH]["ms"], marker, color=colour, markersize=5)
     ours = [
         row for row in result["rows"] if row["op"] == "linear_cross_entropy_budget" and BOTH in row
@@ -420,7 +421,7 @@ def _draw_budget(axes: Any, result: Row) -> None:
     ours.sort(key=lambda row: row[BOTH]["scratch GB"])
     points = [(row[BOTH]["scratch GB"], row[BOTH]["ms"]) for row in ours]
     if points:
-        colour, dashes, marker = STYLES[OURS]
+        colour, dashes, marker = style_of(OURS)
         axes.plot(*zip(*points), color=colour, linestyle=dashes, marker=marker, linewidth=2.6)
     for place, (row, point) in enumerate(zip(ours, points)):
         budget = row["sizes"]["max_scratch_bytes"]
@@ -440,8 +441,7 @@ def _draw_budget(axes: Any, result: Row) -> None:
 def write_all(result: Row, folder: Path) -> None:
     """Write ops.md, and the plots of the ops that were measured at several sizes."""
     (folder / "ops.md").write_text(markdown(result))
-    draw_ops(result, folder / "ops_time.png", "ms")
-    draw_ops(result, folder / "ops_memory.png", "peak GB")
+    draw_ops(result, folder / "ops_time.png")
     draw_linear_cross_entropy(result, folder / "linear_ce.png")
     print(markdown(result))
 
@@ -453,8 +453,11 @@ STEPS: list[tuple[str, dict[str, Any], str]] = [
     ("families.json", {"family": "qwen3"}, "4 layers of Qwen3-8B, 4096 tokens"),
     ("families.json", {"family": "gemma3_text"}, "6 layers of Gemma 3 4B, 4096 tokens"),
 ]
-# Grey for the peers and one strong colour for this library, which the colour-blind see, too.
-BARS = {"transformers": "#C4C4C4", "transformers + liger": "#858585", OURS: "#0072B2"}
+BARS = {
+    "transformers": COLOURS["transformers"],
+    "transformers + liger": COLOURS["liger"],
+    OURS: COLOURS[OURS],
+}
 
 
 def step_bars(folder: Path) -> list[tuple[str, list[Row]]]:
