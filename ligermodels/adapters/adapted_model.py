@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ligermodels.adapters.lora import LoraLinear, Rows
-from ligermodels.adapters.peft_format import Part, adapter_of_hf, linears
+from ligermodels.adapters.lora import LoraLinear, RowRange
+from ligermodels.adapters.peft_format import HFLinear, adapter_of_hf, linears
 from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
@@ -53,7 +53,7 @@ def add_adapters(
         unused -= {target for target in unused if any(_names(p, [target]) for p in parts)}
         if chosen:
             base = model.get_submodule(name)
-            rows = [Rows(part.row, part.rows) for part in chosen]
+            rows = [RowRange(part.row, part.rows) for part in chosen]
             adapted = LoraLinear(base, rows, rank=rank, alpha=alpha, dropout=dropout)
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
@@ -156,12 +156,12 @@ def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
     for name, parts in linears(model.weight_map(model.built_from)).items():
         each = model.get_submodule(name)
         if isinstance(each, LoraLinear):
-            hf = {Rows(part.row, part.rows): part.hf for part in parts}
+            hf = {RowRange(part.row, part.rows): part.hf for part in parts}
             found |= {hf[rows]: (a, b) for rows, a, b in each.factors()}
     return found
 
 
-def _names(part: Part, targets: list[str]) -> bool:
+def _names(part: HFLinear, targets: list[str]) -> bool:
     """Return whether one of the targets is a part's name, or the end of it."""
     return any(part.hf == each or part.hf.endswith(f".{each}") for each in targets)
 

@@ -13,7 +13,7 @@ from ligermodels.kernels.dispatch import outputs_are_stored
 from ligermodels.kernels.dtypes import cast
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Neighbouring rows of a weight, which are neighbouring outputs."""
 
     start: int
@@ -47,7 +47,7 @@ class LoraLinear(nn.Module):
     def __init__(
         self,
         base: nn.Module,
-        parts: Sequence[Rows] | None = None,
+        parts: Sequence[RowRange] | None = None,
         *,
         rank: int = 16,
         alpha: float | None = None,
@@ -57,7 +57,7 @@ class LoraLinear(nn.Module):
         self.base_layer = base
         self.in_features: int = base.in_features  # type: ignore[assignment]
         self.out_features: int = base.out_features  # type: ignore[assignment]
-        self.parts = [Rows(0, self.out_features)] if parts is None else [*parts]
+        self.parts = [RowRange(0, self.out_features)] if parts is None else [*parts]
         self.rank, self.dropout = rank, nn.Dropout(dropout)
         self.alpha = 2.0 * rank if alpha is None else alpha
         self.disable_adapters = False
@@ -82,7 +82,7 @@ class LoraLinear(nn.Module):
         """Switch the adapter on or off. Without it, the layer computes base(x)."""
         self.disable_adapters = not enabled
 
-    def factors(self) -> list[tuple[Rows, Tensor, Tensor]]:
+    def factors(self) -> list[tuple[RowRange, Tensor, Tensor]]:
         """Return the rows, A (rank, in) and B (rows, rank) of each part."""
         a = self.lora_a.split(self.rank)
         b = self.lora_b.split([part.size for part in self.parts])
@@ -115,7 +115,13 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: list[Rows], scaling: float
+        ctx: Any,
+        out: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        parts: list[RowRange],
+        scaling: float,
     ) -> Tensor:
         x_NI = x.flatten(0, -2)
         z_NR = x_NI @ a.T
@@ -149,7 +155,7 @@ class _Add(torch.autograd.Function):
 
 
 def _split(
-    z_NR: Tensor, b: Tensor, parts: list[Rows], rank: int
-) -> list[tuple[Tensor, Tensor, Rows]]:
+    z_NR: Tensor, b: Tensor, parts: list[RowRange], rank: int
+) -> list[tuple[Tensor, Tensor, RowRange]]:
     """Return the columns of z, the rows of B, and the rows of the outputs of each part."""
     return [*zip(z_NR.split(rank, 1), b.split([part.size for part in parts]), parts)]

@@ -50,7 +50,7 @@ _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _OWN = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 
 
-class Part(NamedTuple):
+class HFLinear(NamedTuple):
     """A linear of HF: the rows of a packed one that are its own."""
 
     hf: str  # the module's name
@@ -134,7 +134,7 @@ def unpack_adapter(
         if not taken:
             continue
         if len(parts) > 1:
-            _check_lora({Part(module, 0, 0): taken})
+            _check_lora({HFLinear(module, 0, 0): taken})
         for part in parts:
             rows = slice(part.row, part.row + part.rows)
             for end, tensor in taken.items():
@@ -253,13 +253,13 @@ def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
     return sorted(ends if meant == chosen else chosen)
 
 
-def linears(weight_map: WeightMap) -> dict[str, list[Part]]:
+def linears(weight_map: WeightMap) -> dict[str, list[HFLinear]]:
     """Return the parts of each native linear, or embedding, by the module's name."""
     found = {}
     for entry in weight_map:
         if entry.name.endswith(".weight") and len(entry.shape) == 2 and _is_stack(entry):
             found[entry.name.removesuffix(".weight")] = [
-                Part(span.source.removesuffix(".weight"), span.row, span.rows)
+                HFLinear(span.source.removesuffix(".weight"), span.row, span.rows)
                 for span in entry.spans
             ]
     return found
@@ -282,7 +282,7 @@ def _rank(taken: Weights) -> int | None:
     return next((len(taken[end]) for end in (_A, _EMBEDDING_A) if end in taken), None)
 
 
-def _check_lora(found: Mapping[Part, Weights]) -> None:
+def _check_lora(found: Mapping[HFLinear, Weights]) -> None:
     """Raise unless the parts of a packed projection have LoRA or DoRA, and nothing else."""
     for part, taken in found.items():
         if odd := sorted(taken.keys() - {_A, _B, _MAGNITUDE}):
@@ -294,7 +294,7 @@ def _check_lora(found: Mapping[Part, Weights]) -> None:
 
 
 def _magnitude(
-    module: str, found: Mapping[Part, Weights], base: Mapping[str, Tensor] | None
+    module: str, found: Mapping[HFLinear, Weights], base: Mapping[str, Tensor] | None
 ) -> Tensor:
     """Return DoRA's norms of all rows of a packed projection.
 
@@ -349,7 +349,7 @@ def _check(
     in_layer = {}
     for module, parts in linears(weight_map).items():
         rows, width = shapes[f"{module}.weight"]
-        for part in [Part(module, 0, rows)] if native else parts:
+        for part in [HFLinear(module, 0, rows)] if native else parts:
             name, size = part.hf, (part.rows, width)
             known[name] = _shapes(config, name, *size, embedding=module == "embed_tokens")
             in_layer[name] = module.startswith("layers.")

@@ -12,7 +12,7 @@ from ligermodels.converters.weight_map import (
 )
 from ligermodels.models.config import ModelConfig
 
-Part = Callable[[int, str, str], Iterable[Entry]]
+LayerEntries = Callable[[int, str, str], Iterable[Entry]]
 """A function that returns the entries of a part of a layer.
 
 Its arguments are the layer's index, the part's name in the model and its name in the checkpoint,
@@ -75,8 +75,8 @@ def decoder_weight_map(
     norms: Sequence[str] | Mapping[str, str] = ("input_layernorm", "post_attention_layernorm"),
     norm_bias: bool = False,
     final_norm: bool = True,
-    attention: Part | None = None,
-    mlp: Part | None = None,
+    attention: LayerEntries | None = None,
+    mlp: LayerEntries | None = None,
     towers: Towers | None = None,
 ) -> WeightMap:
     """Return the weight map of a decoder with packed q/k/v and gate/up.
