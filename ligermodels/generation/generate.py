@@ -5,25 +5,25 @@ Shape legend: B batch, S prompt length, V vocabulary.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, did_you_mean, short_repr
-from ligermodels.generation.draft import Heads, drafted_passes, generate_drafted
+from ligermodels.generation.draft import DraftOptions, drafted_passes
 from ligermodels.generation.generation_config import (
     checked_generation_config,
     resolve_eos_token_ids,
     resolve_pad_token_id,
     resolve_repetition_penalty,
 )
+from ligermodels.generation.models import DraftHeads, LanguageModel
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import RepetitionPenalty, Sampling
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import Decoder, TextStream
 
 # A row cannot be longer: no machine has the memory for its cache.
@@ -51,11 +51,11 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def generate(
-    model: DecoderModel,
+    model: LanguageModel,
     input_ids: Prompts | None = None,
     *,
     callback: Callable[[Tensor], object] | None = None,
-    heads: Heads | None = None,
+    heads: DraftHeads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Tensor:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
@@ -103,13 +103,14 @@ def generate(
     """
     _check_names("generate", options)
     if heads is not None:
-        return _with_heads(model, heads, input_ids, callback, options)
-    prompt_BS, steps = _start(model, input_ids, **options)
+        prompt_BS, steps = _passes(model, heads, input_ids, options)
+    else:
+        prompt_BS, steps = _start(model, input_ids, **options)
     columns = [prompt_BS]
-    for tokens_B in steps:
-        columns.append(tokens_B.unsqueeze(1))
+    for tokens in steps:  # (batch,), or with heads (new,) of one row
+        columns.append(tokens.view(len(prompt_BS), -1))
         if callback is not None:
-            callback(tokens_B)
+            callback(tokens)
     return torch.cat(columns, dim=1)
 
 
@@ -122,34 +123,25 @@ def _check_names(function: str, options: GenerateOptions) -> None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _with_heads(
-    model: DecoderModel,
-    heads: Heads,
-    input_ids: Prompts | None,
-    callback: Callable[[Tensor], object] | None,
-    options: GenerateOptions,
-) -> Tensor:
-    ids, given = _checked_with_heads(input_ids, options)
-    return generate_drafted(model, heads, ids, callback=callback, **given).ids
-
-
-def _checked_with_heads(
-    input_ids: Prompts | None, options: GenerateOptions
-) -> tuple[Prompts, dict[str, Any]]:
+def _passes(
+    model: LanguageModel, heads: DraftHeads, input_ids: Prompts | None, options: GenerateOptions
+) -> tuple[Tensor, Iterator[Tensor]]:
+    """Return the prompt (1, seq), and the new tokens (new,) of each pass with heads."""
     possible = ("max_new_tokens", "eos_token_id", "repetition_penalty")
     if input_ids is None or any(value and name not in possible for name, value in options.items()):
         raise ValueError(
             "generate: heads take input_ids and, of the options, only max_new_tokens, "
             "eos_token_id, repetition_penalty=1.0 and callback; leave the others out"
         )
-    return input_ids, {name: value for name, value in options.items() if name in possible}
+    given: dict[str, Any] = {name: x for name, x in options.items() if name in possible}
+    return drafted_passes(model, heads, input_ids, DraftOptions(**given))
 
 
 def stream(
-    model: DecoderModel,
+    model: LanguageModel,
     input_ids: Prompts | None = None,
     *,
-    heads: Heads | None = None,
+    heads: DraftHeads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
@@ -160,8 +152,7 @@ def stream(
     """
     _check_names("stream", options)
     if heads is not None:
-        ids, given = _checked_with_heads(input_ids, options)
-        _, passes = drafted_passes(model, heads, ids, **given)
+        _, passes = _passes(model, heads, input_ids, options)
         return (token for new in passes for token in new.tolist())
     prompt_BS, steps = _start(model, input_ids, **options)
     if prompt_BS.shape[0] != 1:
@@ -173,11 +164,11 @@ def stream(
 
 
 def stream_text(
-    model: DecoderModel,
+    model: LanguageModel,
     tokenizer: Decoder,
     input_ids: Prompts | None = None,
     *,
-    heads: Heads | None = None,
+    heads: DraftHeads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
@@ -200,7 +191,7 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
 
 
 def _start(
-    model: DecoderModel,
+    model: LanguageModel,
     input_ids: Prompts | None,
     *,
     inputs_embeds: Tensor | None = None,
@@ -265,7 +256,7 @@ def _start(
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
         # The model never reads the last new token, so the cache needs no room for its keys.
-        cache = KVCache.of(model, batch, prompt + max_new_tokens - 1)
+        cache = KVCache.of(cast(nn.Module, model), batch, prompt + max_new_tokens - 1)
     elif cache.length >= prompt:
         raise ValueError(
             f"cache: the cache holds {cache.length} tokens already, but the prompt is only "
@@ -299,7 +290,7 @@ def _start(
 # This is not inference_mode, because its tensors cannot be the input of a training forward.
 @torch.no_grad()
 def _steps(
-    model: DecoderModel,
+    model: LanguageModel,
     inputs: dict[str, Tensor],
     ids_BS: Tensor,
     mask_BS: Tensor | None,

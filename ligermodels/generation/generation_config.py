@@ -9,8 +9,7 @@ from typing import Any
 from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
 from ligermodels.converters.files import is_token_id
 from ligermodels.errors import CheckpointError, short_repr
-from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig
+from ligermodels.generation.models import LanguageModel, TextConfig
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -41,7 +40,7 @@ _NOT_IMPLEMENTED = (
 _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
-def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
+def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
     """Return the generation_config.json that a model was loaded with, or {} if it had none.
 
     This warns of settings that are not implemented.
@@ -65,7 +64,7 @@ def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
 
 
 def resolve_eos_token_ids(
-    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: ModelConfig
+    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: TextConfig
 ) -> list[int]:
     """Return the tokens that end a row.
 
@@ -86,7 +85,7 @@ def resolve_eos_token_ids(
 def resolve_pad_token_id(
     asked: int | None,
     generation_config: Mapping[str, Any],
-    config: ModelConfig,
+    config: TextConfig,
     eos_token_ids: list[int],
 ) -> int:
     """Return the token for padding.

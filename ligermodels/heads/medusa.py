@@ -159,13 +159,18 @@ class MedusaHeads(nn.Module):
         """How many tokens after the next one are predicted."""
         return len(self.blocks)
 
-    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function that drafts tokens in generation, for one row of so many tokens.
+    def check_model(self, model: DecoderModel) -> None:
+        """Raise ValueError unless the heads are for a model of these sizes."""
+        theirs = self.head(0).vocab_size, self.hidden_size
+        own = model.head.vocab_size, model.config.hidden_size
+        if theirs != own:
+            raise ValueError(
+                f"generate with heads: they are for a vocabulary of {theirs[0]} and hidden states "
+                f"of {theirs[1]}, but the model has {own[0]} and {own[1]}"
+            )
 
-        Its arguments are the hidden states (1, new, hidden) of the tokens since the last call, and
-        the tokens after each of them (1, new). It returns the tokens after the last one, (1,
-        num_drafts).
-        """
+    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return what drafts tokens in generation: see `ligermodels.generation.models`."""
         return lambda hidden, _: self.logits(hidden[:, -1]).argmax(-1).view(1, -1)
 
     @property

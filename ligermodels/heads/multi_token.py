@@ -98,12 +98,17 @@ class MultiTokenModel(nn.Module):
         """How many tokens after the next one are predicted."""
         return len(self.mtp)
 
+    def check_model(self, model: DecoderModel) -> None:
+        """Raise ValueError unless the modules belong to this model."""
+        if self.model is not model:
+            raise ValueError("generate with heads: the modules belong to another model")
+
     def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a function that drafts tokens in generation, as `MedusaHeads.drafter` does."""
-        return _Guesser(self, max_length)
+        return _Drafter(self, max_length)
 
 
-class _Guesser:
+class _Drafter:
     """The modules with a cache each.
 
     Module k reads at position i a hidden state of the module before it and the token i + k. At the

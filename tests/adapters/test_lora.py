@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ligermodels.adapters import LoraLinear
-from ligermodels.adapters.lora import Rows
+from ligermodels.adapters.lora import RowRange
 
 
 def adapted(parts=None, **options) -> LoraLinear:
@@ -26,7 +26,7 @@ def by_formula(layer: LoraLinear, x: torch.Tensor) -> torch.Tensor:
     return x @ (base.weight + layer.scaling * update).T + base.bias
 
 
-@pytest.mark.parametrize("parts", [None, [Rows(0, 4), Rows(8, 4)]])
+@pytest.mark.parametrize("parts", [None, [RowRange(0, 4), RowRange(8, 4)]])
 def test_outputs_and_gradients(parts) -> None:
     layer = adapted(parts, alpha=5.0)
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
@@ -41,10 +41,14 @@ def test_outputs_and_gradients(parts) -> None:
 
 
 def test_parts_have_factors_of_their_own() -> None:
-    layer = adapted([Rows(0, 4), Rows(8, 4)])
+    layer = adapted([RowRange(0, 4), RowRange(8, 4)])
     assert layer.lora_a.shape == (6, 8) and layer.lora_b.shape == (8, 3)
     (first, a, b), (second, _, _) = layer.factors()
-    assert (first, second) == (Rows(0, 4), Rows(8, 4)) and a.shape == (3, 8) and b.shape == (4, 3)
+    assert (
+        (first, second) == (RowRange(0, 4), RowRange(8, 4))
+        and a.shape == (3, 8)
+        and b.shape == (4, 3)
+    )
 
 
 def test_it_changes_nothing_at_first_or_switched_off() -> None:
@@ -71,7 +75,7 @@ def test_dropout_drops_inputs_of_the_adapter_alone() -> None:
 
 
 def test_added_to_a_weight() -> None:
-    layer = adapted([Rows(4, 8)])
+    layer = adapted([RowRange(4, 8)])
     weight = layer.base_layer.weight.detach().float()
     layer.add_to(weight)
     x = torch.randn(4, 8)
