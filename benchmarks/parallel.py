@@ -59,7 +59,7 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.recompute import Keep
 from ligermodels.memory.simulate import simulate
-from ligermodels.models.parts import whole_tensor
+from ligermodels.parallel.layout import splits_of, whole_tensor
 
 TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
 STEPS = 9
@@ -253,7 +253,7 @@ def exact(_: int | None) -> list[Row]:
         worst = 0.0
         for name, parameter in model.named_parameters():
             grad = sharded.get_parameter(name).grad
-            whole = whole_tensor(grad, sharded.tensor_shards.get(name))
+            whole = whole_tensor(grad, splits_of(sharded).get(name))
             difference = (whole - parameter.grad).norm() / parameter.grad.norm()
             worst = max(worst, difference.item())
         norm = clip_grad_norm_(sharded, 1e9)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ligermodels.kernels.checks import check_count
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.layers.row_shard import RowShard
 
 # torch.compile compiles a function again for each combination of head_dim, dtype and soft cap in
 # the process. Its default limit is 8.
@@ -90,7 +90,7 @@ class AttentionMask:
         prefix_lengths: Tensor | None = None,
         mask: Tensor | None = None,
         past: int | None = None,
-        shard: SequenceShard | None = None,
+        shard: RowShard | None = None,
     ) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys

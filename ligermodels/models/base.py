@@ -26,9 +26,8 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
-from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
+from ligermodels.layers.row_shard import RowShard
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.hf_io import HFModel
 from ligermodels.models.inputs import (
     FLATTENED,
     check_embeds,
@@ -42,7 +41,9 @@ from ligermodels.models.inputs import (
     rows_mask,
 )
 from ligermodels.models.kernel_report import kernels_of
+from ligermodels.models.load import LoadableModel
 from ligermodels.models.planned import PlannedModel
+from ligermodels.models.save import SavableModel
 
 # The attributes that every decoder has, and how an error message describes them.
 _ATTRIBUTES = {
@@ -54,7 +55,7 @@ _ATTRIBUTES = {
 }
 
 
-class DecoderModel(HFModel, PlannedModel):
+class DecoderModel(LoadableModel, SavableModel, PlannedModel):
     """A decoder whose output is hidden states. The base class of every family.
 
     A family defines `make_block`, and calls `build` to make its modules. An architecture that needs
@@ -74,8 +75,6 @@ class DecoderModel(HFModel, PlannedModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self._is_complete = False
-        # Set by context parallelism: the part of each row that this rank computes.
-        self.sequence_shard: SequenceShard | None = None
         self._parts: list[nn.Module] = []  # the children of the layers, and
         self._attentions: list[Attention] = []  # the attentions found in them
 
@@ -244,7 +243,7 @@ class DecoderModel(HFModel, PlannedModel):
         )
         if memory is not None or memory_mask is not None:
             self._add_memory(contexts, memory, memory_mask, inputs)
-        shard = self.sequence_shard
+        shard = self.row_shard
         inputs = inputs if shard is None else shard.split(inputs)
         # No variable here names the embeddings: it would hold them until the end of the head.
         hidden, extras = self._hidden(
@@ -262,7 +261,7 @@ class DecoderModel(HFModel, PlannedModel):
         if shard is None:
             output = self.head(hidden, targets, **loss_options)
         else:
-            output = loss_of_parts(self.head, shard, hidden, targets, loss_options)
+            output = shard.loss(self.head, hidden, targets, loss_options)
         if return_hidden:
             output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
         auxiliary = self._auxiliary(extras, attention_mask)
@@ -272,7 +271,7 @@ class DecoderModel(HFModel, PlannedModel):
         """Return `auxiliary_loss`, or None. It is the mean of those of the parts of rows."""
         if not extras:
             return None
-        shard = self.sequence_shard
+        shard = self.row_shard
         if shard is not None and attention_mask is not None:
             attention_mask = shard.split(attention_mask)
         loss = self.auxiliary_loss(extras, attention_mask)
@@ -323,6 +322,11 @@ class DecoderModel(HFModel, PlannedModel):
         If the model is wrapped (DDP, FSDP2, torch.compile), call the wrapper instead.
         """
         return self(input_ids, labels=labels, **options).loss
+
+    @property
+    def row_shard(self) -> RowShard | None:
+        """The part of each row that this rank computes under context parallelism, or None."""
+        return None if self.layout is None else self.layout.rows
 
     def _check_inputs(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Check that exactly one of input_ids and inputs_embeds is given and valid; return it."""
@@ -412,7 +416,7 @@ class DecoderModel(HFModel, PlannedModel):
         """
         batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
-        shard = self.sequence_shard
+        shard = self.row_shard
         mask, position_ids, document_ids = rows_mask(
             inputs,
             position_ids=position_ids,
@@ -457,7 +461,7 @@ class DecoderModel(HFModel, PlannedModel):
             )
         check_memory(memory, memory_mask, batch, self.embed_tokens, self.parameters())
         padding = hiding(memory_mask, inputs.device)
-        ranks = 1 if self.sequence_shard is None else self.sequence_shard.ranks
+        ranks = 1 if self.row_shard is None else self.row_shard.ranks
         mask = AttentionMask(seq // ranks, memory.shape[1], padding_mask=padding)
         dtype = self._compute_dtype
         for each in layers:

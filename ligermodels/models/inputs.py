@@ -17,7 +17,7 @@ from ligermodels.layers.attention_mask import (
 )
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.layers.row_shard import RowShard
 
 # The names that transformers' collators give to the documents of a flattened batch. All of them say
 # the same, and seq_idx is the number of each token's document.
@@ -71,7 +71,7 @@ def rows_mask(
     attention_mask: Tensor | None,
     prefix_lengths: Tensor | None,
     cache: KVCache | None,
-    shard: SequenceShard | None,
+    shard: RowShard | None,
 ) -> tuple[AttentionMask, Tensor | None, Tensor | None]:
     """Return the mask of the rows, the positions and the document ids, after checks.
 

@@ -1,18 +1,25 @@
-"""The parts of a parameter that this rank holds, however the model is sharded.
+"""How a model is divided over ranks, and the whole parameters again.
 
 FSDP2 cuts a parameter into blocks of rows. Tensor parallelism gives a rank the rows of its own
-heads, which are several runs of rows in a packed projection, or a run of columns. Both at once are
-blocks of rows of what tensor parallelism leaves. From the parts derive sharded loads and saves.
+heads, which are several ranges of rows in a packed projection, or a range of columns. Both at once
+are blocks of rows of what tensor parallelism leaves. Sharded loads and saves read and write the
+slices that a rank has.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ligermodels.errors import SaveError
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.row_shard import RowShard
+from ligermodels.parallel.ranks import gathered, led_by_rank_0
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +29,7 @@ _SENT_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """A rectangle of a whole parameter.
 
     Attributes:
@@ -48,10 +55,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Run:
+class IndexRange:
     """Neighbouring rows (or columns) `start` to `start + size` of a whole parameter.
 
-    In the rank's tensor they begin at `local`. See `Part` for is_copy.
+    In the rank's tensor they begin at `local`. See `TensorSlice` for is_copy.
     """
 
     start: int
@@ -60,41 +67,44 @@ class Run:
     is_copy: bool = False
 
 
+Ranges = tuple[tuple[IndexRange, ...], ...]  # those that each rank of a group holds
+
+
 @dataclass(frozen=True)
-class TensorShard:
+class TensorSplit:
     """How tensor parallelism cuts a parameter.
 
     Attributes:
         shape: of the whole parameter.
         dim: 0 if it is cut into rows, 1 if into columns.
-        runs: the runs that each rank of the group holds.
+        ranges: the ranges that each rank of the group holds.
         mesh: of the tensor-parallel group, with one dimension.
     """
 
     shape: tuple[int, ...]
     dim: int
-    runs: tuple[tuple[Run, ...], ...]
-    mesh: "DeviceMesh"
+    ranges: Ranges
+    mesh: DeviceMesh
 
     @property
-    def mine(self) -> tuple[Run, ...]:
-        """The runs of this rank."""
-        return self.runs[self.mesh.get_local_rank()]
+    def mine(self) -> tuple[IndexRange, ...]:
+        """The ranges of this rank."""
+        return self.ranges[self.mesh.get_local_rank()]
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter, made of the tensors of all ranks of the group.
 
-        The ranks send their runs in turn, straight into the result; columns go block by block.
+        The ranks send their ranges in turn, straight into the result; columns go block by block.
         """
         group, out = self.mesh.get_group(), local.new_empty(self.shape)
-        for rank, runs in enumerate(self.runs):
+        for rank, ranges in enumerate(self.ranges):
             source = dist.get_global_rank(group, rank)
-            for run in runs:
-                if run.is_copy:
+            for each in ranges:
+                if each.is_copy:
                     continue
-                here = out.narrow(self.dim, run.start, run.size)
+                here = out.narrow(self.dim, each.start, each.size)
                 if rank == self.mesh.get_local_rank():
-                    here.copy_(local.narrow(self.dim, run.local, run.size))
+                    here.copy_(local.narrow(self.dim, each.local, each.size))
                 for block in here.split(_rows_to_send(here)):
                     piece = block.contiguous()  # rows already are
                     dist.broadcast(piece, source, group=group)
@@ -113,48 +123,49 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def local_parts(tensor: Tensor, cut: TensorShard | None = None) -> list[Part]:
-    """Return the parts of a parameter, or of a tensor that is sharded like it, on this rank.
+def local_slices(tensor: Tensor, split: TensorSplit | None = None) -> list[TensorSlice]:
+    """Return what this rank holds of a parameter, or of a tensor that is sharded like it.
 
-    Args: cut: how tensor parallelism has cut the parameter, or None.
+    Args: split: how tensor parallelism has cut the parameter, or None.
     """
     values, first = local_tensor(tensor).detach(), _first_row(tensor)
     if not values.numel():
         return []
-    if cut is None:
-        return [Part(values, first)]
-    if cut.dim:
-        (run,) = cut.mine
-        return [Part(values, first, run.start, run.is_copy)]
-    parts = []
-    for run in cut.mine:
-        begin = max(first, run.local)
-        end = min(first + len(values), run.local + run.size)
+    if split is None:
+        return [TensorSlice(values, first)]
+    if split.dim:
+        (columns,) = split.mine
+        return [TensorSlice(values, first, columns.start, columns.is_copy)]
+    slices = []
+    for rows in split.mine:
+        begin = max(first, rows.local)
+        end = min(first + len(values), rows.local + rows.size)
         if begin < end:
             here = values[begin - first : end - first]
-            parts.append(Part(here, run.start + begin - run.local, is_copy=run.is_copy))
-    return parts
+            row = rows.start + begin - rows.local
+            slices.append(TensorSlice(here, row, is_copy=rows.is_copy))
+    return slices
 
 
-def whole_tensor(tensor: Tensor, cut: TensorShard | None = None) -> Tensor:
+def whole_tensor(tensor: Tensor, split: TensorSplit | None = None) -> Tensor:
     """Return a whole parameter on this rank. Every rank must call it."""
     whole: Any = tensor.detach()
     if is_sharded(whole):
         # A mesh of one rank has nothing to gather, and full_tensor would copy.
         whole = whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
-    return whole if cut is None else cut.whole(whole)
+    return whole if split is None else split.whole(whole)
 
 
-def whole_on_rank_0(tensor: Tensor, cut: TensorShard | None = None) -> Tensor | None:
+def whole_on_rank_0(tensor: Tensor, split: TensorSplit | None = None) -> Tensor | None:
     """Return a whole parameter on rank 0, and None or the same on others. Every rank must call it.
 
     `gathers_to_rank_0` must be true of it on every rank.
     """
     own = _rows_on_first_rank(tensor) if is_sharded(tensor) else tensor.detach()
-    return own if own is None or cut is None else cut.whole(own)
+    return own if own is None or split is None else split.whole(own)
 
 
-def gathers_to_rank_0(tensor: Any, cut: TensorShard | None = None) -> bool:
+def gathers_to_rank_0(tensor: Any, split: TensorSplit | None = None) -> bool:
     """Return whether a parameter is cut into rows, so that rank 0 can gather it.
 
     Rank 0 itself must also be the first of the parameter's mesh.
@@ -167,8 +178,8 @@ def gathers_to_rank_0(tensor: Any, cut: TensorShard | None = None) -> bool:
     kinds = [kind for kind in tensor.placements if not kind.is_replicate()]
     in_rows = len(kinds) <= 1 and all(type(kind) is Shard and kind.dim == 0 for kind in kinds)
     is_first = not any(tensor.device_mesh.get_coordinate() or (1,))
-    if cut is not None:
-        is_first = is_first and cut.mesh.get_local_rank() == 0
+    if split is not None:
+        is_first = is_first and split.mesh.get_local_rank() == 0
     return in_rows and (is_first or dist.get_rank() != 0)
 
 
@@ -207,6 +218,62 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if callable(own := getattr(module, "reshard", None)):  # FSDPModule has it
             own()
+
+
+@dataclass
+class ModelLayout:
+    """How one model is divided over ranks; it is the model's `layout`.
+
+    Attributes:
+        tensors: how tensor parallelism has cut parameters, by name; {} without it.
+        rows: the part of each row that this rank computes under context parallelism, or None.
+    """
+
+    tensors: dict[str, TensorSplit] = field(default_factory=dict)
+    rows: RowShard | None = None
+
+    @staticmethod
+    def of(model: Any) -> ModelLayout:
+        """Return the layout of a model, which gets an empty one if it has none."""
+        if model.layout is None:
+            model.layout = ModelLayout()
+        assert isinstance(model.layout, ModelLayout)
+        return model.layout
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shapes of the parameters whose own shapes are those of this rank."""
+        return {name: split.shape for name, split in self.tensors.items()}
+
+    def reshard(self, model: nn.Module) -> None:
+        """Call `reshard`, after which the parameters are this rank's."""
+        reshard(model)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a whole parameter on this rank. Every rank must call it."""
+        return whole_tensor(tensor, self.tensors.get(name))
+
+    def save(
+        self,
+        weights: Mapping[str, Tensor],
+        write: Callable[[Callable[[str], Tensor]], None],
+    ) -> None:
+        """Call `write(get)` on rank 0, where `get(name)` returns a whole parameter.
+
+        Every rank must call it.
+
+        Raises: what `write` raises; on the other ranks SaveError, with the first line of that.
+        """
+        splits = self.tensors
+        simple = all(gathers_to_rank_0(weights[name], splits.get(name)) for name in weights)
+        whole = whole_on_rank_0 if all(gathered(simple)) else whole_tensor
+        led_by_rank_0(write, lambda name: whole(weights[name], splits.get(name)), SaveError)
+
+
+def splits_of(model: nn.Module) -> dict[str, TensorSplit]:
+    """Return how tensor parallelism has cut the parameters of a model, by name; {} without it."""
+    layout = getattr(model, "layout", None)
+    return {} if layout is None else layout.tensors
 
 
 def _first_row(tensor: Any) -> int:

@@ -1,14 +1,7 @@
 """Spread a model over GPUs: `shard(model, mesh)`. The names of the mesh's dimensions say how.
 
-    dp_replicate    each rank has all parameters, and gradients are averaged (as DDP does)
-    dp_shard        each rank has a part of each parameter: FSDP2 (`fully_shard`)
-    both            HSDP: shards within dp_shard, copies across dp_replicate
-    cp              context parallelism: each rank computes a part of each row; parameters are
-                    sharded over it as over dp_shard
-    tp              tensor parallelism, with the sequence split between the blocks; alone or with
-                    the others
-
-The engine is PyTorch's own. This module says which modules it is applied to, and with what options.
+`ligermodels.parallel.mesh` lists them. The engine is PyTorch's own. This module says which modules
+it is applied to, and with what options.
 """
 
 from __future__ import annotations
@@ -20,22 +13,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.parts import local_parts, local_tensor, reshard
 from ligermodels.parallel.context import context_parallel
+from ligermodels.parallel.files import read_slices
+from ligermodels.parallel.layout import local_slices, local_tensor, splits_of
+from ligermodels.parallel.mesh import (
+    CONTEXT,
+    NOT_SHARDED,
+    TENSOR,
+    checked_mesh,
+    data_mesh_of,
+    device_of,
+    fsdp_mesh,
+)
 from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
 
-REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
-DIMENSIONS = (REPLICATE, SHARD, CONTEXT, TENSOR)
 # Models whose gathered weights take less than this keep them from forward to backward, and save
 # the second gathering. 2 GiB are 1e9 parameters in bfloat16.
 KEEP_GATHERED_BYTES = 2 * 2**30
-_NOT_SHARDED = "this model is not sharded; call ligermodels.shard(model) first"
 
 
 def shard(
@@ -60,8 +60,8 @@ def shard(
 
     Args:
         model: of any family. Its weights keep their dtype, in which the optimizer updates them.
-        mesh: of all ranks. Its dimensions have names from the list at the top of this module; one
-            dimension without a name is dp_shard. By default, one such dimension of all ranks.
+        mesh: of all ranks. Its dimensions have names from the list in `ligermodels.parallel.mesh`;
+            one dimension without a name is dp_shard. By default, one such dimension of all ranks.
         compute_dtype: in which weights are gathered and the model computes; by default, that of the
             weights. On GPUs, float32 weights are usually trained with torch.bfloat16 here.
         reduce_dtype: in which gradients are averaged; by default float32, or float64 if a weight
@@ -81,16 +81,16 @@ def shard(
     # These take half a second to import.
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    mesh = _mesh(mesh)
+    mesh = checked_mesh(mesh)
     if any(map(is_sharded, model.parameters())) or isinstance(model, FSDPModule):
         raise ConfigError(f"shard: this {type(model).__name__} is sharded already")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if on_meta and not model.is_unread:
+    if on_meta and model.unread is None:
         raise ConfigError(
             "shard: the model is on the meta device, and no checkpoint belongs to it; load it "
             'with from_hf(path, device="meta"), or make it on another device'
         )
-    data_mesh = _data_mesh(mesh)
+    data_mesh = fsdp_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if CONTEXT in names:
         context_parallel(model, mesh[CONTEXT])
@@ -124,8 +124,8 @@ def shard(
             assert isinstance(layer, FSDPModule)
             layer.set_modules_to_forward_prefetch(ahead)
     if on_meta:
-        model.to_empty(device=_device(mesh))
-        model.read_parts()
+        model.to_empty(device=device_of(mesh))
+        read_slices(model)
     return model
 
 
@@ -142,7 +142,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(model, FSDPModule):
-        raise ConfigError(_NOT_SHARDED)
+        raise ConfigError(NOT_SHARDED)
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -159,19 +159,19 @@ def clip_grad_norm_(model: DecoderModel, max_norm: float) -> Tensor:
     Returns: the norm of all gradients before, a scalar, the same on all ranks.
     """
     mesh = data_mesh_of(model)
-    shared, cut = torch.zeros((2,), device=_device(mesh)).unbind()
-    tensor_group, grads = None, []
+    shared, cut = torch.zeros((2,), device=device_of(mesh)).unbind()
+    tensor_group, grads, splits = None, [], splits_of(model)
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         grads.append(local_tensor(parameter.grad))
-        shard = model.tensor_shards.get(name)
-        parts = [part for part in local_parts(parameter.grad, shard) if not part.is_copy]
-        squares = [part.values.float().square().sum() for part in parts]
-        if shard is None:
+        split = splits.get(name)
+        own = [each for each in local_slices(parameter.grad, split) if not each.is_copy]
+        squares = [each.values.float().square().sum() for each in own]
+        if split is None:
             shared = shared + sum(squares)
         else:
-            tensor_group, cut = shard.mesh.get_group(), cut + sum(squares)
+            tensor_group, cut = split.mesh.get_group(), cut + sum(squares)
     if tensor_group is not None:
         dist.all_reduce(cut, group=tensor_group)
     total = shared + cut
@@ -194,66 +194,3 @@ def mean_over_ranks(model: nn.Module, count: int | Tensor) -> float:
     for name in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(name))
     return total.item() / mesh.size()
-
-
-def data_mesh_of(model: nn.Module) -> DeviceMesh:
-    """Return the mesh of the ranks that gradients of a sharded model are averaged over."""
-    reshard(model)  # after a forward without backward, no parameter may be a sharded one
-    parameter = next(filter(is_sharded, model.parameters()), None)
-    if parameter is None:
-        raise ConfigError(_NOT_SHARDED)
-    return parameter.device_mesh  # type: ignore[attr-defined]
-
-
-def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh with names of its dimensions, after a check."""
-    if not dist.is_initialized():
-        raise ConfigError(
-            "shard: torch.distributed is not initialised; start the program with torchrun, and "
-            "call torch.distributed.init_process_group() first"
-        )
-    ranks = dist.get_world_size()
-    if mesh is None:
-        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-        return init_device_mesh(device, (ranks,), mesh_dim_names=(SHARD,))
-    if mesh.size() != ranks:
-        raise ConfigError(
-            f"shard: the mesh has {mesh.size()} ranks, but {ranks} are running; make it of all"
-        )
-    names = mesh.mesh_dim_names
-    if names is None and mesh.ndim == 1:
-        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=(SHARD,))
-    if names is None or set(names) - set(DIMENSIONS):
-        raise ConfigError(
-            f"shard: the mesh has the dimensions {names}; name each of them, with names from "
-            f"{', '.join(DIMENSIONS)}: init_device_mesh(..., mesh_dim_names=...)"
-        )
-    if {REPLICATE, SHARD} <= {*names} and names.index(SHARD) < names.index(REPLICATE):
-        raise ConfigError(
-            f"shard: the mesh has the dimensions {names}; put {REPLICATE} before {SHARD}, because "
-            "the copies are the outer dimension"
-        )
-    return mesh
-
-
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for `fully_shard`: one dimension of shards, or copies and shards."""
-    names = mesh.mesh_dim_names or ()
-    if SHARD not in names or CONTEXT in names:
-        # Without dp_shard, shards over a single rank are copies of the whole, averaged by the
-        # engine of HSDP. The ranks of cp have other tokens, as those of dp_shard have.
-        # A process group orders its ranks, so those of both stay in the order of the mesh.
-        data = [name for name in names if name in (SHARD, CONTEXT)]
-        order = [name for name in (REPLICATE, *data, TENSOR) if name in names]
-        sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
-        ranks = mesh.mesh.permute([*map(names.index, order)]).reshape(
-            sizes[REPLICATE], sizes[SHARD] * sizes[CONTEXT], sizes[TENSOR]
-        )
-        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
-    return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)

@@ -27,9 +27,15 @@ from ligermodels.converters.files import in_threads, names_if_present, parse_jso
 from ligermodels.converters.safetensors_file import READABLE, SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError, listing, short_repr
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.models.parts import Part, TensorShard, local_parts, local_tensor
-from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, gathered, is_distributed, rank
-from ligermodels.parallel.state import PartsTensor
+from ligermodels.parallel.layout import TensorSlice, local_slices, local_tensor, splits_of
+from ligermodels.parallel.ranks import (
+    error_on_all_ranks,
+    from_rank_0,
+    gathered,
+    is_distributed,
+    rank,
+)
+from ligermodels.parallel.state import SlicedTensor
 from ligermodels.training import sharded_checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
 from ligermodels.training.optimizers import allocate_state, state_of
@@ -261,25 +267,21 @@ _WEIGHTS = "model."
 _COUNT = "optimizer.step."
 
 
-def _cuts(model: torch.nn.Module) -> dict[str, TensorShard]:
-    return getattr(model, "tensor_shards", {})
-
-
 def _stored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, sharded_checkpoints.Stored]:
     """Return this rank's parts of the weights and of the optimizer's state, by name."""
-    cuts, found = _cuts(model), {}
+    splits, found = splits_of(model), {}
     for name, parameter in _trained(model):
-        cut = cuts.get(name)
+        split = splits.get(name)
         tensors = {"model": parameter.detach()}
         if optimizer is not None:
             tensors |= {f"optimizer.{key}": each for key, each in state_of(optimizer, parameter)}
         for kind, tensor in tensors.items():
             if kind != "optimizer.step":
-                shape = tuple(tensor.shape) if cut is None else cut.shape
-                parts = local_parts(tensor, cut)
-                if rank() and cut is None and not is_sharded(tensor):  # rank 0 stores it
+                shape = tuple(tensor.shape) if split is None else split.shape
+                parts = local_slices(tensor, split)
+                if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
                     parts = [replace(part, is_copy=True) for part in parts]
                 found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
     return found
@@ -300,7 +302,7 @@ def sharded_state(
     if optimizer is not None and not optimizer.state:
         allocate_state(optimizer, 0)
     state: dict[str, Tensor] = {
-        name: PartsTensor(each.shape, each.dtype, each.parts)
+        name: SlicedTensor(each.shape, each.dtype, each.parts)
         for name, each in _stored(model, optimizer).items()
     }
     if optimizer is not None:
@@ -354,7 +356,7 @@ def _value(file: SafetensorsFile, name: str) -> Tensor:
     return part.reshape(()).clone()
 
 
-def _copy(file: SafetensorsFile, name: str, part: Part, shape: tuple[int, ...]) -> None:
+def _copy(file: SafetensorsFile, name: str, part: TensorSlice, shape: tuple[int, ...]) -> None:
     rows, at = part.values.view(part.values.shape or (1,)), 0
     last = part.row + len(rows)
     if rows.shape[1:] == shape[1:]:

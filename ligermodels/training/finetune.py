@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ligermodels.errors import ConfigError, LigerError, first_line
-from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, rank
+from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, rank
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data_sources import local_files
 from ligermodels.training.interrupts import Interrupted, Interrupts

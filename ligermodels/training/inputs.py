@@ -12,7 +12,7 @@ from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files, i
 from ligermodels.errors import CheckpointError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.ranks import from_rank_0, rank
+from ligermodels.parallel.ranks import from_rank_0, rank
 from ligermodels.training.checkpoints import digests, fingerprint
 from ligermodels.training.data import file_hash
 

@@ -34,8 +34,8 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.parts import local_tensor, reshard
-from ligermodels.models.ranks import gathered
+from ligermodels.parallel.layout import local_tensor, reshard
+from ligermodels.parallel.ranks import gathered
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig

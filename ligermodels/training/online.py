@@ -39,8 +39,8 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.parts import reshard
-from ligermodels.models.ranks import error_on_all_ranks, gathered, num_ranks, rank
+from ligermodels.parallel.layout import reshard
+from ligermodels.parallel.ranks import error_on_all_ranks, gathered, num_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document, file_hash

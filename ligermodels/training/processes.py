@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.losses import Mean
-from ligermodels.models.ranks import gathered, is_distributed, num_ranks, rank
+from ligermodels.parallel.ranks import gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
 

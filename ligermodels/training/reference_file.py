@@ -18,7 +18,7 @@ from torch import Tensor
 from ligermodels.converters.files import names_if_present
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
-from ligermodels.models.ranks import error_on_all_ranks, from_rank_0, rank
+from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, rank
 from ligermodels.training.files import PART, atomic_write, writing
 
 _NAME, _SHA256 = "log_probs", "sha256"

@@ -26,7 +26,7 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, short_repr
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.ranks import (
+from ligermodels.parallel.ranks import (
     error_on_all_ranks,
     from_rank_0,
     is_distributed,

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from ligermodels.converters.files import read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
-from ligermodels.models.parts import Part
-from ligermodels.models.ranks import (
+from ligermodels.parallel.layout import TensorSlice
+from ligermodels.parallel.ranks import (
     error_on_all_ranks,
     gathered,
     is_distributed,
     num_ranks,
     rank,
 )
-from ligermodels.parallel.state import PartsTensor
+from ligermodels.parallel.state import SlicedTensor
 from ligermodels.training.data import file_hash
 from ligermodels.training.files import PART, writing
 
@@ -61,7 +61,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[Part]
+    parts: list[TensorSlice]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -94,8 +94,8 @@ class _Reader(dcp.FileSystemReader):
         return found
 
 
-def _whole(stored: Stored) -> PartsTensor:
-    return PartsTensor(stored.shape, stored.dtype, stored.parts)
+def _whole(stored: Stored) -> SlicedTensor:
+    return SlicedTensor(stored.shape, stored.dtype, stored.parts)
 
 
 def write(folder: Path, tensors: Mapping[str, Stored], facts: Mapping[str, Any]) -> None:

@@ -24,8 +24,8 @@ from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
-from ligermodels.models.parts import reshard
-from ligermodels.models.ranks import from_rank_0, num_ranks, rank
+from ligermodels.parallel.layout import reshard
+from ligermodels.parallel.ranks import from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints, way_out
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.flops import StepFlops

@@ -18,7 +18,7 @@ from ligermodels.layers.attention_backend import (
     prepare,
 )
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.parallel.context import SequenceShard
 from tests.gpu.synchronisation import no_synchronisation
 from tests.models.pairs import relative
 from tests.pairwise import pairwise

@@ -15,7 +15,7 @@ from ligermodels.layers.attention_mask import (
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
-from ligermodels.layers.sequence_shard import SequenceShard
+from ligermodels.parallel.context import SequenceShard
 
 
 def test_document_ids() -> None:

@@ -13,7 +13,7 @@ import torch
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS, TOKEN_INPUTS
 from ligermodels.layers import LossHead
-from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
+from ligermodels.parallel.context import SequenceShard
 from tests.layers.heads import HIDDEN, KINDS, SEQ, VOCAB, build, data, dense, make
 from tests.models.pairs import relative
 
@@ -287,4 +287,4 @@ def test_a_loss_function_takes_few_options() -> None:
         with pytest.raises(ValueError, match="expected a scalar tensor"):
             head(hidden, targets, loss_function=lambda tokens, _: tokens.log_probs)
     with pytest.raises(ValueError, match="loss_function: it needs whole rows"):
-        loss_of_parts(head, SequenceShard(None, 2, 0), hidden, targets, {"loss_function": total})
+        SequenceShard(None, 2, 0).loss(head, hidden, targets, {"loss_function": total})

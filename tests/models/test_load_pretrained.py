@@ -26,7 +26,7 @@ from ligermodels import (
     Qwen3Config,
     load_pretrained,
 )
-from ligermodels.models import load_pretrained as partial
+from ligermodels.converters import hub
 
 SIZES = {
     "vocab_size": 97,
@@ -301,7 +301,7 @@ def test_sharded_and_integer_parameters_are_refused(source):
 def test_a_hub_id_is_resolved_at_its_revision(source, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        partial.hub, "resolve", lambda path, revision: asked.append((path, revision)) or source
+        hub, "resolve", lambda path, revision: asked.append((path, revision)) or source
     )
     report = load_pretrained(llama(seed=2), "someone/model", revision="main")
     assert asked == [("someone/model", "main")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import CheckpointError, SaveError
-from ligermodels.models import ranks
+from ligermodels.parallel import ranks
 
 
 def test_a_single_process_is_rank_0_of_1() -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ligermodels.layers import sequence_shard
-from ligermodels.layers.sequence_shard import SequenceShard, loss_of_parts
+from ligermodels.parallel import context
+from ligermodels.parallel.context import SequenceShard
 from tests.layers.heads import BATCH, SEQ, VOCAB, data, make
 
 
@@ -40,8 +40,8 @@ def test_gradients_of_whole_rows_are_summed_in_float32(monkeypatch: pytest.Monke
         small = torch.full_like(out, tiny)
         out.copy_(parts[: len(out)] + small + small)
 
-    monkeypatch.setattr(sequence_shard, "all_gather", gather)
-    monkeypatch.setattr(sequence_shard, "reduce_scatter", scatter)
+    monkeypatch.setattr(context, "all_gather", gather)
+    monkeypatch.setattr(context, "reduce_scatter", scatter)
     x = torch.ones(1, 4, 3, dtype=torch.bfloat16, requires_grad=True)
     whole = SequenceShard(None, 2, 0).whole(x)
     whole.backward(torch.ones_like(whole))
@@ -61,7 +61,7 @@ def test_the_loss_of_parts_is_that_of_the_rows(tmp_path: Path, reduction: str) -
     dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         shard = SequenceShard(dist.group.WORLD, 1, 0)
-        found = loss_of_parts(head, shard, hidden, targets, options)
+        found = shard.loss(head, hidden, targets, options)
     finally:
         dist.destroy_process_group()
     for ours, whole in zip(found, head(hidden, targets, **options)):

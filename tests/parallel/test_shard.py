@@ -34,7 +34,7 @@ from ligermodels import (
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.heads.classifier import classifier_class
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.parts import whole_tensor
+from ligermodels.parallel.layout import splits_of, whole_tensor
 from tests import outside
 from tests.families import OWN
 from tests.limits import SECONDS
@@ -220,7 +220,7 @@ def gradients(model: DecoderModel) -> dict[str, Tensor]:
     grads = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        grads[name] = whole_tensor(parameter.grad, model.tensor_shards.get(name))
+        grads[name] = whole_tensor(parameter.grad, splits_of(model).get(name))
     return grads
 
 
@@ -483,7 +483,7 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     sharded = shard(copy.deepcopy(model), mesh)
     with torch.no_grad():
         sharded(data()[0])  # leaves gathered weights behind
-    with mock.patch("ligermodels.models.parts._SENT_BYTES", 1000):
+    with mock.patch("ligermodels.parallel.layout._SENT_BYTES", 1000):
         sharded.save_hf(folder / "ours", max_shard_size=5000)
     if rank == 0:
         model.save_hf(folder / "whole", max_shard_size=5000)
@@ -501,8 +501,8 @@ def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
         own = whole_tensor(sharded.get_parameter(name)).clone()
         tracker = StorageTracker()
         tracker.hold([own])
-        with tracker, mock.patch("ligermodels.models.parts._SENT_BYTES", 80):
-            whole = sharded.tensor_shards[name].whole(own)
+        with tracker, mock.patch("ligermodels.parallel.layout._SENT_BYTES", 80):
+            whole = splits_of(sharded)[name].whole(own)
         # A thread of gloo may hold a block a moment longer.
         result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 2 * 80)
     return result
@@ -512,7 +512,7 @@ def written(mesh: DeviceMesh, sizes: dict[str, Any], rank: int, folder: Path) ->
     """A checkpoint gets every element of a parameter once from the ranks of a tp group."""
     sharded = shard(make(True, "qwen2", **sizes), mesh)
     state, result = sharded.state_dict(), {}
-    for name in sharded.tensor_shards:
+    for name in splits_of(sharded):
         mine = torch.zeros(state[name].shape)
         for item in state[name].__create_write_items__(name, None):
             chunk = item.tensor_data.chunk

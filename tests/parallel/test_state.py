@@ -8,15 +8,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ligermodels.models.parts import Part
-from ligermodels.parallel.state import PartsTensor
+from ligermodels.parallel.layout import TensorSlice
+from ligermodels.parallel.state import SlicedTensor
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
 
 
-def in_parts(values: torch.Tensor) -> PartsTensor:
-    parts = [Part(values[:2], 0), Part(values[2:, :1], 2, 0), Part(values[2:, 1:], 2, 1)]
-    return PartsTensor((6, 4), values.dtype, parts, lambda: values)
+def in_parts(values: torch.Tensor) -> SlicedTensor:
+    parts = [
+        TensorSlice(values[:2], 0),
+        TensorSlice(values[2:, :1], 2, 0),
+        TensorSlice(values[2:, 1:], 2, 1),
+    ]
+    return SlicedTensor((6, 4), values.dtype, parts, lambda: values)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -32,7 +36,7 @@ def test_torchs_checkpoints_hold_the_whole_tensor(tmp_path: Path) -> None:
 
 def test_other_operations_are_refused() -> None:
     parts = in_parts(WHOLE)
-    assert "PartsTensor(shape=(6, 4)" in repr(parts)
+    assert "SlicedTensor(shape=(6, 4)" in repr(parts)
     assert parts.full_tensor().equal(WHOLE)
     with pytest.raises(NotImplementedError, match="call full_tensor"):
         parts + 1
@@ -41,7 +45,7 @@ def test_other_operations_are_refused() -> None:
 
 
 def test_the_places_of_parts() -> None:
-    parts = in_parts(WHOLE).parts
+    parts = in_parts(WHOLE).slices
     assert [part.offsets for part in parts] == [(0, 0), (2, 0), (2, 1)]
     assert all(part.place_in(WHOLE).equal(part.values) for part in parts)
-    assert Part(torch.ones(2), 3).offsets == (3,)
+    assert TensorSlice(torch.ones(2), 3).offsets == (3,)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ligermodels import ConfigError
-from ligermodels.models.parts import local_parts
 from ligermodels.parallel import tensor
-from ligermodels.parallel.state import _take_own_parts
+from ligermodels.parallel.layout import local_slices, splits_of
+from ligermodels.parallel.state import _take_own_slices
 from ligermodels.parallel.tensor import tensor_parallel
 from tests import outside
 from tests.parallel.test_shard import make
@@ -88,13 +88,13 @@ def test_a_part_is_taken_of_whole_parameters() -> None:
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     given = dict(whole)
-    name = next(iter(model.tensor_shards))
+    name = next(iter(splits_of(model)))
     given[name] = given[name][1:]  # of another shape: left to torch, which says so
-    _take_own_parts(model, given, "")
+    _take_own_slices(model, given, "")
     assert name in given and not model.get_parameter(name).any()
-    for each, shard in model.tensor_shards.items():
+    for each, shard in splits_of(model).items():
         if each != name:
-            for part in local_parts(model.get_parameter(each), shard):
+            for part in local_slices(model.get_parameter(each), shard):
                 assert part.values.equal(part.place_in(whole[each])), each
 
 

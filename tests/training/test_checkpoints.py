@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, LigerError
-from ligermodels.models.parts import Part
+from ligermodels.parallel.layout import TensorSlice
 from ligermodels.training import sharded_checkpoints
 from ligermodels.training.checkpoints import Checkpoints, _copy, _stored, first_not_finite
 
@@ -259,5 +259,5 @@ def test_a_block_of_columns_is_read_from_the_file(tmp_path):
     file = SafetensorsFile(tmp_path / "a.safetensors")
     for rows, columns in ((slice(2, 6), slice(1, 3)), (slice(1, 4), slice(0, 5))):
         values = torch.zeros_like(whole[rows, columns])
-        _copy(file, "a", Part(values, rows.start, columns.start), (6, 5))
+        _copy(file, "a", TensorSlice(values, rows.start, columns.start), (6, 5))
         assert torch.equal(values, whole[rows, columns])

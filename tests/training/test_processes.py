@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.losses import Mean
-from ligermodels.models.ranks import rank
+from ligermodels.parallel.ranks import rank
 from ligermodels.training import processes, run
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune

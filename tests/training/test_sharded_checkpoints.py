@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ligermodels.errors import CheckpointError, SaveError
-from ligermodels.models.parts import Part
+from ligermodels.parallel.layout import TensorSlice
 from ligermodels.training import sharded_checkpoints
 from ligermodels.training.sharded_checkpoints import FACTS, Stored, facts_of, read, remove, write
 
@@ -25,21 +25,21 @@ BIAS = torch.arange(3.0)
 def stored(weight: Tensor, bias: Tensor) -> dict[str, Stored]:
     """Cut both tensors into parts: two runs of rows, and two halves of the rows between."""
     parts = [
-        Part(weight[:2], 0),
-        Part(weight[2:4, :1], 2, 0),
-        Part(weight[2:4, 1:], 2, 1),
-        Part(weight[4:], 4),
+        TensorSlice(weight[:2], 0),
+        TensorSlice(weight[2:4, :1], 2, 0),
+        TensorSlice(weight[2:4, 1:], 2, 1),
+        TensorSlice(weight[4:], 4),
     ]
     return {
         "weight": Stored((6, 4), weight.dtype, parts),
-        "bias": Stored((3,), bias.dtype, [Part(bias[:1], 0), Part(bias[1:], 1)]),
+        "bias": Stored((3,), bias.dtype, [TensorSlice(bias[:1], 0), TensorSlice(bias[1:], 1)]),
     }
 
 
 def whole(weight: Tensor, bias: Tensor) -> dict[str, Stored]:
     return {
-        "weight": Stored((6, 4), weight.dtype, [Part(weight, 0)]),
-        "bias": Stored((3,), bias.dtype, [Part(bias, 0)]),
+        "weight": Stored((6, 4), weight.dtype, [TensorSlice(weight, 0)]),
+        "bias": Stored((3,), bias.dtype, [TensorSlice(bias, 0)]),
     }
 
 
