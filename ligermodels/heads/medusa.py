@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.loss_options import split_options
+from ligermodels.kernels.loss_options import LossOptions
 from ligermodels.layers import LossHead
 from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.layers.loss_head import HeadOptions
@@ -245,7 +245,7 @@ def _take_normalizer(options: HeadOptions) -> float | Tensor | None:
             "one of them"
         )
     normalizer = items if normalizer is None else normalizer
-    split_options({"normalizer": normalizer})  # called for its checks only
+    LossOptions.of(normalizer=normalizer)  # called for its checks only
     return normalizer
 
 

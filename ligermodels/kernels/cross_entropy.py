@@ -12,14 +12,13 @@ from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
+    LossOptions,
     OutputGrads,
     TokenRequest,
     TokenStats,
     check_classes,
-    check_options,
     given_divisor,
     output_grads,
-    token_request,
 )
 
 
@@ -185,12 +184,25 @@ def cross_entropy(
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
-    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    options = check_options(options, reduction, normalizer, temperature)
-    request = token_request(return_token_stats, top_k, alternatives)
+    given = LossOptions.of(
+        reduction=reduction,
+        normalizer=normalizer,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        return_token_stats=return_token_stats,
+        alternatives=alternatives,
+        top_k=top_k,
+    )
+    options = given.formula
     if reduction == "none":
-        return token_cross_entropy(logits, targets, class_weights, options, request)
-    row_logits, row_targets, request = _rows(logits, targets, class_weights, options, request)
+        tokens = token_values(logits, targets, class_weights, options, given.request)
+        loss, z, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
+        return token_output(loss, z, loss, given.request, stats)
+    row_logits, row_targets, request = _rows(logits, targets, class_weights, options, given.request)
     divisor = given_divisor(reduction, normalizer, logits.device, compute_dtype(logits))
     with without_autocast(logits):
         loss, z, *tokens = _ReducedCrossEntropy.apply(
@@ -198,19 +210,6 @@ def cross_entropy(
         )
     token_loss, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
     return token_output(loss, z, token_loss, request, stats)
-
-
-def token_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: CrossEntropyOptions,
-    request: TokenRequest,
-) -> CrossEntropyOutput:
-    """Compute `cross_entropy` with reduction "none", from options that are already checked."""
-    tokens = token_values(logits, targets, class_weights, options, request)
-    loss, z, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
-    return token_output(loss, z, loss, request, stats)
 
 
 def token_values(

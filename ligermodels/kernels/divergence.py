@@ -19,13 +19,7 @@ from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
-from ligermodels.kernels.loss_options import (
-    CrossEntropyOptions,
-    DivergenceOptions,
-    check_chunk_options,
-    check_options,
-    given_divisor,
-)
+from ligermodels.kernels.loss_options import DivergenceOptions, LossOptions, given_divisor
 from ligermodels.kernels.simulation import real_device
 
 PIECES = 3
@@ -96,14 +90,21 @@ def linear_divergence(
     Raises:
         ValueError: a shape, dtype or option is wrong, or the budget is too small.
     """
-    student_options = CrossEntropyOptions(softcap=softcap, logit_scale=logit_scale)
-    teacher_options = CrossEntropyOptions(softcap=teacher_softcap, logit_scale=teacher_scale)
-    student_options = check_options(student_options, reduction, normalizer, temperature)
-    teacher_options = check_options(teacher_options, temperature=temperature)
+    student = LossOptions.of(
+        reduction=reduction,
+        normalizer=normalizer,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+    )
+    of_teacher = LossOptions.of(
+        temperature=temperature, softcap=teacher_softcap, logit_scale=teacher_scale
+    )
     if beta is not None and (isinstance(beta, (bool, Tensor)) or not 0 <= beta <= 1):
         raise ValueError(f"divergence: beta={beta!r}; expected a number in [0, 1], or None")
-    options = DivergenceOptions(beta, *student_options[3:], *teacher_options[3:])
-    chunking = check_chunk_options(chunk_size, max_scratch_bytes, False, None)
+    options = DivergenceOptions(beta, *student.formula[3:], *of_teacher.formula[3:])
     shape = hidden.shape[:-1]
     hidden, weight, bias = _checked("", hidden, weight, bias)
     teacher = _Teacher(*_checked("teacher_", teacher_hidden, teacher_weight, teacher_bias))
@@ -133,10 +134,10 @@ def linear_divergence(
     teacher = teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1]))
     # float16 gradients of a mean would underflow: only backward knows how training scales the loss.
     one_loss = reduction != "none" and hidden.dtype != torch.float16
-    chunk = chunking.chunk_size
+    chunk = student.chunking.chunk_size
     if chunk is None:
         sizes = _sizes(rows, weight, teacher, needs_grad, one_loss)
-        plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
+        plan = chunk_plan.plan_chunks(sizes, student.chunking.max_scratch_bytes)
         chunk, one_loss = plan.chunk_size, one_loss and plan.grads_in_forward
     dtype = compute_dtype(hidden)
     valid = None if mask is None else mask.flatten()

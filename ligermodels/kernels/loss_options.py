@@ -17,42 +17,37 @@ TOKEN_STATS = ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits")
 """The statistics of each token that `return_token_stats` may name; True means the first three."""
 
 
-class LogProbOptions(TypedDict, total=False):
-    """Keyword arguments of `linear_log_probs`, except `entropy`. See its docstring."""
+class LossKeywords(TypedDict, total=False):
+    """Keyword arguments of `linear_cross_entropy` that a head may have defaults of."""
 
+    reduction: str
+    normalizer: float | Tensor | None
     ignore_index: int
+    label_smoothing: float
+    z_loss: float
     softcap: float | None
     logit_scale: float
     temperature: float
+    class_weights: Tensor | None
     chunk_size: int | None
     max_scratch_bytes: int | None
     skip_ignored: bool
     max_valid: int | None
-
-
-class LossOptions(LogProbOptions, total=False):
-    """Keyword arguments of `linear_cross_entropy`. See its docstring."""
-
-    reduction: str
-    normalizer: float | Tensor | None
-    label_smoothing: float
-    z_loss: float
     weight_grad_in_forward: bool
-    class_weights: Tensor | None
     return_token_stats: bool | Collection[str]
     top_k: int
 
 
-class TokenInputs(TypedDict, total=False):
-    """Keyword arguments of `linear_cross_entropy` with a value for each token of one call."""
+TOKEN_INPUTS = frozenset({"token_weights", "alternatives"})
+"""Its keywords that have a value for each token of one call."""
 
-    token_weights: Tensor | None
-    alternatives: Tensor | None
+LOSS_OPTIONS = LossKeywords.__optional_keys__
 
-
-LOG_PROB_OPTIONS = LogProbOptions.__optional_keys__
-LOSS_OPTIONS = LossOptions.__optional_keys__
-TOKEN_INPUTS = TokenInputs.__optional_keys__
+LOG_PROB_OPTIONS = frozenset(
+    "ignore_index softcap logit_scale temperature chunk_size max_scratch_bytes skip_ignored "
+    "max_valid".split()
+)
+"""The options that `linear_log_probs` has, too, besides `entropy`."""
 
 
 class CrossEntropyOptions(NamedTuple):
@@ -95,54 +90,90 @@ class ChunkOptions(NamedTuple):
     weight_grad_in_forward: bool = False
 
 
-def split_options(
-    given: LossOptions,
-) -> tuple[CrossEntropyOptions, ChunkOptions, "TokenRequest"]:
-    """Check the given options, add defaults and split them into the three groups.
+class LossOptions(NamedTuple):
+    """All options of one call of the loss head, checked. `of` makes them from keywords."""
 
-    Raises:
-        ValueError: an option has a value that is wrong for every call.
-    """
-    options = check_options(
-        CrossEntropyOptions(*_values(given, CrossEntropyOptions)),
-        given.get("reduction", "mean"),
-        given.get("normalizer"),
-        given.get("temperature", 1.0),
-    )
-    request = token_request(given.get("return_token_stats", False), given.get("top_k", 0))
-    chunking = check_chunk_options(*_values(given, ChunkOptions))
-    return options, chunking, request
+    formula: CrossEntropyOptions
+    chunking: ChunkOptions
+    request: "TokenRequest"
+    reduction: str
+    normalizer: float | Tensor | None
+    class_weights: Tensor | None
+    token_weights: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        reduction: str = "mean",
+        normalizer: float | Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float = 1.0,
+        class_weights: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        chunk_size: int | None = None,
+        max_scratch_bytes: int | None = None,
+        skip_ignored: bool = False,
+        max_valid: int | None = None,
+        weight_grad_in_forward: bool = False,
+        return_token_stats: bool | Collection[str] = False,
+        alternatives: Tensor | None = None,
+        top_k: int = 0,
+    ) -> "LossOptions":
+        """Check the keywords of `linear_cross_entropy`, as far as they do not depend on a shape.
+
+        Raises:
+            ValueError: an option has a value that is wrong for every call; the message names it.
+        """
+        formula = _formula(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
+        _check_reduction(reduction, normalizer)
+        chunking = _chunking(
+            chunk_size, max_scratch_bytes, skip_ignored, max_valid, weight_grad_in_forward
+        )
+        return cls(
+            formula,
+            chunking,
+            token_request(return_token_stats, top_k, alternatives),
+            reduction,
+            normalizer,
+            class_weights,
+            token_weights,
+        )
+
+    @property
+    def ignore_index(self) -> int:
+        """The target that is ignored."""
+        return self.formula.ignore_index
 
 
-def _values(given: LossOptions, group: type[CrossEntropyOptions] | type[ChunkOptions]) -> list:
-    return [given.get(name, group._field_defaults[name]) for name in group._fields]
-
-
-def check_options(
-    options: CrossEntropyOptions,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    temperature: float = 1.0,
-    **switches: bool,
-) -> CrossEntropyOptions:
-    """Return the options at the temperature, as Python numbers.
-
-    Raises:
-        ValueError: a value is wrong for every call; the message has the option's name.
-    """
+def check_switches(**switches: bool) -> None:
+    """Raise ValueError unless each is True or False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
+
+
+def _formula(
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+) -> CrossEntropyOptions:
+    """Return the options at the temperature, as Python numbers."""
     temperature = _number("temperature", temperature)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"cross entropy: temperature={temperature} must be positive and finite")
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     whole = isinstance(ignore_index, (int, Integral)) and not isinstance(ignore_index, bool)
     if not whole or not -(2**63) <= ignore_index < 2**63:
         raise ValueError(
             f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
         )
-    ignore_index = int(ignore_index)
     label_smoothing = _number("label_smoothing", label_smoothing)
     z_loss, logit_scale = _number("z_loss", z_loss), _number("logit_scale", logit_scale)
     softcap = None if softcap is None else _number("softcap", softcap)
@@ -154,12 +185,15 @@ def check_options(
         raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive and finite")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"cross entropy: softcap={softcap} must be positive and finite, or None")
+    options = CrossEntropyOptions(int(ignore_index), label_smoothing, z_loss, softcap, logit_scale)
+    return options.at_temperature(temperature)
+
+
+def _check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
-    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    options = options.at_temperature(temperature)
     if normalizer is None:
-        return options
+        return
     if reduction != "mean":
         raise ValueError(
             f"cross entropy: normalizer requires reduction='mean', but reduction={reduction!r}; "
@@ -179,7 +213,6 @@ def check_options(
         raise ValueError(
             f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
         )
-    return options
 
 
 def _number(name: str, value: float) -> float:
@@ -195,18 +228,15 @@ def _number(name: str, value: float) -> float:
     raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
 
 
-def check_chunk_options(
+def _chunking(
     chunk_size: int | None,
     max_scratch_bytes: int | None,
     skip_ignored: bool,
     max_valid: int | None,
-    weight_grad_in_forward: bool = False,
+    weight_grad_in_forward: bool,
 ) -> ChunkOptions:
     """Return the options as Python ints; raise ValueError for a value wrong for every call."""
-    switches = {"skip_ignored": skip_ignored, "weight_grad_in_forward": weight_grad_in_forward}
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
+    check_switches(skip_ignored=skip_ignored, weight_grad_in_forward=weight_grad_in_forward)
     if chunk_size is not None:
         chunk_size = check_count("loss head", "chunk_size", chunk_size, 1)
     if max_scratch_bytes is not None:
@@ -239,18 +269,11 @@ def check_classes(vocab: int, class_weights: Tensor | None) -> None:
         )
 
 
-def loss_divisor(
-    targets: Tensor,
-    reduction: str,
-    normalizer: float | Tensor | None,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def loss_divisor(targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
     """Return the divisor of the summed loss, as a scalar tensor on the targets' device."""
-    divisor = given_divisor(reduction, normalizer, targets.device, dtype)
+    divisor = given_divisor(options.reduction, options.normalizer, targets.device, dtype)
     if divisor is None:
-        return target_weight_sum(targets, class_weights, ignore_index, dtype)
+        return target_weight_sum(targets, options.class_weights, options.ignore_index, dtype)
     return divisor
 
 

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ligermodels import kernels
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.cross_entropy import (
-    CrossEntropyOutput,
-)
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.linear_cross_entropy.functions import linear_loss, token_log_probs
 from ligermodels.kernels.linear_cross_entropy.groups import (
     GroupLoss,
     checked_group_size,
     checked_loss,
+    group_loss,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
     GatherClasses,
@@ -28,11 +27,10 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
-    LogProbOptions,
+    LossKeywords,
     LossOptions,
-    TokenInputs,
     check_classes,
-    split_options,
+    check_switches,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
 from ligermodels.layers.replaced_loss import replaced_loss
@@ -48,9 +46,11 @@ _TAUGHT_OPTIONS = (
 _FUNCTION_OPTIONS = ("return_token_stats", *sorted(LOG_PROB_OPTIONS))
 
 
-class HeadOptions(LossOptions, TokenInputs, total=False):
+class HeadOptions(LossKeywords, total=False):
     """Keyword arguments of `LossHead.forward`, and of a model's forward if labels are given."""
 
+    token_weights: Tensor | None
+    alternatives: Tensor | None
     return_token_loss: bool
     num_items_in_batch: float | Tensor | None
     teacher: Teacher | None
@@ -132,11 +132,11 @@ class LossHead(nn.Module):
         *,
         bias: bool = False,
         tied_to: nn.Embedding | None = None,
-        **loss_options: Unpack[LossOptions],
+        **loss_options: Unpack[LossKeywords],
     ) -> None:
         super().__init__()
         _check_known("LossHead", loss_options, LOSS_OPTIONS)
-        split_options(loss_options)  # called for its checks only
+        LossOptions.of(**loss_options)  # called for its checks only
         for name, value in loss_options.items():  # `logits` computes with Python's numbers
             if isinstance(value, np.generic):
                 loss_options[name] = value.item()  # type: ignore[literal-required]
@@ -188,7 +188,7 @@ class LossHead(nn.Module):
         teacher: Teacher | None = None,
         loss_function: GroupLoss | None = None,
         group_size: int = 1,
-        **loss_options: Unpack[LossOptions],
+        **loss_options: Unpack[LossKeywords],
     ) -> HeadOutput:
         """Compute the loss. Targets are aligned with hidden: the head does not shift them.
 
@@ -226,75 +226,64 @@ class LossHead(nn.Module):
                     "only one of them"
                 )
             loss_options["normalizer"] = num_items_in_batch
-        options: LossOptions = {
-            **self.loss_options,
-            "class_weights": self.class_weights,
-            **loss_options,
-        }
-        num_valid = (targets != split_options(options)[0].ignore_index).sum()
-        if (
-            options.get("reduction", "mean") == "mean"
-            and options.get("normalizer") is None
-            and options["class_weights"] is None
-        ):
-            options["normalizer"] = num_valid  # otherwise the op would count the targets again
-        if options.get("chunk_size") is None and options.get("max_scratch_bytes") is None:
-            options["chunk_size"] = self.planned_chunk_size
+        given: dict[str, Any] = {**self.loss_options, **loss_options}
+        if given.get("chunk_size") is None and given.get("max_scratch_bytes") is None:
+            given["chunk_size"] = self.planned_chunk_size
         if loss_function is not None:
-            given = {**loss_options, "token_weights": token_weights, "teacher": teacher}
-            _check_combined("loss_function", given, return_token_loss, _FUNCTION_OPTIONS)
+            asked = {**loss_options, "token_weights": token_weights, "teacher": teacher}
+            _check_combined("loss_function", asked, return_token_loss, _FUNCTION_OPTIONS)
+            known = {name: given[name] for name in _FUNCTION_OPTIONS if name in given}
             loss = self.from_log_probs(
-                hidden,
-                targets,
-                loss_function,
+                *(hidden, targets, loss_function),
                 group_size=group_size,
-                return_token_stats=options.get("return_token_stats", ("log_probs",)),
                 alternatives=alternatives,
-                **{name: x for name, x in options.items() if name in LOG_PROB_OPTIONS},  # type: ignore[arg-type]
+                **known,
             )
+            num_valid = (targets != given.get("ignore_index", -100)).sum()
             return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
         if group_size != 1:
             raise ValueError(f"LossHead: group_size={group_size} is only for a loss_function")
+        given = {"class_weights": self.class_weights, **given}
+        options = LossOptions.of(**given, token_weights=token_weights, alternatives=alternatives)
+        num_valid = (targets != options.ignore_index).sum()
+        if options.reduction == "mean" and options.normalizer is options.class_weights is None:
+            options = options._replace(normalizer=num_valid)  # the op need not count them again
         if teacher is not None:
-            given = {**loss_options, "alternatives": alternatives}
-            _check_combined("teacher", given, return_token_loss, _TAUGHT_OPTIONS)
-            parameters = self.plain_parameters(hidden, "head")
-            loss = teacher_loss(hidden, parameters, targets, token_weights, teacher, options)
-            if teacher.share == 1:
-                return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
-            own = self(hidden, targets, token_weights=token_weights, **loss_options)
-            return own._replace(loss=teacher.share * loss + (1 - teacher.share) * own.loss)
+            asked = {**loss_options, "alternatives": alternatives}
+            _check_combined("teacher", asked, return_token_loss, _TAUGHT_OPTIONS)
+            return self._taught(hidden, targets, teacher, options, num_valid)
+        made = self._cross_entropy(hidden, targets, options)
+        return _head_output(made, num_valid, return_token_loss)
+
+    def _taught(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        teacher: Teacher,
+        options: LossOptions,
+        num_valid: Tensor,
+    ) -> HeadOutput:
+        """Return the output of a head that learns from a teacher."""
+        parameters = self.plain_parameters(hidden, "head")
+        loss = teacher_loss(hidden, parameters, targets, teacher, options)
+        if teacher.share == 1:
+            return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
+        own = _head_output(self._cross_entropy(hidden, targets, options), num_valid, False)
+        return own._replace(loss=teacher.share * loss + (1 - teacher.share) * own.loss)
+
+    def _cross_entropy(
+        self, hidden: Tensor, targets: Tensor, options: LossOptions
+    ) -> CrossEntropyOutput:
+        """Return the cross entropy, by the fused op or by calls of the projection."""
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
-            made = kernels.linear_cross_entropy(
-                hidden,
-                weight,
-                targets,
-                bias,
-                token_weights=token_weights,
-                alternatives=alternatives,
-                vocab_shard=self.vocab_shard,
-                **options,
+            return linear_loss(hidden, weight, targets, bias, options, self.vocab_shard)
+        if self.vocab_shard is not None:
+            raise ValueError(
+                "loss head: its vocabulary is split over ranks, and its projection is a "
+                f"{type(self.proj).__name__} or has hooks; only a plain nn.Linear can be split"
             )
-        else:
-            made = self._replaced_loss(hidden, targets, token_weights, alternatives, **options)
-        loss, z_loss, token_loss, *stats = made
-        if not return_token_loss and all(x is None for x in stats):
-            return HeadOutput(loss, z_loss, num_valid)
-        return HeadOutput(
-            loss,
-            z_loss,
-            num_valid,
-            token_loss,
-            made.log_probs,
-            made.entropy,
-            made.correct,
-            token_sum_sq_probs=made.sum_sq_probs,
-            token_mean_logits=made.mean_logits,
-            token_alternative_log_probs=made.alternative_log_probs,
-            token_top_ids=made.top_ids,
-            token_top_log_probs=made.top_log_probs,
-        )
+        return replaced_loss(self.proj, self.vocab_size, hidden, targets, options)
 
     def plain_parameters(self, hidden: Tensor, name: str) -> HeadParameters:
         """Return what a divergence reads of the head.
@@ -324,7 +313,7 @@ class LossHead(nn.Module):
         targets: Tensor,
         *,
         entropy: bool = False,
-        **options: Unpack[LogProbOptions],
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each target, and on request the entropy, without a shift.
 
@@ -341,26 +330,16 @@ class LossHead(nn.Module):
             the head is tied, and it is called under FSDP2 outside the model's forward or its weight
             is offloaded.
         """
-        _check_known("LossHead.log_probs", options, LOG_PROB_OPTIONS)
-        defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
-        options = {**defaults, **options}  # type: ignore[typeddict-item]
-        if self.is_linear:
-            weight, bias = self.parameters_here(hidden)
-            return kernels.linear_log_probs(
-                *(hidden, weight, targets, bias),
-                entropy=entropy,
-                vocab_shard=self.vocab_shard,
-                **options,
-            )
-        made = self._replaced_loss(
-            hidden,
-            targets,
-            reduction="none",
-            return_token_stats=("log_probs", "entropy") if entropy else ("log_probs",),
-            **options,
-        )
-        assert made.log_probs is not None
-        return made.log_probs, made.entropy
+        given = self._with_defaults("log_probs", options)
+        check_switches(entropy=entropy)
+        given["return_token_stats"] = ("log_probs", "entropy") if entropy else False
+        made = self._cross_entropy(hidden, targets, LossOptions.of(reduction="none", **given))
+        return token_log_probs(made)
+
+    def _with_defaults(self, method: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of `linear_log_probs`, as the constructor or the call gives them."""
+        _check_known(f"LossHead.{method}", options, LOG_PROB_OPTIONS)
+        return {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS} | options
 
     def from_log_probs(
         self,
@@ -371,7 +350,7 @@ class LossHead(nn.Module):
         group_size: int = 1,
         return_token_stats: bool | Collection[str] = ("log_probs",),
         alternatives: Tensor | None = None,
-        **options: Unpack[LogProbOptions],
+        **options: Any,
     ) -> Tensor:
         """Return a loss that `loss_function` computes from the tokens of whole sequences.
 
@@ -384,35 +363,14 @@ class LossHead(nn.Module):
         Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
         Raises: as `linear_group_loss` and `log_probs`.
         """
-        _check_known("LossHead.from_log_probs", options, LOG_PROB_OPTIONS)
-        defaults = {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS}
-        given: dict[str, Any] = {**defaults, **options}
-        if self.is_linear and self.vocab_shard is None and given.get("max_valid") is None:
-            given.pop("max_valid", None)
+        given = self._with_defaults("from_log_probs", options)
+        given |= {"return_token_stats": return_token_stats, "alternatives": alternatives}
+        checked = LossOptions.of(reduction="none", **given)
+        if self.is_linear and self.vocab_shard is None and checked.chunking.max_valid is None:
             weight, bias = self.parameters_here(hidden)
-            return kernels.linear_group_loss(
-                hidden,
-                weight,
-                targets,
-                loss_function,
-                bias,
-                group_size=group_size,
-                return_token_stats=return_token_stats,
-                alternatives=alternatives,
-                **given,
-            )
+            return group_loss(hidden, weight, targets, bias, checked, loss_function, group_size)
         checked_group_size(hidden, group_size)
-        given |= {"reduction": "none", "return_token_stats": return_token_stats}
-        if self.is_linear:
-            weight, bias = self.parameters_here(hidden)
-            made = kernels.linear_cross_entropy(
-                *(hidden, weight, targets, bias),
-                alternatives=alternatives,
-                vocab_shard=self.vocab_shard,
-                **given,
-            )
-        else:
-            made = self._replaced_loss(hidden, targets, None, alternatives, **given)
+        made = self._cross_entropy(hidden, targets, checked)
         return checked_loss(loss_function(made, slice(0, len(targets))))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -466,22 +424,27 @@ class LossHead(nn.Module):
             )
         return weight, None if self._tied else self.proj.bias
 
-    def _replaced_loss(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        token_weights: Tensor | None = None,
-        alternatives: Tensor | None = None,
-        **given: Unpack[LossOptions],
-    ) -> CrossEntropyOutput:
-        if self.vocab_shard is not None:
-            raise ValueError(
-                "loss head: its vocabulary is split over ranks, and its projection is a "
-                f"{type(self.proj).__name__} or has hooks; only a plain nn.Linear can be split"
-            )
-        return replaced_loss(
-            self.proj, self.vocab_size, hidden, targets, token_weights, alternatives, **given
-        )
+
+def _head_output(
+    made: CrossEntropyOutput, num_valid: Tensor, return_token_loss: bool
+) -> HeadOutput:
+    loss, z_loss, token_loss, *stats = made
+    if not return_token_loss and all(x is None for x in stats):
+        return HeadOutput(loss, z_loss, num_valid)
+    return HeadOutput(
+        loss,
+        z_loss,
+        num_valid,
+        token_loss,
+        made.log_probs,
+        made.entropy,
+        made.correct,
+        token_sum_sq_probs=made.sum_sq_probs,
+        token_mean_logits=made.mean_logits,
+        token_alternative_log_probs=made.alternative_log_probs,
+        token_top_ids=made.top_ids,
+        token_top_log_probs=made.top_log_probs,
+    )
 
 
 def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:

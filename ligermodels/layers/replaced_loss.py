@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import Unpack
 
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
@@ -21,12 +20,7 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     scatter,
     valid_rows,
 )
-from ligermodels.kernels.loss_options import (
-    LossOptions,
-    TokenRequest,
-    loss_divisor,
-    split_options,
-)
+from ligermodels.kernels.loss_options import LossOptions, TokenRequest, loss_divisor
 from ligermodels.layers.fusion import is_sharded
 
 _DROPOUTS = (
@@ -40,9 +34,7 @@ def replaced_loss(
     vocab_size: int,
     hidden: Tensor,
     targets: Tensor,
-    token_weights: Tensor | None = None,
-    alternatives: Tensor | None = None,
-    **given: Unpack[LossOptions],
+    options: LossOptions,
 ) -> CrossEntropyOutput:
     """Compute `linear_cross_entropy` with a projection that is called for each chunk.
 
@@ -52,15 +44,14 @@ def replaced_loss(
     """
     # These are read before the chunks: under torch.compile, a checkpointed function cannot use
     # a number that an earlier checkpointed function has made.
-    options, chunking, request = split_options(given)
+    formula, chunking, request, reduction, _, class_weights, token_weights = options
     ignore_index = options.ignore_index
-    reduction, class_weights = given.get("reduction", "mean"), given.get("class_weights")
     if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
             f"{tuple(hidden.shape)}, without its last dimension"
         )
-    request = check_request(request._replace(alternatives=alternatives), targets, vocab_size)
+    request = check_request(request, targets, vocab_size)
     row_targets = targets.flatten()
     index = valid_rows(row_targets, ignore_index, chunking)
     rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
@@ -87,7 +78,7 @@ def replaced_loss(
     ) -> tuple[Tensor, ...]:
         logits = proj(chunk)
         of_chunk = request._replace(alternatives=chunk_alternatives)
-        return token_values(logits, chunk_targets, class_weights, options, of_chunk)
+        return token_values(logits, chunk_targets, class_weights, formula, of_chunk)
 
     # The capture of a CUDA graph may not read the random state, which only dropout needs again.
     keeps_random_state = not _is_captured(rows) or any(map(_drops, proj.modules()))
@@ -113,10 +104,7 @@ def replaced_loss(
     out = token_output(loss, z_loss.detach(), loss, request, stats)
     if reduction == "none":
         return out
-    divisor = loss_divisor(
-        targets, reduction, given.get("normalizer"), class_weights, ignore_index, loss.dtype
-    )
-    return reduce_tokens(out, divisor)
+    return reduce_tokens(out, loss_divisor(targets, options, loss.dtype))
 
 
 def _drops(module: nn.Module) -> bool:

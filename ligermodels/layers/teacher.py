@@ -12,7 +12,7 @@ from ligermodels.kernels.linear_cross_entropy.valid_rows import (
     scatter,
     valid_rows,
 )
-from ligermodels.kernels.loss_options import LossOptions, split_options
+from ligermodels.kernels.loss_options import LossOptions
 
 
 class Teacher(NamedTuple):
@@ -53,14 +53,13 @@ def teacher_loss(
     hidden: Tensor,
     head: HeadParameters,
     targets: Tensor,
-    token_weights: Tensor | None,
     teacher: Teacher,
     options: LossOptions,
 ) -> Tensor:
     """Return the divergence from a teacher at the targets that are not ignored.
 
-    Args: hidden (..., hidden), targets (...), token_weights (...) and options are those
-        of `LossHead.forward`; head has the student's parameters.
+    Args: hidden (..., hidden), targets (...) and options are those of `LossHead.forward`; head has
+        the student's parameters.
     Raises:
         ValueError: a tensor of the teacher has a wrong shape, or its share is not in [0, 1].
     """
@@ -77,14 +76,14 @@ def teacher_loss(
             f"LossHead: the teacher has {len(teacher.weight)} classes and the head "
             f"{vocab}; expected at least as many"
         )
-    settings, chunking, _ = split_options(options)
+    chunking, ignore_index = options.chunking, options.ignore_index
     row_targets = targets.flatten()
-    index = valid_rows(row_targets, settings.ignore_index, chunking)
-    row_targets = gather_targets(row_targets, index, settings.ignore_index)
+    index = valid_rows(row_targets, ignore_index, chunking)
+    row_targets = gather_targets(row_targets, index, ignore_index)
     states = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
-    reduction = options.get("reduction", "mean")
+    token_weights = options.token_weights
     if token_weights is not None:
-        weights = checked_token_weights(token_weights, targets, settings.ignore_index)
+        weights = checked_token_weights(token_weights, targets, ignore_index)
         token_weights = gather(weights.reshape(-1, 1), index).flatten()
     rows, teacher_rows = states
     classes, chunk_size = slice(0, vocab), chunking.chunk_size
@@ -98,10 +97,10 @@ def teacher_loss(
         bias,
         None if teacher.bias is None else teacher.bias[classes],
         beta=teacher.beta,
-        mask=row_targets != settings.ignore_index,
+        mask=row_targets != ignore_index,
         token_weights=token_weights,
-        reduction=reduction,
-        normalizer=options.get("normalizer"),
+        reduction=options.reduction,
+        normalizer=options.normalizer,
         temperature=teacher.temperature,
         softcap=softcap,
         logit_scale=logit_scale,
@@ -110,4 +109,4 @@ def teacher_loss(
         chunk_size=chunk_size,
         max_scratch_bytes=chunking.max_scratch_bytes,
     )
-    return scatter(loss, index, targets, settings.ignore_index) if loss.dim() else loss
+    return scatter(loss, index, targets, ignore_index) if loss.dim() else loss

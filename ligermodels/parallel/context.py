@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather, reduce_scatter
-from ligermodels.kernels.loss_options import loss_divisor
+from ligermodels.kernels.loss_options import target_weight_sum
 from ligermodels.layers import Attention
 from ligermodels.layers.kv_cache import CachedLayer
 from ligermodels.layers.loss_head import HeadOptions, HeadOutput, LossHead
@@ -109,9 +109,8 @@ class SequenceShard:
         if merged.get("reduction", "mean") == "mean" and all(
             merged.get(name) is None for name in ("normalizer", "num_items_in_batch")
         ):
-            given["normalizer"] = loss_divisor(
-                *(targets, "mean", None, merged["class_weights"], merged.get("ignore_index", -100)),
-                dtype=torch.float32,
+            given["normalizer"] = target_weight_sum(
+                targets, merged["class_weights"], merged.get("ignore_index", -100), torch.float32
             )
         output = head(hidden, self.split(targets), **given)
         joined: list[Any] = [

@@ -12,26 +12,20 @@ from ligermodels.kernels import linear_log_probs
 from ligermodels.kernels.loss_options import (
     ChunkOptions,
     CrossEntropyOptions,
+    LossOptions,
     TokenRequest,
-    split_options,
     token_request,
 )
 
 
 def test_defaults() -> None:
-    assert split_options({}) == (CrossEntropyOptions(), ChunkOptions(), TokenRequest())
+    expected = (CrossEntropyOptions(), ChunkOptions(), TokenRequest(), "mean", None, None, None)
+    assert LossOptions.of() == expected
 
 
 def test_each_option_is_in_one_group() -> None:
-    options, chunks, request = split_options(
-        {
-            "z_loss": 0.1,
-            "softcap": 3.0,
-            "chunk_size": 8,
-            "skip_ignored": True,
-            "max_valid": 5,
-            "top_k": 2,
-        }
+    options, chunks, request, *_ = LossOptions.of(
+        z_loss=0.1, softcap=3.0, chunk_size=8, skip_ignored=True, max_valid=5, top_k=2
     )
     assert options == CrossEntropyOptions(z_loss=0.1, softcap=3.0)
     assert chunks == ChunkOptions(chunk_size=8, skip_ignored=True, max_valid=5)
@@ -39,7 +33,7 @@ def test_each_option_is_in_one_group() -> None:
 
 
 def test_a_temperature_divides_scale_and_cap() -> None:
-    options, _, _ = split_options({"temperature": 2.0, "softcap": 3.0})
+    options = LossOptions.of(temperature=2.0, softcap=3.0).formula
     assert options == CrossEntropyOptions(softcap=1.5, logit_scale=0.5)
 
 
@@ -52,9 +46,9 @@ def test_statistics_by_name() -> None:
 def test_what_no_call_accepts_is_refused() -> None:
     for wrong in ({"normalizer": 3, "reduction": "sum"}, {"normalizer": torch.ones(1)}):
         with pytest.raises(ValueError, match="normalizer"):
-            split_options(wrong)
+            LossOptions.of(**wrong)
     with pytest.raises(ValueError, match="max_valid=3"):
-        split_options({"max_valid": 3})
+        LossOptions.of(max_valid=3)
     hidden, weight, targets = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2).long()
     with pytest.raises(ValueError, match="entropy=1; expected True or False"):
         linear_log_probs(hidden, weight, targets, entropy=1)  # type: ignore[arg-type]

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ligermodels import kernels
-from ligermodels.layers import HeadOutput, LossHead
+from ligermodels.layers import HeadOutput, LossHead, loss_head
 from tests.layers.heads import (
     BATCH,
     HIDDEN,
@@ -150,13 +149,13 @@ def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used: list[Any] = []
-    real = kernels.linear_cross_entropy
+    real = loss_head.linear_loss
 
-    def recorded(*args: Any, **options: Any) -> Any:
-        used.append((options.get("chunk_size"), options.get("max_scratch_bytes")))
-        return real(*args, **options)
+    def recorded(*args: Any) -> Any:
+        used.append(args[4].chunking[:2])
+        return real(*args)
 
-    monkeypatch.setattr(kernels, "linear_cross_entropy", recorded)
+    monkeypatch.setattr(loss_head, "linear_loss", recorded)
     head, _, _ = build("own")
     hidden, targets = data()
     wanted = head(hidden, targets).loss

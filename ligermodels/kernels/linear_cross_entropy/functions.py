@@ -43,13 +43,10 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
     wide_copies,
 )
 from ligermodels.kernels.loss_options import (
-    ChunkOptions,
-    CrossEntropyOptions,
+    LossOptions,
     TokenRequest,
-    check_chunk_options,
-    check_options,
+    check_switches,
     loss_divisor,
-    token_request,
 )
 from ligermodels.kernels.simulation import real_device
 
@@ -144,33 +141,50 @@ def linear_cross_entropy(
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
-    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    options = check_options(options, reduction, normalizer, temperature)
-    chunking = check_chunk_options(
-        chunk_size, max_scratch_bytes, skip_ignored, max_valid, weight_grad_in_forward
+    options = LossOptions.of(
+        reduction=reduction,
+        normalizer=normalizer,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        class_weights=class_weights,
+        token_weights=token_weights,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        max_valid=max_valid,
+        weight_grad_in_forward=weight_grad_in_forward,
+        return_token_stats=return_token_stats,
+        alternatives=alternatives,
+        top_k=top_k,
     )
-    request = token_request(return_token_stats, top_k, alternatives)
-    one_loss = reduction != "none"
-    head = make_head(
-        hidden,
-        weight,
-        targets,
-        bias,
-        class_weights,
-        token_weights,
-        options,
-        chunking,
-        request,
-        one_loss,
-        shard=vocab_shard,
-    )
+    return linear_loss(hidden, weight, targets, bias, options, vocab_shard)
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    options: LossOptions,
+    shard: VocabShard | None = None,
+) -> CrossEntropyOutput:
+    """Compute `linear_cross_entropy` with options that are already checked."""
+    chunking = options.chunking
+    one_loss = options.reduction != "none"
+    head = make_head(hidden, weight, targets, bias, options, one_loss, shard=shard)
     if not one_loss:
         # Only backward knows the upstream gradient of each token's loss.
         return token_outputs(head, targets)
     dtype = compute_dtype(head.hidden)
-    divisor = loss_divisor(targets, reduction, normalizer, class_weights, ignore_index, dtype)
+    divisor = loss_divisor(targets, options, dtype)
     if chunking.max_valid is not None:
-        too_many = (targets != ignore_index).sum() > min(chunking.max_valid, targets.numel())
+        too_many = (targets != options.ignore_index).sum() > min(
+            chunking.max_valid, targets.numel()
+        )
         divisor = torch.where(too_many, float("nan"), divisor)
 
     rows, plan = len(head.args.targets), head.args.plan
@@ -182,11 +196,9 @@ def linear_cross_entropy(
         # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
         strategy = HiddenGradInForward
     elif (
-        not weight_grad_in_forward
+        not chunking.weight_grad_in_forward
         and rows <= plan.chunk_size
-        and _saves_logits_grad(
-            rows, head.weight, _classes(weight, vocab_shard), head.args.needs_grad
-        )
+        and _saves_logits_grad(rows, head.weight, _classes(weight, shard), head.args.needs_grad)
     ):
         # All logits fit in one chunk, and it is better to save their gradient than the weight's.
         strategy = LogitsGradInForward
@@ -239,15 +251,24 @@ def linear_log_probs(
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the values
             of that row are NaN.
     """
-    options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    options = check_options(options, temperature=temperature, entropy=entropy)
-    chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, max_valid)
-    request = token_request(("log_probs", "entropy") if entropy else False, 0)
-    head = make_head(
-        *(hidden, weight, targets, bias, None, None, options, chunking, request, False),
-        shard=vocab_shard,
+    check_switches(entropy=entropy)
+    options = LossOptions.of(
+        reduction="none",
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        max_valid=max_valid,
+        return_token_stats=("log_probs", "entropy") if entropy else False,
     )
-    out = token_outputs(head, targets)
+    return token_log_probs(linear_loss(hidden, weight, targets, bias, options, vocab_shard))
+
+
+def token_log_probs(out: CrossEntropyOutput) -> tuple[Tensor, Tensor | None]:
+    """Return log p of each target and the entropy, or None, of an output with reduction "none"."""
     if out.log_probs is None:
         # Without smoothing and z-loss the loss is -log p. 0 - x is never -0, unlike -x.
         return 0.0 - out.loss, None
@@ -281,23 +302,19 @@ def make_head(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
-    class_weights: Tensor | None,
-    token_weights: Tensor | None,
-    options: CrossEntropyOptions,
-    chunking: ChunkOptions,
-    request: TokenRequest,
+    options: LossOptions,
     one_loss: bool,
     may_save_logits_grad: bool = True,
     shard: VocabShard | None = None,
 ) -> Head:
     """Check and cast the tensors of a call, gather its rows and make a chunk plan.
 
-    Args: as in `linear_cross_entropy`, with options and chunking already checked. request: what to
-        return of each token; one_loss: whether forward may compute gradients and save them for
-        backward; may_save_logits_grad: whether it may save the gradient of the logits instead of
-        those of hidden and weight.
+    Args: as in `linear_cross_entropy`. one_loss: whether forward may compute gradients and save
+        them for backward; may_save_logits_grad: whether it may save the gradient of the logits
+        instead of those of hidden and weight.
     Raises: as `linear_cross_entropy`.
     """
+    formula, chunking, request, _, _, class_weights, token_weights = options
     vocab = None if shard is None else shard.vocab
     hidden, weight, bias = _checked(
         hidden, weight, targets, bias, class_weights, options.ignore_index, vocab
@@ -344,7 +361,7 @@ def make_head(
             request,
             one_loss,
             may_save_logits_grad and not chunking.weight_grad_in_forward,
-            0 if shard is None else wide_copies(options, request),
+            0 if shard is None else wide_copies(formula, request),
         )
         if shard is not None:
             # `token_loop` computes the next chunk's logits while the ranks exchange.
@@ -366,7 +383,7 @@ def make_head(
         class_weights=class_weights,
         token_weights=token_weights,
         divisor=None,
-        options=options,
+        options=formula,
         plan=plan._replace(round_weight_grad=rounds),
         needs_grad=needs_grad,
         request=request,

@@ -21,14 +21,7 @@ from ligermodels.kernels.linear_cross_entropy.functions import make_head, token_
 from ligermodels.kernels.linear_cross_entropy.loops import GradSums, Head, LossArgs
 from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
 from ligermodels.kernels.linear_cross_entropy.valid_rows import scatter
-from ligermodels.kernels.loss_options import (
-    CrossEntropyOptions,
-    TokenStats,
-    check_chunk_options,
-    check_options,
-    output_grads,
-    token_request,
-)
+from ligermodels.kernels.loss_options import LossOptions, TokenStats, output_grads
 
 GroupLoss = Callable[[CrossEntropyOutput, slice], Tensor]
 """A function of the token outputs (sequences, seq) of some sequences, and of which they are."""
@@ -78,13 +71,34 @@ def linear_group_loss(
         ValueError: a shape, dtype or option is wrong, or loss_function does not return a scalar.
         IndexError: a target is outside the vocabulary, on CPU in eager mode.
     """
-    options = CrossEntropyOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)
-    options = check_options(options, temperature=temperature)
-    chunking = check_chunk_options(chunk_size, max_scratch_bytes, skip_ignored, None)
-    request = token_request(return_token_stats, 0, alternatives)
+    options = LossOptions.of(
+        reduction="sum",
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        max_scratch_bytes=max_scratch_bytes,
+        skip_ignored=skip_ignored,
+        return_token_stats=return_token_stats,
+        alternatives=alternatives,
+    )
+    return group_loss(hidden, weight, targets, bias, options, loss_function, group_size)
+
+
+def group_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    options: LossOptions,
+    loss_function: GroupLoss,
+    group_size: int,
+) -> Tensor:
+    """Compute `linear_group_loss` with options that are already checked."""
     group_size = checked_group_size(hidden, group_size)
     head = make_head(
-        hidden, weight, targets, bias, None, None, options, chunking, request, True, False
+        *(hidden, weight, targets, bias, options), one_loss=True, may_save_logits_grad=False
     )
     pieces = None
     if not torch.compiler.is_compiling() and head.hidden.dtype != torch.float16:
