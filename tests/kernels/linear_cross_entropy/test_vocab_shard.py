@@ -15,7 +15,7 @@ from ligermodels import kernels
 from ligermodels.kernels.linear_cross_entropy import chunk_plan, vocab_shard
 from ligermodels.kernels.linear_cross_entropy.functions import make_head
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import ShardedRows, VocabShard
-from ligermodels.kernels.loss_options import ChunkOptions, CrossEntropyOptions, TokenRequest
+from ligermodels.kernels.loss_options import CrossEntropyOptions, LossOptions
 from tests.kernels.scratch import peak_scratch
 
 VOCAB, WIDTH, ROWS = 37, 16, 11
@@ -113,15 +113,15 @@ def test_ranks_with_fewer_classes_have_the_plan_of_the_others(
     monkeypatch.setattr(chunk_plan, "MIN_ACCUMULATED_ROWS", 8)
     rows, width, vocab = 500, 256, 400
     hidden, targets = torch.zeros(rows, width).bfloat16(), torch.zeros(rows, dtype=torch.int64)
-    options, budgets = CrossEntropyOptions(), range(500_000, 800_000, 20_000)
+    budgets = range(500_000, 800_000, 20_000)
     kinds = set()
     for budget in budgets:
         plans = []
         for classes in (vocab, vocab // 2):
             weight = torch.zeros(classes, width).bfloat16().requires_grad_()
-            chunking = ChunkOptions(max_scratch_bytes=budget, weight_grad_in_forward=True)
+            options = LossOptions.of(max_scratch_bytes=budget, weight_grad_in_forward=True)
             head = make_head(
-                *(hidden, weight, targets, None, None, None, options, chunking, TokenRequest()),
+                *(hidden, weight, targets, None, options),
                 one_loss=True,
                 shard=VocabShard(shard.group, 0, vocab),
             )
