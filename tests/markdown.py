@@ -9,11 +9,13 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.cli import main
+from tests import limits
 
 ROOT = Path(__file__).parent.parent
 PYTHON, SHELL = ("python",), ("bash", "sh")
@@ -126,14 +129,16 @@ def small_checkpoint(smollm2: Path, folder: Path) -> Path:
     return folder
 
 
-# A command of a shell block writes its name, its folder and its arguments into a file, and then
-# waits for the exit code. The test runs or checks it: starting Python and torch anew for each
-# command would take seconds.
+# A command of a shell block writes its process, its name, its folder and its arguments into a file,
+# and then waits for a file with the exit code and the output. The test runs or checks the command:
+# starting Python and torch anew for each would take seconds. Neither side blocks at the other's
+# death, as it would at a pipe.
 STUB = """#!/bin/sh
-printf '%s\\0' "${0##*/}" "$PWD" "$@" > "$STUBS/request.part"
-mv "$STUBS/request.part" "$STUBS/request"
-read -r code < "$STUBS/reply"
-cat "$STUBS/output"
+printf '%s\\0' "$$" "${0##*/}" "$PWD" "$@" > "$STUBS/$$.part"
+mv "$STUBS/$$.part" "$STUBS/$$.request"
+until [ -e "$STUBS/$$.reply" ]; do sleep 0.02; done
+{ read -r code; cat; } < "$STUBS/$$.reply"
+rm "$STUBS/$$.reply"
 exit "$code"
 """
 
@@ -141,7 +146,7 @@ exit "$code"
 def run_shell(text: str, folder: Path, home: Path) -> str:
     """Run a shell block in a folder, with `COMMANDS` instead of the programs.
 
-    Return its output. A command that fails stops the block with an error.
+    Return its output. A command that fails stops the block with an error, and so does the limit.
     """
     stubs = home / "stubs"
     if not stubs.is_dir():
@@ -149,44 +154,51 @@ def run_shell(text: str, folder: Path, home: Path) -> str:
         for name in COMMANDS:
             (stubs / name).write_text(STUB)
             (stubs / name).chmod(0o755)
-        os.mkfifo(stubs / "reply")
     environment = {
         "PATH": f"{stubs}:/usr/bin:/bin",
         "HOME": str(home),
         "STUBS": str(stubs),
     }
     subprocess.run(["bash", "-n", "-c", text], check=True)
-    process = subprocess.Popen(
-        ["bash", "-eu", "-c", text],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    request = stubs / "request"
-    try:
-        while process.poll() is None:
-            if not request.exists():
+    end = time.monotonic() + limits.SECONDS
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+        process = subprocess.Popen(
+            ["bash", "-eu", "-c", text],
+            cwd=folder,
+            env=environment,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                for request in stubs.glob("*.request"):
+                    _answer(request)
                 time.sleep(0.01)
-                continue
-            name, place, *arguments = request.read_text(encoding="utf-8").split("\0")[:-1]
-            request.unlink()
-            before, output = Path.cwd(), io.StringIO()
-            os.chdir(place)
-            try:
-                with redirect_stdout(output):
-                    exit_code = COMMANDS[name](arguments) or 0
-            finally:
-                os.chdir(before)
-            (stubs / "output").write_text(output.getvalue(), encoding="utf-8")
-            with open(stubs / "reply", "w") as reply:
-                reply.write(f"{exit_code}\n")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # stand-ins, too
+            process.wait()
+        printed.seek(0)
+        output = printed.read()
+    assert process.returncode == 0, f"exit code {process.returncode}\n{output}"
+    return output
+
+
+def _answer(request: Path) -> None:
+    """Run the command of a stand-in, and write its exit code and its output."""
+    number, name, place, *arguments = request.read_text(encoding="utf-8").split("\0")[:-1]
+    request.unlink()
+    before, output = Path.cwd(), io.StringIO()
+    os.chdir(place)
+    try:
+        with redirect_stdout(output):
+            exit_code = COMMANDS[name](arguments) or 0
     finally:
-        process.kill()
-    printed, _ = process.communicate()
-    assert process.returncode == 0, f"exit code {process.returncode}\n{printed}"
-    return printed
+        os.chdir(before)
+    part = request.with_name(f"{number}.part")
+    part.write_text(f"{exit_code}\n{output.getvalue()}", encoding="utf-8")
+    part.rename(request.with_name(f"{number}.reply"))
 
 
 def _git(arguments: list[str]) -> None:

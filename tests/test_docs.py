@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ligermodels.models import auto
-from tests import markdown, outside
+from tests import limits, markdown, outside
 from tests.test_readme import RESULTS, step_line, steps
 
 ROOT = markdown.ROOT
@@ -224,6 +224,24 @@ def test_a_block_that_nobody_would_run_is_refused(text: str, tmp_path: Path) -> 
     page.write_text(text)
     with pytest.raises(AssertionError, match=r"page\.md:"):
         markdown.blocks(page)
+
+
+def test_a_stand_in_that_dies_fails_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(arguments: list[str]) -> None:
+        Path("asked").touch()
+        limits.wait_until(Path("died").exists)
+
+    monkeypatch.setitem(markdown.COMMANDS, "mypy", die)
+    block = """echo before
+mypy & until [ -e asked ]; do sleep 0.01; done
+kill -9 $!
+touch died
+wait $!
+"""
+    with pytest.raises(AssertionError, match="exit code 137\nbefore"):
+        markdown.run_shell(block, tmp_path, tmp_path / "home")
 
 
 def anchors(page: Path) -> set[str]:
