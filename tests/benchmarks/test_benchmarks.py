@@ -1,0 +1,187 @@
+"""The benchmarks compare equal results, and the docs have the figures of the committed runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import memory_plot, plots
+from benchmarks.cases import OPS, Absent, Case, Random
+from benchmarks.cases.token_losses import LOSSES
+from benchmarks.common import RESULTS
+from benchmarks.losses import size_table
+from benchmarks.ops import as_tuple, differentiable, training_call
+from ligermodels import kernels
+from tests import markdown
+from tests.kernels.ops_table import NOT_FUSED
+
+DOCS = markdown.ROOT / "docs"
+MODULES = sorted((markdown.ROOT / "benchmarks").glob("*.py"))
+# The small size of every op, and one more case for the option that no size sets.
+SMALL = [(op, entry.small) for op, entry in OPS.items()]
+SMALL += [("linear_log_probs", OPS["linear_log_probs"].small | {"entropy": True})]
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: file.stem)
+def test_each_module_is_imported(file: Path) -> None:
+    try:
+        importlib.import_module(f"benchmarks.{file.stem}")
+    except ModuleNotFoundError as error:
+        assert error.name not in ("benchmarks", "ligermodels", "tests"), error
+        pytest.skip(str(error))
+
+
+def outcome(case: Case, name: str, inputs: list[Tensor]) -> list[Tensor]:
+    """Return outputs and gradients; every implementation gets the same upstream gradients."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    outputs = as_tuple(case.implementation(name).function(*leaves))
+    kept = [output.detach().clone() for output in outputs]  # some peers overwrite outputs
+    torch.manual_seed(1)
+    roots = differentiable(outputs)
+    upstream = [torch.randn_like(root) if root.dim() else None for root in roots]
+    return [*kept, *torch.autograd.grad(roots, leaves, upstream)]
+
+
+def assert_agree(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for result, wanted in zip(actual, expected, strict=True):
+        assert result.shape == wanted.shape
+        difference = (result.double() - wanted.double()).norm()
+        assert difference <= tolerance * wanted.double().norm()
+
+
+def test_every_op_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least one case calls each of our ops; cases call glu by its two other names."""
+    called = set()
+
+    def spy(name: str) -> Any:
+        function = getattr(kernels, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            called.add(name)
+            return function(*args, **options)
+
+        return call
+
+    for name in kernels.__all__:
+        monkeypatch.setattr(kernels, name, spy(name))
+    for op, sizes in SMALL:
+        case = OPS[op].build(Random("cpu", torch.float32), **sizes)
+        implementation = case.implementation("ligermodels")
+        implementation.function(*implementation.inputs())
+    missing = set(kernels.__all__) - NOT_FUSED - {"glu"} - called
+    assert not missing, f"benchmarks/cases has no case for {missing}"
+
+
+@pytest.mark.parametrize(("op", "sizes"), SMALL)
+def test_ours_is_what_eager_pytorch_computes(
+    op: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = reference = OPS[op].build(Random("cpu", torch.float32), **sizes)
+    if op == "linear_cross_entropy_budget":
+        head = OPS["linear_cross_entropy"]
+        reference = head.build(Random("cpu", torch.float32), **head.small)
+    inputs = case.inputs()
+    expected = outcome(reference, "eager", inputs)
+    for name in case.implementations:
+        if name.startswith(("ligermodels", "F.")):
+            assert_agree(outcome(case, name, inputs), expected, 1e-5)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"medusa"}))  # it reads its parameters
+def test_the_losses_are_those_of_trl(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    sizes = {"rows": 64, "width": 32, "vocab": 96, "softcap": 3.0}
+    case = LOSSES[loss].build(Random("cpu", torch.float32), **sizes)
+    inputs = case.inputs()
+    names = [x for x in case.implementations if x.startswith(("ligermodels", "trl"))]
+    expected = outcome(case, "eager" if "eager" in case.implementations else names[0], inputs)
+    for name in names:
+        try:
+            assert_agree(outcome(case, name, inputs), expected, 1e-4)
+        except Absent:
+            assert name == "trl"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [op for op, entry in OPS.items() if entry.table])
+def test_every_peer_computes_the_same(op: str) -> None:
+    """Peers with inputs of other shapes only run, because their results cannot be compared."""
+    case = OPS[op].build(Random("cuda"), **OPS[op].small)
+    inputs = case.inputs()
+    expected = outcome(case, "eager", inputs)
+    for name in case.implementations:
+        try:
+            theirs = case.implementation(name).inputs()
+            if [x.shape for x in theirs] != [x.shape for x in inputs]:
+                results = training_call(case.implementation(name), Random("cuda"))[0]()
+                assert all(result.isfinite().all() for result in results)
+            elif name != "cce (filtered)":  # It skips small gradients.
+                assert_agree(outcome(case, name, inputs), expected, 3e-2)
+        except (Absent, ImportError):
+            continue
+
+
+def test_pages_and_pictures_are_drawn_from_the_results_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("ops.json", "memory.json"):
+        shutil.copy(RESULTS / name, tmp_path)
+    monkeypatch.setattr("sys.argv", ["plots", "--results", str(tmp_path)])
+    plots.main()
+    memory_plot.main(["--results", str(tmp_path)])
+    for name in ("ops.md", "memory.md"):
+        assert (tmp_path / name).read_text() == (RESULTS / name).read_text()
+    plots.draw_steps(RESULTS, tmp_path / "step.png")
+    for name in ("ops_time", "ops_memory", "linear_ce", "memory", "step"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figures_of_the_losses() -> None:
+    page = (DOCS / "losses.md").read_text(encoding="utf-8")
+    assert all(size_table(result("losses")["rows"], loss) in page for loss in LOSSES)
+
+
+def test_the_figures_of_memory() -> None:
+    """Rows of the docs' tables with figures are rows of memory.md."""
+    measured = memory_plot.page(result("memory")).splitlines()
+    _, _, section = (DOCS / "memory.md").read_text(encoding="utf-8").partition("\n## Measured\n")
+    shown = [line.strip() for line in section.splitlines() if line.strip().startswith("|")]
+    assert shown and not set(shown) - set(measured)
+
+
+def test_the_figures_of_qlora() -> None:
+    page = (DOCS / "adapters.md").read_text(encoding="utf-8")
+    for row in [row for name in ("qlora", "qlora_h100") for row in result(name)["rows"]]:
+        ms = row["ms"] / row.get("micro-batches of a step", 1)
+        shown = f"{ms:.0f} | {row['tokens/s']:,.0f} | {row['peak GiB']:.1f}"
+        assert f"| {row['row']} | {shown} |" in page
+    ours, theirs = result("dequantize")["rows"]
+    compared = f"takes {ours['ms']:.2f} ms, and {theirs['ms']:.2f} ms with bitsandbytes"
+    assert compared in " ".join(page.split())
+
+
+def test_the_figures_of_trl() -> None:
+    page = (DOCS / "trainers.md").read_text(encoding="utf-8")
+    names = {"llama-3-8b": "Llama-3-8B", "llama-3.2-1b": "Llama-3.2-1B"}
+    order = ("transformers", "transformers + liger", "ligermodels", "ligermodels, planned")
+    lines: dict[str, dict[str, str]] = {}
+    for row in result("trl")["rows"]:
+        start = f"| {row['trainer']} | {names[row['model']]} | {row['batch x seq']}"
+        shown = f"{row['ms']:.0f} / {row['peak GiB']:.1f}"
+        lines.setdefault(start, {})[row["implementation"]] = shown
+    for start, shown in lines.items():
+        cells = [start, *(shown.get(name, "not measured") for name in order)]
+        assert " | ".join(cells) + " |" in page
