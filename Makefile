@@ -1,6 +1,6 @@
 # make demo         fine-tune a small pretrained model, export it, and open it in transformers
 # make test         run ruff, mypy and every test that takes seconds
-# make test-long    run the fuzz and kill tests that take minutes
+# make test-long    run each night what takes minutes, and the tests of other people's products
 # make coverage     run the tests with branch coverage, print it, and write build/coverage/html
 # make lint         run only ruff and mypy
 # make parity       compare with transformers, and write docs/parity.md

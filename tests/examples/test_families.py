@@ -14,7 +14,6 @@ from ligermodels.checks.check_family import BOUNDS, check_family
 from tests import outside
 from tests.cli.helpers import SMALL
 from tests.examples import family_table
-from tests.models.pairs import relative
 from tests.training.tiny_run import make_text, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -53,14 +52,10 @@ def test_phi_with_the_rope_of_phi_4_mini() -> None:
         cls.config_class.small(rope_scaling=scaling)
 
 
-def moe() -> Any:
+def test_the_balance_of_experts_ignores_padding(tmp_path: Any) -> None:
     cls = outside.family("qwen3_moe")
     torch.manual_seed(0)
-    return cls(cls.config_class.small(output_router_logits=True))
-
-
-def test_the_balance_of_experts_ignores_padding(tmp_path: Any) -> None:
-    ours = moe()
+    ours = cls(cls.config_class.small(output_router_logits=True))
     ours.save_hf(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids, mask = torch.randint(3, 131, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
@@ -74,14 +69,7 @@ def test_the_balance_of_experts_ignores_padding(tmp_path: Any) -> None:
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
 
 
-def test_experts_in_bfloat16_take_the_grouped_product() -> None:
-    ours = moe()
-    ids = torch.randint(3, 131, (2, 12))
-    exact = ours(ids)
-    assert relative(ours.to(torch.bfloat16)(ids), exact) < 2e-2
-
-
-@pytest.mark.parametrize("name", ["olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["olmo2", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_every_command_takes_a_family_from_outside(name: str, tmp_path: Any, capfd: Any) -> None:
     cls = outside.family(name)
     torch.manual_seed(0)
@@ -102,6 +90,7 @@ def test_every_command_takes_a_family_from_outside(name: str, tmp_path: Any, cap
 
 
 def test_the_files_are_short_and_use_no_private_name() -> None:
+    """`python -m tests.examples.family_table` writes the page that gives their lines."""
     own = (f"{name}.py" for name in ("encoder", "shared_keys", "look_and_tell"))
     for path in (*outside.FOLDER.glob("*.py"), *(outside.FOLDER.parent / name for name in own)):
         text = path.read_text()
@@ -109,9 +98,5 @@ def test_the_files_are_short_and_use_no_private_name() -> None:
         assert not re.findall(r"\b(?:ligermodels|lm)(?:\.\w+)*\._\w+|import _\w+", text), path
         rooms = set(re.findall(r"from (ligermodels[\w.]*) import", text))
         assert rooms <= {"ligermodels", "ligermodels.layers"}, path
-
-
-def test_the_table_is_of_these_files() -> None:
-    """`python -m tests.examples.family_table` writes it, and with --gpu another one."""
     lines = re.findall(r"^\| `(\w+)\.py` \| (\d+)", family_table.PAGE.read_text(), re.M)
-    assert sorted(set(lines)) == [(n, str(family_table.lines_of(n))) for n in outside.NAMES]
+    assert lines == [(name, str(family_table.lines_of(name))) for name in outside.NAMES]

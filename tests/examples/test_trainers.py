@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from ligermodels.models.auto import AutoLiger
 from tests import markdown
+from tests.examples import ray_cases
 from tests.examples.trainer_cases import INSTALL, RANKS, TOOLS
 from tests.parallel.ranks import run_ranks
 
@@ -59,3 +63,15 @@ def test_the_scripts_run(module: str, tool: str, smollm2: Path, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert AutoLiger.from_hf(tmp_path / "out").config.vocab_size > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("with_theirs", [False, True])
+def test_ray_train(with_theirs: bool, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason=INSTALL)
+    # Ray leaves threads and handlers of signals in its process, which later tests would meet.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    with ProcessPoolExecutor(1, context) as pool:
+        run = pool.submit(ray_cases.errors, ["llama"], tmp_path, with_theirs)
+    (found,) = run.result().values()
+    assert len(found) == 2 + with_theirs and max(found.values()) < 1e-5

@@ -218,26 +218,33 @@ def quantised(kind: str) -> Callable[[Path, Path], float]:
 
 
 def log_probabilities(native: bool) -> Callable[[Path, Path], float]:
-    """lm-eval asks for them in tasks with choices."""
+    """lm-eval asks for them in tasks with choices, and for texts and perplexities in others."""
+
+    def answers(lm: Any) -> tuple[list[Any], list[float], list[str]]:
+        from lm_eval.api.instance import Instance
+
+        stop = {"until": ["w5"], "max_gen_toks": 8, "do_sample": False}
+        asked = {
+            "loglikelihood": [*zip(texts(12), texts(12, 1))],
+            "loglikelihood_rolling": [(f"{a} {b}",) for a, b in zip(texts(4, 2), texts(4, 3))],
+            "generate_until": [(text, stop) for text in texts(4)],
+        }
+        return tuple(
+            getattr(lm, kind)([Instance(kind, {}, x, i) for i, x in enumerate(given)], True)
+            for kind, given in asked.items()
+        )
 
     def error(folder: Path, place: Path) -> float:
-        from lm_eval.api.instance import Instance
         from lm_eval.models.huggingface import HFLM
 
         from examples.trainers.lm_eval_model import NativeLM
 
         options: dict[str, Any] = {"tokenizer": tokenizer(), "batch_size": 4, "max_length": 16}
-        asked = [
-            Instance("loglikelihood", {}, pair, number)
-            for number, pair in enumerate(zip(texts(12), texts(12, 1)))
-        ]
         ours = NativeLM(NATIVE(folder), **options) if native else HFLM(SHELL(folder), **options)
-        found, expected = (
-            lm.loglikelihood(asked, disable_tqdm=True)
-            for lm in (ours, HFLM(theirs(folder), **options))
-        )
-        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-        return relative([total for total, _ in found], [total for total, _ in expected])
+        found, expected = answers(ours), answers(HFLM(theirs(folder), **options))
+        assert relative(found[1], expected[1]) <= 1e-5 and found[2] == expected[2]
+        assert [greedy for _, greedy in found[0]] == [greedy for _, greedy in expected[0]]
+        return relative([total for total, _ in found[0]], [total for total, _ in expected[0]])
 
     return error
 

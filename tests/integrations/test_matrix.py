@@ -34,7 +34,7 @@ def pairs(rows: list[Any], names: list[str]) -> list[Any]:
     ]
 
 
-# The rows with two processes are in tests/examples/test_trainers.py and test_trainers_ray.py.
+# The rows with two processes are in tests/examples/test_trainers.py.
 @pytest.mark.parametrize(("cell", "family"), pairs(CELLS, [cell.feature for cell in CELLS]))
 def test_cell(cell: Cell, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     if find_spec(cell.needs) is None:
