@@ -118,7 +118,11 @@ def on_disk(folder: Path, place: Path) -> float:
     ours = LigerForCausalLM.from_pretrained(folder, device_map=places, offload_folder=place)
     with torch.no_grad():
         expected = LigerForCausalLM.from_pretrained(folder)(tokens()).logits
-        return relative(ours(tokens()).logits, expected)
+        error = relative(ours(tokens()).logits, expected)
+    ours.save_pretrained(place / "saved")
+    want, got = theirs(folder).state_dict(), theirs(place / "saved").state_dict()
+    assert all(torch.equal(got[name], weight) for name, weight in want.items())
+    return error
 
 
 def adapter(**options: Any) -> LoraConfig:

@@ -88,11 +88,10 @@ def test_adapters_of_tools_that_know_only_peft(split: bool, folder: Path, tmp_pa
     assert loss == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_the_command_line_of_trl(
-    lora: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the script that `trl sft` starts with accelerate, with the same arguments."""
+    """Run the script that `trl sft` starts with accelerate, with the same arguments, for LoRA."""
     tokenizer().save_pretrained(folder)
     (tmp_path / "data").mkdir()
     lines = (json.dumps({"text": text}) for text in texts(8))
@@ -101,7 +100,7 @@ def test_the_command_line_of_trl(
     losses, models, train = [], [], SFTTrainer.train
 
     def remember(trainer: SFTTrainer, **options: Any) -> None:
-        models.append(trainer.model.get_base_model() if lora else trainer.model)
+        models.append(trainer.model.get_base_model())
         train(trainer, **options)
 
     monkeypatch.setattr(SFTTrainer, "train", remember)
@@ -111,7 +110,7 @@ def test_the_command_line_of_trl(
         arguments += f"--output_dir {out} --max_steps 2 --learning_rate 0.01 --optim sgd "
         arguments += "--per_device_train_batch_size 2 --logging_steps 1 --save_steps 2 --seed 1 "
         arguments += "--dtype float32 --bf16 false --use_cpu --report_to none "
-        arguments += "--use_peft --lora_r 4 --lora_target_modules all-linear " * lora
+        arguments += "--use_peft --lora_r 4 --lora_target_modules all-linear "
         arguments += "--trust_remote_code " * trust
         sft.main(*sft.make_parser().parse_args_and_config(arguments.split()))
         state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
@@ -137,19 +136,6 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_the_text_model_of_a_checkpoint_with_other_towers(folder: Path, tmp_path: Path) -> None:
-    hf_models.build("gemma3", zoo.Feature()).save_pretrained(tmp_path / "towers")
-    with pytest.raises(CheckpointError, match="save the text model alone"):
-        write_auto_map(tmp_path / "towers")
-    text = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path / "towers"))
-    text.save_pretrained(tmp_path / "text")
-    write_auto_map(tmp_path / "text")
-    wrapper = AutoModelForCausalLM.from_pretrained(tmp_path / "text", trust_remote_code=True)
-    assert isinstance(wrapper, LigerForCausalLM)
-    for (name, weight), other in zip(text.named_parameters(), wrapper.parameters(), strict=True):
-        assert torch.equal(weight, other), name
-
-
 def test_a_quantised_checkpoint_is_split(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 128, "intermediate_size": 192}  # on a CPU, multiples of 64
@@ -167,10 +153,3 @@ def test_a_quantised_checkpoint_is_split(folder: Path, tmp_path: Path) -> None:
             losses.append(model(ids, labels=ids).loss.item())
         assert isinstance(model, LigerForCausalLM) == trust
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_an_auto_map_that_is_null_is_none(folder: Path) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": None}))
-    write_auto_map(folder)
-    assert list(json.loads(file.read_text())["auto_map"]) == ["AutoModelForCausalLM"]

@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from peft import LoraConfig
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -30,18 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def theirs(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"max_steps": 20}, {"gradient_accumulation_steps": 4}, {"gradient_checkpointing": True}],
-    ids=lambda options: next(iter(options)),
-)
-def test_losses_of_trainer(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    """With accumulation, labels are counted after the shift, as loss_type tells Trainer."""
-    rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
-    ours = train(AutoLiger.from_hf(folder), tmp_path, rows, **options)
-    assert ours == pytest.approx(train(theirs(folder), tmp_path, rows, **options), rel=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}], ids=len)
@@ -73,19 +60,6 @@ def test_documents_told_by_seq_idx_alone_are_refused(folder: Path) -> None:
     for model in (AutoLiger.from_hf(folder), LigerForCausalLM.from_pretrained(folder)):
         with pytest.raises(ValueError, match=r"seq_idx: .*position_ids or cu_seq_lens_q"):
             model(input_ids=torch.tensor([[5, 6, 7]]), seq_idx=numbers)
-
-
-def test_accumulation_equals_one_batch(folder: Path, tmp_path: Path) -> None:
-    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
-    made = []
-    for batch, steps in ((2, 4), (8, 1)):
-        model = AutoLiger.from_hf(folder)
-        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps}
-        losses = train(model, tmp_path, rows, max_steps=3, lr_scheduler_type="constant", **options)
-        made.append((losses, model.state_dict()))
-    assert made[0][0] == pytest.approx(made[1][0], rel=1e-6)
-    for name, weight in made[0][1].items():
-        torch.testing.assert_close(weight, made[1][1][name], rtol=1e-5, atol=1e-6)
 
 
 def test_it_resumes_and_evaluates(folder: Path, tmp_path: Path) -> None:
@@ -128,33 +102,3 @@ def test_labels_are_smoothed_by_the_head(folder: Path, tmp_path: Path) -> None:
     model.head.loss_options["label_smoothing"] = 0.1
     ours = train(model, tmp_path, rows)
     assert ours == pytest.approx(train(theirs(folder), tmp_path, rows, **smooth), rel=1e-5)
-
-
-def test_features_that_need_logits_fail(folder: Path, tmp_path: Path) -> None:
-    """They end in an error of the tool, and never in wrong numbers."""
-    rows = examples([12, 3])
-    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    model, arguments = AutoLiger.from_hf(folder), TrainingArguments(str(tmp_path), **options)
-    with pytest.raises(TypeError, match="NoneType"):
-        Trainer(model, arguments, compute_metrics=lambda found: {}).evaluate(rows)
-    with pytest.raises(TypeError, match="NoneType"):
-        Trainer(model, arguments).predict(rows)
-    with pytest.raises(AttributeError, match="get_input_embeddings"):
-        train(model, tmp_path, rows, neftune_noise_alpha=5.0)
-
-
-def test_a_loop_of_accelerate(folder: Path) -> None:
-    """The sum of the losses over all labels is the loss of one batch, in steps of two rows."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = accelerator.prepare(AutoLiger.from_hf(folder))
-    rows = torch.tensor([row["input_ids"] for row in examples([12, 3, 7, 5])])
-    labels = torch.tensor([row["labels"] for row in examples([12, 3, 7, 5])])
-    total = (labels[:, 1:] != -100).sum()
-    for part in (slice(0, 2), slice(2, 4)):
-        out = model(rows[part], labels=labels[part], normalizer=total)
-        accelerator.backward(out.loss * accelerator.gradient_accumulation_steps)
-    whole = AutoLiger.from_hf(folder)
-    whole(rows, labels=labels).loss.backward()
-    for (name, mine), other in zip(model.named_parameters(), whole.parameters()):
-        assert other.grad is not None and mine.grad is not None, name
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers import MistralConfig as HFConfig
 
 from ligermodels.integrations.hf_cache import HFCache
@@ -25,9 +25,3 @@ def test_positions_of_a_window() -> None:
     with pytest.raises(ValueError, match=r"layer 0 was updated twice in one pass.*use_cache=False"):
         cache.update(0, k[:, :, :1], k[:, :, :1])
     assert positions is not None and positions.tolist() == keys.flatten().tolist() == [3, 4, 5]
-
-
-def test_a_cache_of_fixed_length_is_refused() -> None:
-    config = HFConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
-    with pytest.raises(ValueError, match="past_key_values is a StaticCache; only dynamic"):
-        HFCache(StaticCache(config=config, max_cache_len=4))

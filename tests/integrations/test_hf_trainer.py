@@ -47,15 +47,6 @@ def test_logits_are_made_only_for_metrics(tmp_path: Path, monkeypatch: pytest.Mo
     assert Trainer(model, arguments).evaluate(rows)["eval_loss"] == loss
 
 
-def test_smoothed_labels_have_their_logits(tmp_path: Path) -> None:
-    model = LigerForCausalLM.from_native(random_model("llama", vocab_size=131))
-    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, **options)
-    rows = examples([12, 3])
-    found = [cls(model, arguments).evaluate(rows)["eval_loss"] for cls in (LigerTrainer, Trainer)]
-    assert found[0] == found[1]
-
-
 def token_mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
@@ -145,22 +136,6 @@ def test_classifiers_train_as_in_transformers(problem: str, tmp_path: Path) -> N
             torch.testing.assert_close(
                 torch.tensor(found[2]), torch.tensor(logits), rtol=1e-4, atol=1e-4
             )
-
-
-def test_a_native_model_is_refused_where_logits_are_needed(tmp_path: Path) -> None:
-    """Trainer itself fails, too, but with words about other things."""
-    model = random_model("llama", vocab_size=131)
-    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    for name, value in {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}.items():
-        arguments = TrainingArguments(str(tmp_path), **{name: value}, **options)
-        with pytest.raises(ConfigError, match=rf"{name}: .*LigerForCausalLM.from_native"):
-            LigerTrainer(model, arguments)
-    arguments = TrainingArguments(str(tmp_path), **options)
-    with pytest.raises(ConfigError, match="compute_metrics: "):
-        LigerTrainer(model, arguments, compute_metrics=lambda found: {})
-    with pytest.raises(ConfigError, match="predict: "):
-        LigerTrainer(model, arguments).predict(examples([12, 3]))
-    assert LigerTrainer(model, arguments).evaluate(examples([12, 3]))["eval_loss"] > 0
 
 
 def test_optimizer_states_of_transformers_model(tmp_path: Path) -> None:

@@ -9,13 +9,8 @@ from torch import nn
 from transformers.core_model_loading import rename_source_key
 
 from ligermodels.converters.weight_map import Entry, Span, WeightMap, packed_entry
-from ligermodels.integrations.hf_weights import Repack, conversions, pack_hf_names, wrapper_name
+from ligermodels.integrations.hf_weights import Repack, conversions, pack_hf_names
 from ligermodels.models.llama import LlamaConfig, weight_map
-
-
-def test_names_of_a_wrapper() -> None:
-    assert wrapper_name("head.proj.weight") == "lm_head.weight"
-    assert wrapper_name("layers.0.mlp.down_proj.weight") == "model.layers.0.mlp.down_proj.weight"
 
 
 def test_layers_share_a_conversion() -> None:
@@ -65,8 +60,3 @@ def test_a_state_dict_with_hf_names_is_packed() -> None:
     pack_hf_names(model, state, "inner.")
     assert state.keys() == {"inner.model.qk.weight", "inner.other"}
     assert torch.equal(state["inner.model.qk.weight"], torch.cat([q, k]))
-
-
-def test_a_map_without_packed_parameters_needs_no_conversion() -> None:
-    plain = WeightMap((packed_entry("norm.weight", (), ("model.norm.weight", 3)),))
-    assert conversions(plain) == []

@@ -101,22 +101,13 @@ def test_a_logger_that_fails_does_not_end_the_run(checkpoint, text, tmp_path, bo
         run(checkpoint, text, tmp_path / "other", **given)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "bytes"])
-def test_an_odd_id_of_wandb(checkpoint, text, tmp_path, board, kind):
+def test_an_odd_id_of_wandb(checkpoint, text, tmp_path, board):
     given = {"max_steps": 2, "save_steps": 1, "report_to": ["wandb"]}
     run(checkpoint, text, tmp_path / "run", **given)
     file = tmp_path / "run" / "wandb_id"
-    file.unlink()
-    if kind == "pipe":
-        os.mkfifo(file)
-        with pytest.raises(LigerError, match="wandb_id: this is not a regular file but a pipe"):
-            run(checkpoint, text, tmp_path / "run", **given, resume=True)
-        return
-    if kind == "link":
-        file.symlink_to(tmp_path / "mine")
-        (tmp_path / "mine").write_text("mine")
-    else:
-        file.write_bytes(b"\xff")
+    file.write_bytes(b"\xff")
     run(checkpoint, text, tmp_path / "run", **given, resume=True)
-    if kind == "link":
-        assert (tmp_path / "mine").read_text() == "mine" and not file.is_symlink()
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(LigerError, match="wandb_id: this is not a regular file but a pipe"):
+        run(checkpoint, text, tmp_path / "run", **given, resume=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.examples.trainer_cases import FAMILIES, INSTALL
-from tests.integrations import matrix, test_trainers_page
+from tests.integrations import matrix, outside_tools, test_trainers_page
 from tests.integrations.matrix_cells import CELLS, Cell, checkpoint
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
 
@@ -77,3 +77,13 @@ def test_the_page_has_these_refusals() -> None:
     rows = table("refused")
     assert [row[:3] for row in rows] == matrix.headed_refusals()
     assert all(row[3:] == ["refused"] * len(FAMILIES) for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tool", outside_tools.TOOLS)
+def test_a_tool_with_its_own_environment(tool: str, tmp_path: Path) -> None:
+    made = outside_tools.ROOT / "build" / tool / ".made"
+    if not made.exists():
+        pytest.skip(f"{made} does not exist; run make outside-tools")
+    errors = outside_tools.measure(tool, tmp_path, ["llama", "gemma2"])
+    assert len(errors) == 4 and not outside_tools.beyond(errors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -167,21 +166,6 @@ def test_a_method_that_does_not_work_is_refused(
     assert {name for name, _ in wrapper.named_modules()} == names
 
 
-def test_what_the_refused_methods_do_on_models_of_transformers(tmp_path: Path) -> None:
-    """docs/trainers.md says so; a model of the zoo has 4 heads of 16 features."""
-    cases = {("llama", 64): None, ("llama", 48): "invalid for input", ("qwen3", 64): "Unsupported"}
-    for (family, hidden), words in cases.items():
-        hf_models.build(family, zoo.Feature(config={"hidden_size": hidden})).save_pretrained(
-            tmp_path
-        )
-        for method, config in REFUSED_CONFIGS.items():
-            hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-            fails = words is not None and method == "ADAPTION_PROMPT"
-            with pytest.raises((RuntimeError, ValueError), match=words) if fails else nullcontext():
-                adapted = peft.get_peft_model(hf, type(config)(**config.to_dict()))
-                adapted(input_ids=ids(), labels=ids()).loss.backward()
-
-
 LORA: dict[str, dict[str, Any]] = {
     "all linears": {"target_modules": "all-linear"},
     "dora": {"use_dora": True},
@@ -280,7 +264,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "excluded": {"target_modules": "all-linear", "exclude_modules": ["v_proj"]},
 }
 CASES = [(way, "all linears") for way in WAYS]
-CASES += [(way, name) for name in OPTIONS for way in ("get_peft_model", "ours")][2:]
+CASES += [(("get_peft_model", "ours")[i % 2], name) for i, name in enumerate([*OPTIONS][1:])]
 
 
 @pytest.mark.parametrize(("way", "name"), CASES)
@@ -319,10 +303,8 @@ def test_every_way_trains_and_saves_what_it_does_on_hfs_model(
     "options",
     [
         {"target_modules": ["qkv_proj", "o_proj"]},
-        {"target_modules": r".*(gate_up|o)_proj"},
         {"target_modules": ["o_proj"], "modules_to_save": ["mlp.gate_up_proj"]},
         {"target_modules": ["o_proj"], "target_parameters": ["self_attn.qkv_proj.weight"]},
-        {"target_modules": "all-linear", "exclude_modules": ["qkv_proj"]},
         {"target_modules": ["o_proj"], "rank_pattern": {"qkv_proj": 2}},
     ],
 )
@@ -378,19 +360,6 @@ def test_projections_without_adapter_stay_packed(folders: dict[str, Path]) -> No
     assert {"q_proj", "k_proj", "v_proj", "gate_up_proj"} <= names and "up_proj" not in names
 
 
-def test_the_model_stays_packed_if_peft_fails(folders: dict[str, Path], tmp_path: Path) -> None:
-    config = LoraConfig(r=2, target_modules=["another_proj"])
-    for call in (
-        lambda wrapper: get_peft_model(wrapper, config),
-        lambda wrapper: load_peft_model(wrapper, str(tmp_path), config=config),
-    ):
-        wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
-        names = {name for name, _ in wrapper.named_modules()}
-        with pytest.raises((ValueError, OSError)):
-            call(wrapper)
-        assert {name for name, _ in wrapper.named_modules()} == names
-
-
 @pytest.mark.parametrize(
     "targets, message",
     [
@@ -432,29 +401,26 @@ def test_a_replaced_embedding_is_not_left_out(folders: dict[str, Path], tmp_path
 
 
 def test_adapters_through_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
-    """`add_adapter` and `load_adapter` are methods of every model of transformers."""
+    """`add_adapter` and `load_adapter` are methods of every model of transformers.
+
+    The folder of an adapter names its model, and PEFT's own loader splits packed projections.
+    """
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"])
     _, expected = pair(folders["llama"], config)
     expected.save_pretrained(tmp_path)
     logits = expected(input_ids=ids()).logits
     wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
     wrapper.load_adapter(str(tmp_path))
-    torch.testing.assert_close(wrapper(ids()).logits, logits, rtol=1e-5, atol=1e-5)
+    by_its_folder = LigerForCausalLM.from_pretrained(tmp_path)
+    packed = LigerForCausalLM.from_pretrained(folders["llama"])
+    for loaded in (wrapper, by_its_folder, peft.PeftModel.from_pretrained(packed, str(tmp_path))):
+        found = loaded.eval()(input_ids=ids()).logits
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
     other = LigerForCausalLM.from_pretrained(folders["llama"])
     other.add_adapter(config)
     other(ids(), labels=ids()).loss.backward()
     trained = [name for name, weight in other.named_parameters() if weight.grad is not None]
     assert trained and all("lora_" in name for name in trained)
-
-
-def test_an_adapter_is_loaded_by_its_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    """transformers loads the model that the adapter names, and the adapter."""
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"])
-    _, expected = pair(folders["llama"], config)
-    expected.save_pretrained(tmp_path)
-    wrapper = LigerForCausalLM.from_pretrained(tmp_path)
-    logits = expected(input_ids=ids()).logits
-    torch.testing.assert_close(wrapper(ids()).logits, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_walk_of_tensors_has_merged_adapters(folders: dict[str, Path]) -> None:
@@ -479,37 +445,12 @@ def test_the_walk_of_tensors_has_merged_adapters(folders: dict[str, Path]) -> No
         dict(ours.get_base_model().hf_named_parameters())
 
 
-def test_an_adapter_of_packed_projections_is_not_left_out(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """PEFT's own loader finds all projections in a packed wrapper."""
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"])
-    _, expected = pair(folders["llama"], config)
-    expected.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(
-        LigerForCausalLM.from_pretrained(folders["llama"]), str(tmp_path)
-    ).eval()
-    logits = expected(input_ids=ids()).logits
-    torch.testing.assert_close(loaded(input_ids=ids()).logits, logits, rtol=1e-5, atol=1e-5)
-
-
 def test_a_model_without_its_adapter_computes_again(folders: dict[str, Path]) -> None:
     model = LigerForCausalLM.from_pretrained(folders["llama"])
     expected = model(input_ids=ids()).logits
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
     adapted(input_ids=ids())
     torch.testing.assert_close(adapted.unload()(input_ids=ids()).logits, expected)
-
-
-def test_other_models_get_what_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*given: Any, **options: Any) -> Any:
-        return given, options
-
-    model, config = torch.nn.Linear(2, 2), LoraConfig(target_modules=["x"])
-    monkeypatch.setattr(peft, "get_peft_model", made)
-    monkeypatch.setattr(peft.PeftModel, "from_pretrained", made)
-    assert get_peft_model(model, config, mixed=True) == ((model, config), {"mixed": True})
-    assert load_peft_model(model, "a/b", revision="c") == ((model, "a/b"), {"revision": "c"})
 
 
 def test_a_native_model_needs_its_wrapper(folders: dict[str, Path]) -> None:

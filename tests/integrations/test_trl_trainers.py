@@ -160,10 +160,6 @@ def test_the_reference_of_dpo_computes_under_autocast(folder: Path) -> None:
     assert logged(trainer)["rewards/chosen"] == [0.0]
 
 
-def test_kto(folder: Path) -> None:
-    compare("KTOTrainer", folder, LABELLED, {})
-
-
 def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
@@ -212,36 +208,6 @@ def test_lora(name: str, folder: Path) -> None:
         compare(name, folder, data, options, **more)
 
 
-@LONG
-@pytest.mark.parametrize("peft_config", [None, LoraConfig(task_type="CAUSAL_LM", r=4)])
-def test_distillation(folder: Path, peft_config: LoraConfig | None) -> None:
-    """Its losses and its student's completions are those on transformers' models."""
-    data = {"prompt": PROMPTS}
-    options = {"max_completion_length": 6}
-    hf = [transformers.AutoModelForCausalLM.from_pretrained(folder) for _ in range(2)]
-    ours = [LigerForCausalLM.from_pretrained(folder) for _ in range(2)]
-    for pair in (hf, ours):
-        with torch.no_grad():
-            pair[1].lm_head.weight.mul_(1.3)
-    runs = [
-        run(name, pair[0], folder, data, options, teacher_model=pair[1], peft_config=peft_config)
-        for name, pair in (("DistillationTrainer", hf), ("LigerDistillationTrainer", ours))
-    ]
-    expected, found = map(logged, runs)
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-
-
-@LONG
-@pytest.mark.parametrize("peft_config", [None, LoraConfig(task_type="SEQ_CLS", r=4)])
-def test_reward(folder: Path, peft_config: LoraConfig | None) -> None:
-    hf = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    hf.save_pretrained(folder / "reward")
-    expected = logged(run("RewardTrainer", hf, folder, PAIRS, {}, peft_config=peft_config))
-    model = LigerForSequenceClassification.from_pretrained(folder / "reward")
-    found = logged(run("LigerRewardTrainer", model, folder, PAIRS, {}, peft_config=peft_config))
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-
-
 def test_arguments_stay_as_they_are_if_the_constructor_fails(folder: Path) -> None:
     """Or the next trainer that gets them would train without a reference model."""
     args = trl.GRPOConfig(str(folder / "run"), **(COMMON | {"beta": 0.1, "num_generations": 2}))
@@ -250,12 +216,6 @@ def test_arguments_stay_as_they_are_if_the_constructor_fails(folder: Path) -> No
             LigerForCausalLM.from_pretrained(folder), length_reward, args, train_dataset=3
         )
     assert args.beta == 0.1
-
-
-def test_liger_kernels_are_refused(folder: Path) -> None:
-    model = LigerForCausalLM.from_pretrained(folder)
-    with pytest.raises(ConfigError, match="use_liger_kernel=True would put"):
-        run("LigerSFTTrainer", model, folder, {"text": ANSWERS}, {"use_liger_kernel": True})
 
 
 def test_a_native_model_is_refused(folder: Path) -> None:
