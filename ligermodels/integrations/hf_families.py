@@ -77,18 +77,19 @@ def class_of(family: type[DecoderModel], base: type) -> Any:
 
 
 _made: dict[tuple[type, type], Any] = {}
+_MODULE = f"{__package__}.hf_model"  # where pickle looks for the classes
 
 
 def _make_class(family: type[DecoderModel], base: type) -> Any:
     model_type = family.config_class.model_type
     config_class: Any = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
     if config_class is None:
-        own = {"model_type": model_type, "__module__": base.__module__}
+        own = {"model_type": model_type, "__module__": _MODULE}
         config_class = type(f"{family.__name__}Config", (PreTrainedConfig,), own)
     members: dict[str, Any] = {
         "family": family,
         "config_class": config_class,
-        "__module__": base.__module__,  # where pickle looks for it
+        "__module__": _MODULE,
         "__doc__": f"`{base.__name__}` of the family {family.__name__}.",
     }
     return type(family.__name__ + base.__name__.removeprefix("Liger"), (base,), members)

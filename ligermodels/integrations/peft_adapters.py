@@ -9,7 +9,7 @@ require("peft", "transformers")
 import peft
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_model import LigerPreTrainedModel
+from ligermodels.integrations.hf_base import LigerPreTrainedModel
 from ligermodels.integrations.projections import packed_afterwards, refuse_adapters, refuse_in_part
 from ligermodels.models.base import DecoderModel
 

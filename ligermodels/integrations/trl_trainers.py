@@ -23,11 +23,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import create_model_from_path
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_model import (
-    LigerForCausalLM,
-    LigerForSequenceClassification,
-    LigerPreTrainedModel,
-)
+from ligermodels.integrations.hf_base import LigerPreTrainedModel
+from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.integrations.hf_trainer import ResumesWithWords
 from ligermodels.integrations.projections import packed_afterwards
 from ligermodels.models.base import DecoderModel

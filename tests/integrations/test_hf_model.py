@@ -19,12 +19,8 @@ from transformers import (
 )
 
 from ligermodels.errors import ConfigError, SaveError
-from ligermodels.integrations.hf_model import (
-    LigerForCausalLM,
-    LigerForSequenceClassification,
-    LigerModel,
-    check_version,
-)
+from ligermodels.integrations.hf_base import LigerModel, check_version
+from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.models.auto import AutoLiger
 from tests import outside
 from tests.integrations.tiny_text import tokenizer
