@@ -18,6 +18,11 @@ import pytest
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The command line would set expandable segments, which change what the planner leaves free.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "")
+# A test has failed while another process compiled into the same folder.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "inductor" / WORKER)
+)
 # Where DeepSpeed finds no GPU, it says so on stdout when transformers imports it, in the middle of
 # what a command prints.
 if shutil.which("nvidia-smi") is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import code
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -227,33 +228,27 @@ def _python(arguments: list[str]) -> int | None:
         return None
     if arguments[:2] == ["-m", "pytest"]:
         return _pytest(arguments[2:])
-    if arguments[0] == "-m":
-        spec = importlib.util.find_spec(arguments[1])
-        assert spec is not None and spec.origin is not None, arguments
-        source, rest = Path(spec.origin), arguments[2:]
-    else:
-        source, rest = Path(arguments[0]), arguments[1:]
-    text = source.read_text(encoding="utf-8")
-    for option in rest:
+    source = arguments[0]
+    if source == "-m":
+        source = importlib.util.find_spec(arguments[1]).origin
+    text = Path(source).read_text(encoding="utf-8")
+    for option in arguments[1:]:
         assert not option.startswith("--") or f'"{option}"' in text, (source, option)
     return None
 
 
 def _pip(arguments: list[str]) -> None:
     """Check that constraint files exist and that the project names the packages and extras."""
-    command, *rest = arguments
-    assert command == "install"
-    constraints = ""
-    while rest:
-        argument = rest.pop(0)
-        if argument == "-c":
-            constraints = Path(rest.pop(0)).read_text(encoding="utf-8")
-        elif argument == "-e":
-            path, extras = re.fullmatch(r"(.+?)(?:\[(.+)\])?", rest.pop(0)).groups()
-            project = Path(path, "pyproject.toml").read_text(encoding="utf-8")
-            for extra in (extras or "").split(","):
-                assert not extra or re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
-        else:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert arguments[0] == "install"
+    for before, argument in itertools.pairwise(arguments):
+        if before == "-c":
+            assert Path(argument).samefile(ROOT / "constraints.txt")
+        elif before == "-e":
+            for extra in re.findall(r"[\w-]+", argument.partition("[")[2]):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+        elif not argument.startswith("-"):
             assert re.search(rf"^{argument}==", constraints, re.MULTILINE), argument
 
 

@@ -216,16 +216,6 @@ def test_no_block_of_an_example_is_left_out(page: Path) -> None:
     assert len(markdown.runnable(page, markdown.PYTHON)) == TOGETHER[page]
 
 
-@pytest.mark.parametrize(
-    "text", ["```\nx\n```\n", "```console\nx\n```\n", "```bash\n", "a\n\n    x\n"]
-)
-def test_a_block_that_nobody_would_run_is_refused(text: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    with pytest.raises(AssertionError, match=r"page\.md:"):
-        markdown.blocks(page)
-
-
 def test_a_stand_in_that_dies_fails_its_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Exports of the whole zoo open in the last transformers 4, and compute the same there.
 
-That version reads the older config spellings only; tests/test_transformers_4.py says where it is.
+That version reads the older config spellings only. build/ holds it, outside the environment, and it
+runs in a separate process.
 """
 
 from __future__ import annotations
