@@ -138,6 +138,7 @@ def test_they_learn(models: dict[str, Any], data: Tensor) -> None:
     assert mixed.held_out_loss(model, held_out, rows=4) < before - 1.5
 
 
+@pytest.mark.long
 def test_the_encoder_learns_to_fill_in_bytes(models: dict[str, Any]) -> None:
     """Each byte is one more than the byte before it, so that both neighbours tell it."""
     counting = torch.arange(600) % 10 + 48
@@ -168,7 +169,7 @@ def test_what_each_token_sees(models: dict[str, Any], data: Tensor) -> None:
     )
 
 
-def test_the_toy_tells_what_new_images_show(models: dict[str, Any]) -> None:
+def test_patches_see_both_directions_and_text_does_not(models: dict[str, Any]) -> None:
     model, generator = models["look_and_tell"], torch.Generator().manual_seed(0)
     images, texts = look_and_tell.make_examples(1, generator)
     hidden = model.language(**model.look(images, texts))
@@ -178,6 +179,11 @@ def test_the_toy_tells_what_new_images_show(models: dict[str, Any]) -> None:
     texts[0, -1] = ord("9")
     same = (before == model.language(**model.look(images, texts))).all(-1)[0]
     assert same.tolist() == [True] * (look_and_tell.PATCHES + 13) + [False]
+
+
+@pytest.mark.long
+def test_the_toy_tells_what_new_images_show(models: dict[str, Any]) -> None:
+    model = models["look_and_tell"]
     assert look_and_tell.train(model, steps=100)[-1] < 0.05
     images, texts = look_and_tell.make_examples(8, torch.Generator().manual_seed(9))
     assert model.tell(images) == [bytes(text).decode() for text in texts.tolist()]
