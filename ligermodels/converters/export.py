@@ -129,20 +129,14 @@ def save(
                 f"{folder}: {name!r} is {dtype}, "
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
-    try:
-        brings_heads = write_heads is not None
-        owned = _owned(target, bool(source_files), brings_heads) if overwrite else _refusing(target)
-        with replace_dir(target, owned) as fresh:
-            write_json(fresh / CONFIG_NAME, config_dict)
-            _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
-            _write_files(fresh, source_files)
-            if write_heads is not None:
-                write_heads(fresh)
-    except OSError as fault:  # This includes SaveError.
-        raise SaveError(
-            f"{folder}: the checkpoint could not be saved: {fault.strerror or fault}; the old "
-            "content of the folder is unchanged"
-        ) from fault
+    brings_heads = write_heads is not None
+    owned = _owned(target, bool(source_files), brings_heads) if overwrite else _refusing(target)
+    with _replacing(folder, "checkpoint", target, owned) as fresh:
+        write_json(fresh / CONFIG_NAME, config_dict)
+        _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
+        _write_files(fresh, source_files)
+        if write_heads is not None:
+            write_heads(fresh)
 
 
 def save_adapter(
@@ -164,24 +158,15 @@ def save_adapter(
     """
     target = _resolve(folder)
     source_files = source_files or {}
-    for name, tensor in weights.items():
-        if not is_finite(tensor):
-            raise SaveError(
-                f"{folder}: {name} holds NaN or infinite values in {tensor.dtype}; the old content "
-                "of the folder is unchanged"
-            )
-    try:
-        with replace_dir(target, _owned(target, bool(source_files), True)) as fresh:
-            write_json(fresh / ADAPTER_CONFIG_NAME, config_dict)
-            save_file(dict(weights), fresh / ADAPTER_WEIGHTS_NAME, {"format": "pt"})
-            sync_file(fresh / ADAPTER_WEIGHTS_NAME)
-            _write_files(fresh, source_files)
-    except (OSError, SafetensorError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise SaveError(
-            f"{folder}: the adapter could not be saved: {reason}; the old content of the folder "
-            "is unchanged"
-        ) from fault
+    owned = _owned(target, bool(source_files), True)
+    with _replacing(folder, "adapter", target, owned) as fresh:
+        for name, tensor in weights.items():
+            if not is_finite(tensor):
+                raise SaveError(f"{name} holds NaN or infinite values in {tensor.dtype}")
+        write_json(fresh / ADAPTER_CONFIG_NAME, config_dict)
+        save_file(dict(weights), fresh / ADAPTER_WEIGHTS_NAME, {"format": "pt"})
+        sync_file(fresh / ADAPTER_WEIGHTS_NAME)
+        _write_files(fresh, source_files)
 
 
 def save_tokenizer(folder: str | os.PathLike[str], files: Mapping[str, bytes]) -> None:
@@ -190,15 +175,24 @@ def save_tokenizer(folder: str | os.PathLike[str], files: Mapping[str, bytes]) -
     Raises:
         SaveError: the files cannot be written. The old content of `folder` is unchanged.
     """
-    target = _resolve(folder)
     owned = {*COPIED_FILES, CHAT_TEMPLATE_DIR} - {GENERATION_CONFIG_NAME}
+    with _replacing(folder, "tokenizer", _resolve(folder), owned.__contains__) as fresh:
+        _write_files(fresh, files)
+
+
+@contextlib.contextmanager
+def _replacing(
+    folder: str | os.PathLike[str], what: str, target: Path, owned: Callable[[str], bool]
+) -> Iterator[Path]:
+    """Call `replace_dir`; errors of the system and of the block become one SaveError."""
     try:
-        with replace_dir(target, owned.__contains__) as fresh:
-            _write_files(fresh, files)
-    except OSError as fault:
+        with replace_dir(target, owned) as fresh:
+            yield fresh
+    except (OSError, SafetensorError) as fault:  # This includes SaveError.
+        reason = getattr(fault, "strerror", None) or fault
         raise SaveError(
-            f"{folder}: the tokenizer could not be saved: {fault.strerror or fault}; the old "
-            "content of the folder is unchanged"
+            f"{folder}: the {what} could not be saved: {reason}; the old content of the folder is "
+            "unchanged"
         ) from fault
 
 

@@ -122,15 +122,13 @@ def read_if_present(path: Path, error: type[LigerError], limit: int = _MAX_JSON)
     file = open_if_present(path, error)
     if file is None:
         return None
-    with file:
-        try:
+    try:
+        with file, io.BufferedReader(file) as reader:
             size = os.fstat(file.fileno()).st_size
-            reader = io.BufferedReader(file)
-            text = b"" if size > limit else reader.read(size + 1)
-            if size < len(text) <= limit:  # Some files, such as those in /proc, declare no size.
-                text += reader.read(limit + 1 - len(text))
-        except OSError as fault:
-            raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+            # Some files, such as those in /proc, declare no size. So this reads on.
+            text = b"" if size > limit else reader.read(limit + 1)
+    except OSError as fault:
+        raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
     if (size := max(size, len(text))) > limit:
         raise error(f"{path}: the file has {size} bytes, expected at most {limit}")
     return text

@@ -1,8 +1,17 @@
-"""Turn a hub id or a local path into a local folder; download only the files that are needed."""
+"""Turn a hub id or a local path into a local folder; download only the files that are needed.
 
+The files go into huggingface_hub's cache. Each is compared once, when it has come, with the size
+and the checksum that the hub's API gives for it: the SHA-256 of a large file, the git id (a SHA-1)
+of a small one. From then on only its size is looked at.
+"""
+
+import contextlib
+import hashlib
 import logging
 import os
 import re
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,8 +28,7 @@ from ligermodels.converters.checkpoint_files import (
     local_weight_files,
     weight_files,
 )
-from ligermodels.converters.files import read_json
-from ligermodels.converters.hub_snapshot import COMMIT, Snapshot, is_damaged
+from ligermodels.converters.files import in_threads, open_if_present, read_json
 from ligermodels.converters.save_dir import recover_dir
 from ligermodels.errors import (
     CheckpointError,
@@ -33,11 +41,12 @@ from ligermodels.errors import (
 
 logger = logging.getLogger(__name__)
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
 # What callers of `resolve` take beside the options, for suggestions.
 _ARGUMENTS = ("dtype", "device", "revision", "allow_nonfinite")
-# Characters that git allows in no name of a branch or tag.
-_NOT_IN_REVISIONS = frozenset(" ~^:?*[\\")
+# A name with ".." would lead out of the cache.
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w.+@=#-]*(/\w[\w.+@=#-]*)*")
 # Without a connection, a cache that lacks one of these must know that the repository lacks it too:
 # without it the model would stop at other tokens, or the tokenizer would give other ids.
 _MUST_BE_KNOWN = (
@@ -80,8 +89,8 @@ def resolve(
     """Return the folder of a local checkpoint, or the cached snapshot of a hub id.
 
     The hub is asked once for the commit of the revision, and all files come from that commit.
-    A file whose content contradicts the size or a checksum that the hub gives for it is refused.
-    A cached file that was damaged is downloaded again. HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and a
+    A file that comes with another size or checksum than the hub says is refused, and a cached file
+    of another size is downloaded again. HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and a
     login work as in huggingface_hub. If the hub cannot be reached, this returns the cached snapshot
     if it is complete.
 
@@ -121,23 +130,12 @@ def resolve(
         raise CheckpointError(
             f"{printable(name)}: there is no such folder, and the name is not a possible hub id"
         )
-    if revision is not None and not _is_revision(revision):
+    if revision is not None and (len(revision) > 255 or not _REVISION.fullmatch(revision)):
         raise CheckpointError(
             f"{name}: revision {short_repr(revision)} is not a possible name; pass a branch, tag "
             "or commit of the repository"
         )
     return _fetch(name, revision, weights, **options)
-
-
-def _is_revision(name: str) -> bool:
-    """Return whether git allows this name. A name with ".." would lead out of the cache."""
-    return (
-        len(name) <= 255
-        and name.isprintable()
-        and ".." not in name
-        and not _NOT_IN_REVISIONS & set(name)
-        and all(part and part[0] not in ".-" for part in name.split("/"))
-    )
 
 
 def _fetch(
@@ -152,6 +150,7 @@ def _fetch(
     # The import is slow, and local folders do not need it.
     import huggingface_hub
     from huggingface_hub import constants, errors
+    from huggingface_hub.file_download import repo_folder_name
 
     cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
     if local_files_only:
@@ -181,34 +180,53 @@ def _fetch(
         return _cached(repo, revision, weights, cache, fault)
 
     # The commit becomes a folder's name in the cache.
-    if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
+    asked = revision if revision and _COMMIT.fullmatch(revision) else commit
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or commit != asked:
         raise CheckpointError(
-            f"{repo}: the hub names {short_repr(commit)} as the commit, which is no commit; check "
-            "HF_ENDPOINT and the proxy"
-        )
-    if revision is not None and COMMIT.fullmatch(revision) and revision != commit:
-        raise CheckpointError(
-            f"{repo}: the hub answers with commit {commit} instead of {revision}; check "
-            "HF_ENDPOINT and the proxy"
+            f"{repo}: the hub answers with {short_repr(commit)}, expected the commit of "
+            f"{revision or 'main'}; check HF_ENDPOINT and the proxy"
         )
     if CONFIG_NAME not in said and weights:
         raise CheckpointError(
             f"{repo}/{CONFIG_NAME}: the file is missing on the hub in commit {commit}"
         )
     names = [name for name in said if isinstance(name, str)]
-    snapshot = Snapshot(repo, commit, said, cache, token)
+    storage = cache / repo_folder_name(repo_id=repo, repo_type="model")
+    folder = storage / "snapshots" / commit
+
+    def download(name: str) -> None:
+        path, why = folder / name, "it was not sent"
+        if _contradiction(path, said[name], whole=False) is None:
+            return  # It was checked when it came.
+        for _ in range(2):
+            huggingface_hub.hf_hub_download(
+                repo,
+                name,
+                revision=commit,
+                cache_dir=cache,
+                token=token,
+                force_download=path.exists(),
+            )
+            found = _contradiction(path, said[name], whole=True)
+            if found is None:
+                return
+            why = found
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{repo}/{name}: the file is not what the hub says it is: {why}; try again, and check "
+            "HF_ENDPOINT and the proxy if that does not help"
+        )
 
     def read_index() -> dict[str, Any]:
-        snapshot.download([SAFE_WEIGHTS_INDEX_NAME])
-        return read_json(snapshot.folder / SAFE_WEIGHTS_INDEX_NAME, CheckpointError)
+        download(SAFE_WEIGHTS_INDEX_NAME)
+        return read_json(folder / SAFE_WEIGHTS_INDEX_NAME, CheckpointError)
 
     try:
         wanted = [CONFIG_NAME, *COPIED_FILES]
         if weights:
-            files, shard_of = weight_files(repo, names, read_index)
-            wanted += files if shard_of is None else [SAFE_WEIGHTS_INDEX_NAME, *files]
-            wanted.append(HEADS_NAME)
-        snapshot.download([n for n in names if n in wanted or _TEMPLATE.fullmatch(n)])
+            wanted += [*weight_files(repo, names, read_index)[0], HEADS_NAME]
+        in_threads(download, [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)], 8)
     except CheckpointError:
         raise
     except errors.GatedRepoError as fault:
@@ -218,8 +236,48 @@ def _fetch(
             f"{repo}: the model could not be downloaded: {first_line(fault)}; try again: what "
             "was downloaded is kept"
         ) from fault
-    snapshot.remember(revision or "main")
-    return snapshot.folder
+    with contextlib.suppress(OSError):  # A read-only cache still works.
+        _remember(storage, revision or "main", commit, said)
+    return folder
+
+
+def _contradiction(path: Path, said: Any, whole: bool) -> str | None:
+    """Return how a file contradicts its entry of the hub's API, or None.
+
+    Args: whole tells whether to read all bytes.
+    """
+    if not path.exists():
+        return "it was not sent"
+    size = path.stat().st_size
+    for claimed in (said.size, said.lfs and said.lfs.size):
+        if claimed not in (None, size):
+            return f"it has {size} bytes, and the hub says {short_repr(claimed)}"
+    if not whole:
+        return None
+    if said.lfs:
+        kind, claimed, digest = "SHA-256", said.lfs.sha256, hashlib.sha256()
+    else:
+        kind, claimed, digest = "git id", said.blob_id, hashlib.sha1(usedforsecurity=False)
+        digest.update(b"blob %d\0" % size)
+    with path.open("rb", buffering=0) as file:
+        while claimed is not None and (piece := file.read(1 << 20)):
+            digest.update(piece)
+    if claimed in (None, digest.hexdigest()):
+        return None
+    return f"its {kind} is {digest.hexdigest()}, and the hub says {short_repr(claimed)}"
+
+
+def _remember(storage: Path, revision: str, commit: str, said: Mapping[str, Any]) -> None:
+    """Record the commit of a branch, and which files the repository lacks, for runs offline."""
+    records = {storage / ".no_exist" / commit / n: "" for n in COPIED_FILES if n not in said}
+    if revision != commit:
+        records[storage / "refs" / revision] = commit
+    for path, text in records.items():  # huggingface_hub writes the same.
+        if text or not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+            fresh.write_text(text)
+            os.replace(fresh, path)
 
 
 def _gated(repo: str) -> CheckpointError:
@@ -247,37 +305,22 @@ def _cached(
             f"{way_out} to download the model, or pass the path of a local folder"
         ) from fault
     folder = Path(found).parent
-    present = {CONFIG_NAME}
     if weights:
         try:
-            present.update(local_weight_files(folder)[0])
-            if os.path.lexists(heads := folder / HEADS_NAME):
-                if not heads.exists():
-                    raise CheckpointError(f"{heads}: a link to a file that is not there")
-                present.add(HEADS_NAME)
+            local_weight_files(folder)
+            if (heads := open_if_present(folder / HEADS_NAME, CheckpointError)) is not None:
+                heads.close()
         except CheckpointError as incomplete:
             raise CheckpointError(
                 f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "
                 f"rest\n  {incomplete}"
             ) from fault
-    unknown = []
-    for name in COPIED_FILES:
-        cached = huggingface_hub.try_to_load_from_cache(repo, name, cache, folder.name)
-        if isinstance(cached, str):
-            present.add(name)
-        elif cached is None and name in _MUST_BE_KNOWN:
-            unknown.append(name)
-    if unknown:
+    look_for = huggingface_hub.try_to_load_from_cache
+    if unknown := [n for n in _MUST_BE_KNOWN if look_for(repo, n, cache, folder.name) is None]:
         raise CheckpointError(
             f"{repo}: {reason}, and {unknown[0]} was never downloaded, so that it is unknown "
             f"whether the repository has such a file; {way_out} once, or pass the folder {folder} "
             f"to load it without\n{listing(unknown)}"
-        ) from fault
-    if damaged := sorted(name for name in present if is_damaged(folder / name)):
-        blob = (folder / damaged[0]).resolve()
-        raise CheckpointError(
-            f"{repo}/{damaged[0]}: the cached copy is damaged, and {reason}; {way_out} to download "
-            f"it again, or delete {blob}\n{listing(damaged)}"
         ) from fault
     if fault is not None and not constants.HF_HUB_OFFLINE:
         logger.warning("%s: %s; ligermodels is using the cached copy", repo, reason)

@@ -1,13 +1,14 @@
 """Replace a folder in one step, and read one version of a folder that others replace.
 
-A save writes a new folder beside the target, and flushes it. Then it takes the target's lock, links
-the files that are not its own into the new folder, exchanges the two folders, moves subfolders that
-are not its own to the new one, and removes the old one. On Linux, one system call exchanges two
+A save writes a new folder beside the target, and flushes it. Then it locks their parent, links the
+files that are not its own into the new folder, exchanges the two folders, moves subfolders that are
+not its own to the new one, and removes the old one. On Linux, one system call exchanges two
 folders. Elsewhere this takes two renames; if a process is killed between them, `recover_dir` undoes
 the first.
 
-The lock is flock on the open folder. It moves with the folder when that is renamed, and the system
-releases it when the process dies. Some network file systems have no such lock.
+The lock is flock on an open folder. The system releases it when the process dies. A new folder is
+locked while it is written, so that no other save takes it for what a killed one has left. Some
+network file systems have no such lock.
 """
 
 import contextlib
@@ -33,13 +34,11 @@ except ImportError:  # This is not POSIX, and there are no locks.
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
-_Identity = tuple[int, ...]
 
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 # The file system has no such locks, or the folder may not be read.
 _NO_LOCKS = (*_NOT_SUPPORTED, errno.EBADF, errno.ENOLCK, errno.EACCES, errno.EPERM)
 _PATIENCE = 60.0  # seconds to wait for another save
-_RENAMES = 5.0  # seconds in which a process surely makes its second rename
 _PAUSE = 0.002  # seconds between two attempts to take a lock
 _ATTEMPTS = 100  # to read a folder while nobody replaces it
 _AT_FDCWD = -100
@@ -47,79 +46,66 @@ _RENAME_EXCHANGE = 2
 _BESIDE = re.compile(r"\.(.+)\.(saving|replaced)-[0-9a-f]{16}", re.DOTALL)
 
 
-class FolderLock:
+class _Lock:
     """An open folder that no other object of this class has open, in any process.
 
     Attributes: held is False if the file system has no locks, so that others may have it open.
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such folder; links are not followed.
+        OSError: there is no such folder; links are not followed.
         BlockingIOError: it is open elsewhere.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.held, self._descriptor = False, None
-        self._status = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISDIR(self._status.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path))
+    def __init__(self, folder: Path) -> None:
+        self.held, self._descriptor = False, -1
         if fcntl is None:
             return
         try:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags)
+            self._descriptor = os.open(folder, flags)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.held, self._status = True, os.fstat(self._descriptor)
+            self.held = True
         except OSError as fault:
             self.close()
             if fault.errno not in _NO_LOCKS:
                 raise
 
-    def __enter__(self) -> "FolderLock":
+    def __enter__(self) -> "_Lock":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def is_at(self, path: Path) -> bool:
-        """Return whether the folder has not been renamed or removed."""
-        try:
-            return os.path.samestat(self._status, os.stat(path, follow_symlinks=False))
-        except FileNotFoundError:
-            return False
-
     def close(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):  # A fork of this process may have it open, too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 @contextlib.contextmanager
-def wait_for(path: Path) -> Iterator[bool]:
-    """Lock the folder that has this path now; yield False if there is none.
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, in which another save may be at work.
 
     Raises:
         TimeoutError: another process has held the lock for a minute.
-        OSError: the path is no folder.
     """
     last = time.monotonic() + _PATIENCE
     while True:
+        status = os.stat(folder)
         try:
-            lock = FolderLock(path)
-        except FileNotFoundError:
-            yield False
-            return
+            lock = _Lock(folder)
         except BlockingIOError:
             if time.monotonic() > last:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    f"another save to {path} has not ended within {_PATIENCE:g} seconds",
+                    f"another save in {folder} has not ended within {_PATIENCE:g} seconds",
                 ) from None
             time.sleep(_PAUSE)
             continue
         with lock:
-            if lock.is_at(path):
-                yield True
+            if os.path.samestat(status, os.stat(folder)):  # It was not replaced meanwhile.
+                yield
                 return
 
 
@@ -136,41 +122,43 @@ def replace_dir(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
     """
     check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    recover_dir(target)
-    _remove_leftovers(target, owned)
-    fresh, lock = _new_folder(target)
+    with _locked(target.parent):
+        _undo_half(target)
+        _remove_leftovers(target, owned)
+        fresh, lock = _new_folder(target)
     try:
         yield fresh
-        _replace(target, fresh, owned)
+        sync_folder(fresh)
+        with _locked(target.parent):
+            _undo_half(target)
+            _replace(target, fresh, owned)
+            sync_folder(target.parent)
     finally:
-        if lock.is_at(fresh):  # After an error this is still the new folder.
-            _remove_folder(fresh)
+        if _is_new(fresh):  # This is after an error.
+            shutil.rmtree(fresh, ignore_errors=True)
         lock.close()
 
 
 def recover_dir(target: Path) -> bool:
     """Return whether the folder exists, after undoing a replacement that was killed half way.
 
-    If a process was killed between the two renames, this renames the old folder back. If a process
-    is between them, this waits for it for some seconds.
+    If another process is between the two renames of a replacement, this waits for it.
     """
     try:
         target = Path(os.path.realpath(target))
+        if not os.path.lexists(target) and _beside(target, "replaced"):
+            with contextlib.suppress(OSError), _locked(target.parent):
+                _undo_half(target)
     except ValueError:  # The path has a null byte, or characters that no path can have.
         return False
-    last = time.monotonic() + _RENAMES
-    while not os.path.isdir(target):
-        aside = [] if os.path.lexists(target) else _beside(target, "replaced")
-        late = time.monotonic() > last
-        for path in aside:
-            # The lock is held elsewhere, or the folder has another name now, or may not be renamed.
-            with contextlib.suppress(OSError), FolderLock(path) as lock, wait_for(target.parent):
-                if (lock.held or late) and lock.is_at(path) and not os.path.lexists(target):
-                    os.rename(path, target)
-        if not aside or late:
-            return os.path.isdir(target)
-        time.sleep(_PAUSE)
-    return True
+    return os.path.isdir(target)
+
+
+def _undo_half(target: Path) -> None:
+    """Rename the old folder back if a process was killed between two renames."""
+    aside = _beside(target, "replaced")
+    if aside and not os.path.lexists(target):
+        os.rename(max(aside, key=lambda path: path.stat().st_ctime_ns), target)
 
 
 def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
@@ -184,7 +172,9 @@ def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
     for _ in range(_ATTEMPTS):
         recover_dir(folder)
         real = Path(os.path.realpath(folder))
-        with _hold(real):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # Open, so that no new folder gets its inode number.
+                stack.callback(os.close, os.open(real, os.O_RDONLY))
             before = _version(real)
             try:
                 result = read(real)
@@ -200,21 +190,7 @@ def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
     )
 
 
-@contextlib.contextmanager
-def _hold(folder: Path) -> Iterator[None]:
-    """Keep a folder open, so that no new folder gets its inode number."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _version(folder: Path) -> _Identity | None:
+def _version(folder: Path) -> tuple[int, ...] | None:
     try:
         status = os.stat(folder)
     except OSError:
@@ -224,36 +200,23 @@ def _version(folder: Path) -> _Identity | None:
 
 def check_replaceable(target: Path) -> None:
     """Raise OSError if `replace_dir` would refuse this path, which is resolved."""
-    try:
-        if not stat.S_ISDIR(os.stat(target).st_mode):
-            raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
-        if not _is_writable(target) and os.path.exists(target):
-            raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
-    except FileNotFoundError:
+    if not os.path.lexists(target):
         return
-    _refuse_mounts(target)
-    try:
+    if not stat.S_ISDIR(os.stat(target).st_mode):
+        raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
+    if not _is_writable(target):
+        raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
+    if mounts := _mounts_in(target):
+        where = "is a mount point" if target in mounts else f"has a volume mounted at {mounts[0]}"
+        raise OSError(errno.EBUSY, f"the folder {where}; pass another folder")
+    with contextlib.suppress(FileNotFoundError):  # The current directory may be gone.
         here = Path.cwd()
-    except FileNotFoundError:
-        return
-    if target == here or target in here.parents:
-        raise OSError(
-            errno.EBUSY,
-            "the folder contains the current directory, which would be deleted; run from elsewhere",
-        )
-
-
-def _refuse_mounts(folder: Path) -> None:
-    """Raise if a volume is mounted at a folder or in it: it would lose its place or its files."""
-    mounts = _mounts_in(folder)
-    if folder in mounts:
-        raise OSError(errno.EBUSY, "the folder is a mount point; pass a folder inside it")
-    if mounts:
-        raise OSError(
-            errno.EBUSY,
-            f"a volume is mounted in the folder, at {mounts[0]}; unmount it, or pass another "
-            "folder",
-        )
+        if target == here or target in here.parents:
+            raise OSError(
+                errno.EBUSY,
+                "the folder contains the current directory, which would be deleted; run from "
+                "elsewhere",
+            )
 
 
 def _mounts_in(folder: Path) -> list[Path]:
@@ -278,133 +241,104 @@ def _beside(target: Path, kind: str) -> list[Path]:
     return []
 
 
-def _new_folder(target: Path) -> tuple[Path, FolderLock]:
+def _new_folder(target: Path) -> tuple[Path, _Lock]:
     """Make a locked folder `.NAME.saving-INODE`. After an exchange, the name tells the old one."""
-    while True:
-        fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
-        fresh.mkdir()
-        try:
-            lock = FolderLock(fresh)
-            if lock.is_at(fresh):
-                named = fresh.with_name(f".{target.name}.saving-{fresh.stat().st_ino:016x}")
-                os.rename(fresh, named)
-                return named, lock
-            lock.close()
-        except (BlockingIOError, FileNotFoundError):
-            pass  # Another save has taken it for abandoned before it was locked.
-        except BaseException:
-            fresh.rmdir()
-            raise
-        with contextlib.suppress(OSError):
-            fresh.rmdir()
+    fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
+    fresh.mkdir()
+    try:
+        named = fresh.with_name(f".{target.name}.saving-{fresh.stat().st_ino:016x}")
+        os.rename(fresh, named)
+    except BaseException:
+        fresh.rmdir()
+        raise
+    return named, _Lock(named)
+
+
+def _is_new(folder: Path) -> bool:
+    """Return whether a folder beside the target is the one that `_new_folder` made."""
+    try:
+        return folder.name.endswith(f".saving-{folder.stat().st_ino:016x}")
+    except FileNotFoundError:
+        return False
 
 
 def _remove_leftovers(target: Path, owned: Callable[[str], bool]) -> None:
     """Remove the folders that killed saves left beside the target, and that no process holds.
 
-    What an old folder still holds besides its checkpoint goes to the target first.
+    Subfolders that such a save has not moved from the old folder go to the target.
     """
     for path in [*_beside(target, "saving"), *_beside(target, "replaced")]:
-        with contextlib.suppress(OSError), FolderLock(path) as lock:
-            if not lock.held or not lock.is_at(path):
-                continue
-            if not path.name.endswith(f"-{path.stat().st_ino:016x}"):
-                if not target.exists():
-                    path.rmdir()  # This fails unless it is empty: it may be the only one.
-                    continue
-                for name in os.listdir(path):
-                    if not owned(name) and not os.path.lexists(target / name):
-                        os.rename(path / name, target / name)
-            _remove_folder(path)
+        with contextlib.suppress(OSError), _Lock(path) as lock:
+            if lock.held and _is_new(path):
+                shutil.rmtree(path)
+            elif lock.held and target.exists():
+                _empty(path, target, lambda name, status: _is_folder(status) and not owned(name))
 
 
 def _replace(target: Path, fresh: Path, owned: Callable[[str], bool]) -> None:
     """Move `fresh` to `target`, add what the old folder holds besides, and remove the old one."""
+    if not os.path.lexists(target):
+        os.rename(fresh, target)
+        return
+    check_replaceable(target)
     written = set(os.listdir(fresh))
-    sync_folder(fresh)
-    for _ in range(_ATTEMPTS):
-        recover_dir(target)
-        with wait_for(target) as exists:
-            if exists:
-                _exchange(target, fresh, lambda name: not owned(name) and name not in written)
-                return sync_folder(target.parent)
-            with wait_for(target.parent):
-                if not os.path.lexists(target) and not _beside(target, "replaced"):
-                    os.rename(fresh, target)
-                    return sync_folder(target.parent)
-    raise OSError(errno.EBUSY, f"other processes make and remove {target} all the time")
 
+    def is_kept(name: str) -> bool:
+        return not owned(name) and name not in written
 
-def _exchange(target: Path, fresh: Path, kept: Callable[[str], bool]) -> None:
-    """Exchange the folder `target`, which is locked, with `fresh`, and remove the old folder.
-
-    Args: kept says of a name in the old folder whether it stays.
-    """
-    _refuse_mounts(target)
-    folders = [name for name in _folders(target) if kept(name)]
-    for name in folders:
-        _check_movable(target / name)
-    linked: dict[str, _Identity] = {}
-    _link_files(target, fresh, kept, linked)
+    linked: dict[str, int] = {}  # name -> inode
+    for name in filter(is_kept, sorted(os.listdir(target))):
+        status = os.lstat(target / name)
+        if _is_folder(status):
+            _check_movable(target / name)
+        else:
+            _link(target / name, fresh / name, status)
+            linked[name] = status.st_ino
     shutil.copymode(target, fresh)
     sync_folder(fresh)
-    old = _swap(fresh, target)
-    try:
-        for name in folders:
-            os.rename(old / name, target / name)
-    except BaseException as fault:
-        try:
-            for name in folders:
-                if os.path.lexists(target / name):
-                    os.rename(target / name, old / name)
-            _swap_back(old, target, fresh)
-        except OSError:  # The file system refuses all; then the new checkpoint stays.
-            warnings.warn(f"subfolders of {target} are in {old} until the next save", stacklevel=2)
-        else:
-            raise
-        if not isinstance(fault, OSError):
-            raise
-    with contextlib.suppress(OSError):  # The save is done; the next one removes what is left.
-        _link_files(old, target, kept, linked)  # Others may have written to the old folder.
-        sync_folder(target)
-        for path in old.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                if not kept(path.name):
-                    _remove_folder(path)
-            elif path.name in linked or not kept(path.name):
-                path.unlink()
-        old.rmdir()  # It stays if something else has come just now.
+    old = _exchange(fresh, target)
+    # Subfolders move now, and what others have just written to the old folder.
+    _empty(old, target, lambda name, new: is_kept(name) and linked.get(name) != new.st_ino)
+    if old.exists():
+        warnings.warn(f"what is not of {target} is in {old} until the next save", stacklevel=2)
 
 
-def _swap(fresh: Path, target: Path) -> Path:
+def _exchange(fresh: Path, target: Path) -> Path:
     """Move `fresh` to `target`; return the place of the old folder."""
     if _exchange_names(fresh, target):
         return fresh
     aside = target.with_name(fresh.name.replace(".saving-", ".replaced-"))
-    with wait_for(target.parent):
-        try:
-            os.rename(target, aside)
-            os.rename(fresh, target)
-        except BaseException:
-            if os.path.lexists(aside) and not os.path.lexists(target):
-                os.rename(aside, target)
-            raise
-        sync_folder(target.parent)
+    try:
+        os.rename(target, aside)
+        os.rename(fresh, target)
+    except BaseException:
+        if os.path.lexists(aside) and not os.path.lexists(target):
+            os.rename(aside, target)
+        raise
     return aside
 
 
-def _swap_back(old: Path, target: Path, fresh: Path) -> None:
-    if old == fresh:
-        _exchange_names(fresh, target)
-        return
-    with wait_for(target.parent):
-        os.rename(target, fresh)
-        os.rename(old, target)
+def _empty(old: Path, target: Path, is_kept: Callable[[str, os.stat_result], bool]) -> None:
+    """Move what is kept of an old folder to the target, and remove the rest and the folder.
+
+    What cannot be moved or removed is left for the next save.
+    """
+    for name in os.listdir(old):
+        with contextlib.suppress(OSError):
+            status = os.lstat(old / name)
+            if is_kept(name, status):
+                os.replace(old / name, target / name)
+            elif _is_folder(status):
+                shutil.rmtree(old / name)
+            else:
+                os.unlink(old / name)
+    sync_folder(target)
+    with contextlib.suppress(OSError):
+        old.rmdir()
 
 
-def _folders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+def _is_folder(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode)
 
 
 def _check_movable(folder: Path) -> None:
@@ -416,7 +350,7 @@ def _check_movable(folder: Path) -> None:
     for path, _, _ in os.walk(folder):
         if _BESIDE.fullmatch(os.path.basename(path)):
             try:
-                FolderLock(Path(path)).close()
+                _Lock(Path(path)).close()
             except BlockingIOError:
                 where = os.path.dirname(path)
                 raise OSError(
@@ -424,40 +358,20 @@ def _check_movable(folder: Path) -> None:
                 ) from None
 
 
-def _link_files(
-    old: Path, new: Path, kept: Callable[[str], bool], linked: dict[str, _Identity]
-) -> None:
-    """Add the files of the old folder that stay to the new one, but for those in `linked`."""
-    for name in filter(kept, sorted(os.listdir(old))):
-        with contextlib.suppress(FileNotFoundError):  # Its owner may just have removed it.
-            status = os.lstat(old / name)
-            now = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            if stat.S_ISDIR(status.st_mode):
-                continue
-            if name not in linked:
-                _link(old / name, new / name, status)
-            elif linked[name] != now:  # It was replaced, or it had to be copied and was changed.
-                os.replace(old / name, new / name)
-            linked[name] = now
-
-
 def _link(source: Path, copy: Path, status: os.stat_result) -> None:
     """Make a hard link to a file, or copy the file if the file system has no hard links."""
     try:
         os.link(source, copy, follow_symlinks=False)
-    except FileNotFoundError:
-        raise
-    except FileExistsError:
-        return  # Another process has just written it into the new folder.
     except OSError:
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISLNK(status.st_mode):
+        is_file = stat.S_ISREG(status.st_mode)
+        if not is_file and not stat.S_ISLNK(status.st_mode):
             raise  # A copy would read from the pipe or the device.
-        if stat.S_ISREG(status.st_mode) and status.st_uid != os.geteuid():
+        if is_file and status.st_uid != os.geteuid():
             raise PermissionError(
                 errno.EACCES, f"{source} belongs to another user, who would lose access to it"
             ) from None
         shutil.copy2(source, copy, follow_symlinks=False)
-        if stat.S_ISREG(status.st_mode):
+        if is_file:
             sync_file(copy)
 
 
@@ -473,16 +387,6 @@ def _exchange_names(a: Path, b: Path) -> bool:
     if code in _NOT_SUPPORTED:
         return False
     raise OSError(code, os.strerror(code), os.fspath(b))
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove a folder; but if a volume has been mounted in it, leave everything."""
-    if not os.path.lexists(folder) or _mounts_in(folder):
-        return
-    for path, _, _ in os.walk(folder):
-        with contextlib.suppress(OSError):
-            os.chmod(path, stat.S_IRWXU)  # so that a read-only folder can be emptied
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_writable(path: Path) -> bool:

@@ -100,20 +100,3 @@ def way(request, monkeypatch):
     if request.param == "two renames":
         monkeypatch.setattr(save_dir, "_exchange_names", lambda a, b: False)
     return request.param
-
-
-@pytest.fixture
-def before_the_swap(monkeypatch):
-    """A function that sets what others do to the old folder at the last moment."""
-
-    def set_action(action):
-        swap = save_dir._swap
-
-        def late(fresh, target):
-            monkeypatch.setattr(save_dir, "_swap", swap)
-            action()
-            return swap(fresh, target)
-
-        monkeypatch.setattr(save_dir, "_swap", late)
-
-    return set_action

@@ -1,14 +1,8 @@
-"""Return what transformers reads in a config.json; this is a function and also a program.
-
-The program runs under either version of transformers. It reads one config a line as JSON, and
-prints each reading as a line of JSON.
-"""
+"""Return what transformers reads in a config.json."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from typing import Any
 
 import transformers
@@ -49,26 +43,15 @@ def reading(raw: Json) -> Json:
 
 def rope(config: Any) -> Json:
     """Return the thetas and the scaling of the full layers; plain rope has an empty scaling."""
-    local = None
-    if transformers.__version__.startswith("4."):
-        theta, scaling = config.rope_theta, config.rope_scaling or {}
-        local = getattr(config, "rope_local_base_freq", None)
-    else:
-        scaling = config.rope_parameters
-        if "full_attention" in scaling:
-            local = scaling["sliding_attention"]["rope_theta"]
-            assert scaling["sliding_attention"]["rope_type"] == "default"
-            scaling = scaling["full_attention"]
-        theta = scaling["rope_theta"]
+    local, scaling = None, config.rope_parameters
+    if "full_attention" in scaling:
+        local = scaling["sliding_attention"]["rope_theta"]
+        assert scaling["sliding_attention"]["rope_type"] == "default"
+        scaling = scaling["full_attention"]
+    theta = scaling["rope_theta"]
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     numbers = {key: value for key, value in scaling.items() if key not in NO_ROPE}
-    if rope_type in ("llama3", "yarn", "longrope"):  # the versions fill this in at different times
+    if rope_type in ("llama3", "yarn", "longrope"):
         numbers.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     found = {"theta": theta, "rope_type": rope_type, "local_theta": local}
     return found | {"scaling": {} if rope_type == "default" else numbers}
-
-
-if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
-    for line in sys.stdin:
-        print(json.dumps(reading(json.loads(line))))

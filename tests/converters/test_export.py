@@ -2,14 +2,12 @@ import json
 import os
 import resource
 import shutil
-import stat
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from ligermodels.converters import export
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
@@ -79,18 +77,6 @@ def test_shards_keep_to_the_limit_and_the_index_names_them(make, tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_transformers_opens_the_export(make, tmp_path):
-    folder, config = make(shards=2)
-    out = tmp_path / "out"
-    resave(folder, config, out, max_shard_size=1000)
-    ids = torch.arange(12).view(2, 6)
-    logits = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
-        for path in (folder, out)
-    ]
-    assert torch.equal(*logits)
-
-
 def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
     folder, config = make()
     table = LigerLlama.weight_map(config)
@@ -101,39 +87,6 @@ def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
     exported = hf_tensors(tmp_path / "out")
     assert bitwise_equal(exported["model.norm.weight"], weights["norm.weight"])
     assert bitwise_equal(exported["model.embed_tokens.weight"], weights["embed_tokens.weight"])
-
-
-def test_each_parameter_is_got_once_when_dtypes_are_given(make, tmp_path):
-    folder, config = make()
-    table = LigerLlama.weight_map(config)
-    weights = load(folder, table)
-    got = []
-    save(
-        tmp_path / "out",
-        to_hf(config),
-        table,
-        lambda name: got.append(name) or weights[name],
-        dtypes={name: weight.dtype for name, weight in weights.items()},
-        max_shard_size=2000,
-    )
-    assert sorted(set(got)) == sorted(weights)
-    # save asks for a packed parameter again only if a shard begins inside it.
-    assert len(got) <= len(weights) + len(list((tmp_path / "out").glob("model-*")))
-
-
-def test_modes_follow_the_umask(make, tmp_path, subtests):
-    for umask in (0o022, 0o077, 0o002):
-        with subtests.test(oct(umask)):
-            folder, config = make()
-            out = tmp_path / oct(umask)
-            before = os.umask(umask)
-            try:
-                resave(folder, config, out)
-            finally:
-                os.umask(before)
-            assert stat.S_IMODE(out.stat().st_mode) == 0o777 & ~umask
-            for path in out.iterdir():
-                assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask, path.name
 
 
 def test_saving_again_removes_stale_files_and_keeps_the_users(make, tmp_path):
@@ -276,20 +229,6 @@ def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
             resave(folder, config, target, **options)
         assert str(caught.value).startswith(f"{target}: ")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_an_error_of_the_callers_leaves_the_old_folder(make, tmp_path):
-    folder, config = make()
-
-    def get_tensor(name):
-        raise KeyboardInterrupt
-
-    table = LigerLlama.weight_map(config)
-    dtypes = {entry.name: torch.float32 for entry in table}
-    with pytest.raises(KeyboardInterrupt):
-        save(folder, {}, table, get_tensor, dtypes=dtypes)
-    assert hf_tensors(folder).keys() == random_tensors(config).keys()
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -55,7 +55,6 @@ ODD: list[Any] = [
         "llama",
     ),
 ]
-FILES = ("absent", "folder", "pipe", "dead link", "empty")
 
 
 class Hung(BaseException):
@@ -85,50 +84,34 @@ def break_value(draw: random.Random, value: Any) -> None:
         value[draw.choice([f"{key}x", key.upper(), f"language_model.{key}"])] = value.pop(key)
 
 
-def break_bytes(draw: random.Random, content: bytes) -> bytes:
-    at = draw.randrange(min(len(content), draw.choice([9, 400, 10**9])))
-    kind = draw.choice(["cut", "flip", "insert", "twice"])
-    if kind == "cut":
-        return content[:at]
-    if kind == "flip":
-        return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
-    if kind == "insert":
-        return content[:at] + draw.randbytes(draw.randint(1, 9)) + content[at:]
-    return content + content[at:]
-
-
 def break_checkpoint(draw: random.Random, folder: Path) -> None:
     files = sorted(folder.iterdir())
     weights = [path for path in files if path.suffix == ".safetensors"]
-    file = draw.choice([folder / CONFIG, folder / CONFIG, draw.choice(weights), draw.choice(files)])
-    kind = draw.choice(["value", "value", "value", "bytes", "bytes", "file", "swapped"])
+    file = draw.choice([folder / CONFIG, draw.choice(weights), draw.choice(files)])
     content = file.read_bytes()
-    if kind == "value" and file.suffix == ".json":
-        parsed = json.loads(content)
+    at = draw.randrange(min(len(content), draw.choice([9, 400, 10**9])))
+    kind = draw.choice(["value", "value", "value", "cut", "flip", "insert", "file", "other"])
+    if kind == "value":
+        length = struct.unpack_from("<Q", content)[0] if file in weights else len(content)
+        start = 8 if file in weights else 0
+        parsed = json.loads(content[start : start + length])
         break_value(draw, parsed)
-        file.write_text(json.dumps(parsed))
-    elif kind == "value":
-        (length,) = struct.unpack_from("<Q", content)
-        header = json.loads(content[8 : 8 + length])
-        break_value(draw, header)
-        text = json.dumps(header).encode()
-        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-    elif kind == "bytes":
-        file.write_bytes(break_bytes(draw, content))
-    elif kind == "swapped":
-        other = draw.choice(weights)
-        file.write_bytes(other.read_bytes())
+        text = json.dumps(parsed).encode()
+        rest = content[start + length :]
+        file.write_bytes(struct.pack("<Q", len(text)) * bool(start) + text + rest)
+    elif kind == "cut":
+        file.write_bytes(content[:at])
+    elif kind == "flip":
+        flipped = bytes([content[at] ^ 1 << draw.randrange(8)])
+        file.write_bytes(content[:at] + flipped + content[at + 1 :])
+    elif kind == "insert":
+        file.write_bytes(content[:at] + draw.randbytes(draw.randint(1, 9)) + content[at:])
+    elif kind == "other":
+        file.write_bytes(draw.choice(weights).read_bytes())
     else:
         file.unlink()
-        what = draw.choice(FILES)
-        if what == "folder":
-            file.mkdir()
-        elif what == "pipe":
-            os.mkfifo(file)
-        elif what == "dead link":
-            file.symlink_to("nowhere")
-        elif what == "empty":
-            file.touch()
+        make = [lambda: None, file.mkdir, file.touch, lambda: os.mkfifo(file)]
+        draw.choice([*make, lambda: file.symlink_to("nowhere")])()
 
 
 def check_content(model: Any, folder: Path) -> None:

@@ -17,22 +17,13 @@ def parse(raw):
     return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
-def test_layer_types_of_a_family_with_one_type(subtests):
-    for types in (
-        ["full_attention"],
-        ["full_attention", "sliding_attention"],
-        ["x", "x"],
-        "full",
-        2,
-    ):
-        with subtests.test(str(types)):
-            with pytest.raises(
-                ConfigError, match=r"layer_types is .* but the layers of this .llama. are \[.full_"
-            ):
-                parse({**BASE, "num_hidden_layers": 2, "layer_types": types})
-            good = ["full_attention"] * 2
-            raw = {**BASE, "num_hidden_layers": 2, "layer_types": good}
-            assert to_hf(parse(raw))["layer_types"] == good
+@pytest.mark.parametrize("types", [["full_attention"], ["full_attention", "x"], "full", 2])
+def test_layer_types_of_a_family_with_one_type(types):
+    raw = {**BASE, "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match=r"layer_types is .* but the layers of this .llama. are"):
+        parse({**raw, "layer_types": types})
+    good = {**raw, "layer_types": ["full_attention"] * 2}
+    assert to_hf(parse(good))["layer_types"] == good["layer_types"]
 
 
 def test_dtype_spellings(subtests):
@@ -105,9 +96,7 @@ def test_a_config_made_in_python_is_written_whole():
 def test_bad_values_are_refused_with_file_and_key(tmp_path, subtests):
     for key, value, message in (
         ("model_type", "mistral", "'model_type' is 'mistral'; this class reads 'llama'"),
-        ("model_type", None, "'model_type' is None"),
         ("quantization_config", {"quant_method": "gptq"}, r"quantised checkpoints \('gptq'\)"),
-        ("quantization_config", {}, "quantised checkpoints"),
         ("attention_dropout", 0.1, "'attention_dropout' is 0.1, .* where it is 0 or null"),
         ("partial_rotary_factor", 0.5, "'partial_rotary_factor' is 0.5"),
         ("use_bidirectional_attention", True, "'use_bidirectional_attention' is True"),
@@ -115,21 +104,16 @@ def test_bad_values_are_refused_with_file_and_key(tmp_path, subtests):
         ("attention_bias", "no", "'attention_bias' is 'no', expected true or false"),
         ("tie_word_embeddings", 1, "'tie_word_embeddings' is 1, expected true or false"),
         ("hidden_size", "16", "'hidden_size' is '16', expected an integer"),
-        ("hidden_size", 16.0, "'hidden_size' is 16.0, expected an integer"),
-        ("num_hidden_layers", True, "'num_hidden_layers' is True, expected an integer"),
         ("eos_token_id", [2, "x"], "'eos_token_id' is .*, expected an integer or a list"),
         ("rms_norm_eps", float("nan"), "'rms_norm_eps' is nan, expected a finite number"),
         ("hidden_act", 3, "'hidden_act' is 3, expected a string"),
         ("torch_dtype", "int8", "'torch_dtype' is 'int8', expected one of float64"),
         ("rope_theta", 0, "'rope_theta' is 0, expected a positive number"),
-        ("rope_theta", "1e6", "'rope_theta' is '1e6'"),
         ("rope_scaling", 4, "'rope_scaling' is 4, expected an object"),
         ("rope_scaling", {"type": "spiral"}, "'rope_scaling.rope_type' is 'spiral'"),
-        ("rope_scaling", {"rope_type": ["yarn"]}, "'rope_scaling.rope_type' is"),
         ("rope_scaling", {"rope_type": "linear"}, "'rope_scaling.factor' is missing"),
         ("rope_scaling", {"rope_type": "yarn", "factor": -1}, "'rope_scaling.factor' is -1"),
         ("rope_scaling", {**LLAMA3, "low_freq_factor": 4.0}, "must be greater than low_freq"),
-        ("rope_scaling", {**LLAMA3, "original_max_position_embeddings": "8"}, "is '8'"),
         ("rope_scaling", {"rope_type": "longrope", "short_factor": [1]}, "long_factor' is not a"),
         (
             "rope_parameters",
@@ -139,9 +123,7 @@ def test_bad_values_are_refused_with_file_and_key(tmp_path, subtests):
         ("rope_parameters", {"full_attention": {}}, "rope per layer type"),
         # The config class checks these; the message still names the file.
         ("hidden_act", "relu", "hidden_act 'relu' is not implemented"),
-        ("hidden_size", 2**62, "hidden_size is 4611686018427387904"),
         ("num_attention_heads", 0, "num_attention_heads is 0"),
-        ("num_hidden_layers", -1, "num_hidden_layers is -1"),
         ("num_key_value_heads", 3, "num_attention_heads 4 is not a multiple of .* 3"),
         ("hidden_size", 18, "hidden_size 18 is not a multiple"),
         ("head_dim", 5, "head_dim 5 is odd"),
@@ -168,27 +150,6 @@ def test_null_where_transformers_takes_it():
     assert parse({**CONFIG, "attention_dropout": None}).attention_dropout == 0
     assert parse({**CONFIG, "rope_theta": None}).rope_theta == 1e4
     assert parse({**CONFIG, "bos_token_id": None}).bos_token_id is None
-
-
-def test_null_where_transformers_refuses_it(subtests):
-    for key in ("attention_bias", "rms_norm_eps", "tie_word_embeddings"):
-        with subtests.test(key):
-            with pytest.raises(ConfigError, match=f"'{key}' is None, expected"):
-                parse({**CONFIG, key: None})
-
-
-def test_malformed_config(tmp_path, subtests):
-    for text, message in (
-        ("{", "is not JSON: .* in line 1, column 2"),
-        ("[]", "holds a list, expected an object"),
-        ('{"hidden_size": 1, "hidden_size": 2}', "key 'hidden_size' appears twice"),
-    ):
-        with subtests.test(text):
-            path = tmp_path / "config.json"
-            path.write_text(text)
-            with pytest.raises(ConfigError, match=message) as caught:
-                read_config(tmp_path)
-            assert str(caught.value).startswith(str(path))
 
 
 def test_absent_config(tmp_path):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from tests.families import DECODERS
 from . import hf_reading
 from .hf_reading import reading
 
-OLD = Path(__file__).parents[2] / "build" / "transformers-4.57.6"
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -92,6 +88,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "pattern": {"sliding_window_pattern": 3, "num_hidden_layers": 7},
         "old rope": {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR},
         "old rope, theta inside": {"rope_scaling": {**LINEAR, "rope_theta": 7e5}},
+        "old name of the type": {"rope_scaling": {"type": "linear", "factor": 8.0}},
         "new rope": {"rope_parameters": NESTED},
         "new rope, thetas beside": {
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {}},
@@ -151,25 +148,6 @@ def test_a_config_means_what_it_means_to_transformers(
             assert ours(parse(exported)) == reading(exported) == reading(raw)
 
 
-def test_exports_mean_the_same_to_transformers_4() -> None:
-    if not (OLD / "transformers").is_dir():
-        pytest.skip(f"{OLD.name} is not in build/: make {OLD.relative_to(OLD.parents[1])}")
-    raws = [raw_of(family, name) for family, names in CASES.items() for name in names]
-    done = subprocess.run(
-        [sys.executable, hf_reading.__file__],
-        input="\n".join(json.dumps(to_hf(parse(raw))) for raw in raws),
-        env={**os.environ, "PYTHONPATH": str(OLD), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for raw, line in zip(raws, done.stdout.splitlines(), strict=True):
-        expected = json.loads(json.dumps(ours(parse(raw))))
-        if raw.get("hidden_act") == "gelu":  # transformers 4 takes Gemma 1's "gelu" literally
-            expected["activation"] = "gelu"
-        assert json.loads(line) == expected, raw
-
-
 @pytest.mark.parametrize("family", OWN)
 def test_a_config_made_in_python_is_read_by_transformers(family: str) -> None:
     config = families()[family].config_class(num_hidden_layers=3, rope_theta=7e5, dtype="bfloat16")
@@ -222,110 +200,29 @@ OWN_FIELDS = {
 }
 
 
-def test_mistral_always_writes_its_window() -> None:
-    assert to_hf(parse({"model_type": "mistral"}))["sliding_window"] == 4096
-    for raw in ({"model_type": "mistral", "sliding_window": None}, {"model_type": "mistral"}):
-        config = parse(raw)
-        config.sliding_window = None
-        exported = to_hf(config)
-        assert exported["sliding_window"] is None and "layer_types" not in exported
-
-
-def test_gemma_3_writes_both_spellings_of_rope() -> None:
-    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}
-    new = {
-        "full_attention": {**LINEAR, "rope_theta": 5e5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-    }
-    assert to_hf(parse({"model_type": "gemma3_text", **old}))["rope_parameters"] == new
-    exported = to_hf(parse({"model_type": "gemma3_text", "rope_parameters": new}))
-    assert {key: exported[key] for key in old} == old
-    config = parse({"model_type": "gemma3_text", **old})
-    config.rope_local_base_freq, config.rope_scaling = 3e4, None
-    assert reading(to_hf(config)) == ours(config)
-
-
-def test_the_old_name_of_the_rope_type_loses_in_gemma_3() -> None:
-    """transformers 5 merges rope_scaling into an object that has a rope_type."""
-    old = {"type": "linear", "factor": 8.0}
-    raw: dict[str, Any] = {"model_type": "gemma3_text", "rope_scaling": old}
-    assert ours(parse(raw)) == reading(raw) == reading(to_hf(parse(raw)))
-    assert parse(raw).rope_scaling is None
-    raw["rope_parameters"] = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {}}
-    assert ours(parse(raw)) == reading(raw)
-    assert parse(raw).rope_scaling == LINEAR
-
-
 def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
     for family, keys, message in (
         ("llama", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; expected a pos"),
-        ("gemma2", {"attn_logit_softcapping": "5"}, "is '5', expected a finite number or null"),
-        (
-            "gemma2",
-            {"query_pre_attn_scalar": 0},
-            "query_pre_attn_scalar is 0; expected an integer f",
-        ),
-        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar' is None, expected"),
-        *(
-            (family, {"use_bidirectional_attention": value}, "'use_bidirectional_attention' is")
-            for family in ("gemma", "gemma2", "gemma3_text")
-            for value in (True, "all")
-        ),
-        *(
-            (family, {"attention_dropout": 0.1}, "'attention_dropout' is 0.1, which changes")
-            for family in OWN
-        ),
-        *(
-            (family, {"rope_scaling": {"rope_type": "mrope"}}, "rope_type' is 'mrope'")
-            for family in OWN
-        ),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected an int"),
+        ("gemma2", {"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' is"),
+        *((family, {"attention_dropout": 0.1}, "'attention_dropout' is 0.1") for family in OWN),
+        *((family, {"rope_scaling": {"rope_type": "x"}}, "rope_type' is 'x'") for family in OWN),
         *((family, {"per_layer_config": {"0": {}}}, "'per_layer_config' is") for family in OWN),
-        ("mistral", {"num_key_value_heads": None}, "'num_key_value_heads' is None, expected an"),
-        ("gemma", {"num_key_value_heads": None}, "'num_key_value_heads' is None, expected an"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
-        ("mistral", {"sliding_window": "4"}, "'sliding_window' is '4', expected an integer or nul"),
-        (
-            "mistral",
-            {"layer_types": ["full_attention"] * 32},
-            "layer_types is .* but the layers .* are .'slid",
-        ),
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is .* but the layers"),
         ("mistral", {"layer_types": [["x"]]}, "layer_types is"),
-        ("mistral", {"layer_types": ["sliding_attention"] * 31}, "layer_types is"),
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu', but hidden_act"),
-        ("gemma", {"hidden_act": "silu", "hidden_activation": "gelu_new"}, "hidden_act is 'silu'"),
-        ("gemma", {"hidden_activation": ["gelu"]}, "hidden_activation is"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not implemented"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, expected num"),
-        ("gemma2", {"layer_types": []}, "layer_types has 0 entries"),
-        ("gemma2", {"layer_types": "full_attention"}, "'layer_types' is .*, expected a list of st"),
-        ("gemma2", {"layer_types": [1] * 26}, "'layer_types' is .*, expected a list of strings"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 26}, "expected a list of 'full_attent"),
         ("gemma2", {"sliding_window": None}, "sliding_window is None, but layer 0 is of type"),
-        ("gemma3_text", {"sliding_window": None}, "sliding_window is None, but layer 0"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; expected"),
         ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1, expected a"),
-        ("gemma3_text", {"rope_parameters": LINEAR}, "'rope_parameters.rope_type' is 'linear'; th"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention' is 5; this"),
-        (
-            "gemma3_text",
-            {"rope_parameters": {"sliding_attention": LINEAR}},
-            "sliding_attention.rope_type' is 'linear'; scaled rope in sliding layers is not impl",
-        ),
-        (
-            "gemma3_text",
-            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
-            "'rope_parameters.full_attention.factor' is missing",
-        ),
-        (
-            "qwen2",
-            {"num_hidden_layers": 3, "layer_types": LAYERS},
-            "sliding_window is None, but layer 1 is of type 'sliding_attention'",
-        ),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "is not implemented"),
         ("qwen2", {"max_window_layers": "2"}, "'max_window_layers' is '2', expected an integer"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": -3, "max_window_layers": 2}, "-3"),
         ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope per layer type is not im"),
     ):
         with subtests.test(f"{family}: {keys}"):

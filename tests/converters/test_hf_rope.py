@@ -32,63 +32,44 @@ def parse(raw):
     return LlamaConfig(**fields_from_hf(raw, LlamaConfig))
 
 
-def test_rope_spellings_and_their_precedence(subtests):
-    for keys, theta, scaling in (
-        ({}, 1e4, None),
-        ({"rope_theta": 5e5}, 5e5, None),
-        ({"rope_scaling": None, "rope_parameters": None}, 1e4, None),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            1e4,
-            {"rope_type": "linear", "factor": 2},
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
-            1e4,
-            {"rope_type": "dynamic", "factor": 2.0},
-        ),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
-        ({"rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
-        ({"rope_theta": 5.0, "rope_parameters": LLAMA3}, 5.0, LLAMA3),
-        # A non-empty rope_scaling replaces all of rope_parameters, also its theta.
-        ({"rope_scaling": YARN, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 1e4, YARN),
-        (
-            {"rope_theta": 5.0, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}},
-            5.0,
-            YARN,
-        ),
-        ({"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}, 7.0, LLAMA3),
-        ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0}, 9.0, YARN),
-        # A length at config level overrides the nested one, if the rope type has a length.
-        *(
-            (
-                {spelling: scaling, "original_max_position_embeddings": 32},
-                1e4,
-                {**scaling, "original_max_position_embeddings": 32},
-            )
-            for scaling in (LLAMA3, YARN, LONGROPE)
-            for spelling in ("rope_scaling", "rope_parameters")
-        ),
-        (
-            {
-                "rope_scaling": {"type": "linear", "factor": 2.0},
-                "original_max_position_embeddings": 32,
-            },
-            1e4,
-            {"rope_type": "linear", "factor": 2.0},
-        ),
-    ):
+SPELLINGS = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_scaling": None, "rope_parameters": None},
+    {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    {"rope_scaling": {"type": "linear", "factor": 2}},
+    {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    {"rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}},
+    {"rope_theta": 5.0, "rope_parameters": LLAMA3},
+    # A non-empty rope_scaling replaces all of rope_parameters, also its theta.
+    {"rope_scaling": YARN, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}},
+    {"rope_theta": 5.0, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}},
+    {"rope_scaling": {}, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}},
+    {"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5.0},
+    # A length at config level overrides the nested one, if the rope type has a length.
+    *(
+        {spelling: scaling, "original_max_position_embeddings": 32}
+        for scaling in (LLAMA3, YARN, LONGROPE, {"type": "linear", "factor": 2.0})
+        for spelling in ("rope_scaling", "rope_parameters")
+    ),
+]
+
+
+def test_each_spelling_means_what_it_means_to_transformers(subtests):
+    for keys in SPELLINGS:
         with subtests.test(str(keys)):
             raw = {**BASE, **keys}
             config = parse(raw)
-            assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
             assert_transformers_agrees(raw, raw)
             exported = to_hf(config)
             assert exported["rope_parameters"] is not None
             assert_transformers_agrees(exported, raw)
             again = parse(exported)
-            assert (again.rope_theta, again.rope_scaling) == (theta, scaling)
+            assert (again.rope_theta, again.rope_scaling) == (
+                config.rope_theta,
+                config.rope_scaling,
+            )
 
 
 # Each rope with values of its fields, and other values of them.
@@ -178,47 +159,6 @@ def assert_transformers_agrees(raw, original):
     assert hf.attention_scaling == pytest.approx(ours.attention_factor)
 
 
-def test_the_spellings_of_an_export_agree():
-    exported = to_hf(parse({**BASE, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}))
-    assert exported["rope_theta"] == 7.0 and exported["rope_scaling"] == LLAMA3
-    exported = to_hf(parse({**BASE, "rope_theta": 7.0, "rope_scaling": LLAMA3}))
-    assert exported["rope_parameters"] == {**LLAMA3, "rope_theta": 7.0}
-    exported = to_hf(parse({**BASE, "rope_theta": 7.0}))
-    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 7.0}
-    assert exported["rope_scaling"] is None
-
-
-def test_a_contradiction_is_exported_unchanged():
-    raw = {**BASE, "rope_theta": 5.0, "rope_parameters": {**LLAMA3, "rope_theta": 7.0}}
-    exported = to_hf(parse(raw))
-    assert exported["rope_theta"] == 5.0 and exported["rope_scaling"]["rope_theta"] == 7.0
-    assert_transformers_agrees(exported, raw)
-
-
-def test_rope_of_gemma_3(subtests):
-    for raw, expected in (
-        ({}, (1e6, 1e4, None)),
-        ({"rope_theta": None, "rope_local_base_freq": None}, (1e6, 1e4, None)),
-        ({"rope_theta": 5, "rope_local_base_freq": 7}, (5, 7, None)),
-        ({"rope_parameters": {}, "rope_scaling": {}}, (1e6, 1e4, None)),
-        ({"rope_scaling": {**YARN, "rope_theta": 9.0}, "rope_theta": 5}, (9.0, 1e4, YARN)),
-        # A length at config level is not read if rope is given per layer type.
-        ({"rope_scaling": YARN, "original_max_position_embeddings": 5}, (1e6, 1e4, YARN)),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}, "rope_theta": 5},
-            (3.0, 1e4, None),
-        ),
-        (
-            {"rope_parameters": {"full_attention": LLAMA3}, "rope_scaling": YARN},
-            (1e6, 1e4, {**LLAMA3, **YARN}),
-        ),
-    ):
-        with subtests.test(str(raw)):
-            found = hf_rope.fields_from_hf(raw, Gemma3Config)
-            names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
-            assert found == dict(zip(names, expected, strict=True))
-
-
 def test_a_rope_that_is_changed_is_written_in_every_spelling():
     raw = {"rope_parameters": {"full_attention": LLAMA3}, "rope_theta": 5.0}
     config = Gemma3Config(rope_theta=7.0, rope_local_base_freq=3.0, rope_scaling=dict(YARN))
@@ -260,14 +200,6 @@ def test_a_scaling_that_no_model_can_have_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             hf_rope.check_scaling(scaling, sizes | change)
-
-
-def test_the_default_rope_is_written_like_none():
-    raw: dict = {}
-    hf_rope.fields_to_hf(raw, LlamaConfig(rope_scaling={"rope_type": "default"}), changed=True)
-    plain: dict = {}
-    hf_rope.fields_to_hf(plain, LlamaConfig(), changed=True)
-    assert raw == plain and raw["rope_scaling"] is None
 
 
 @dataclass(kw_only=True)

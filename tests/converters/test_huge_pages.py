@@ -50,16 +50,6 @@ def test_systems_without_huge_pages(monkeypatch):
     assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
 
 
-@NEEDS_LINUX
-def test_a_kernel_without_huge_pages_refuses_the_advice(monkeypatch):
-    class Refusing(mmap.mmap):
-        def madvise(self, *advice):
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
-    assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
-
-
 @pytest.mark.parametrize("count", [1 << 50, 1 << 62])
 def test_too_many_bytes_are_refused_as_torch_refuses_them(count):
     """The command line knows an error of memory by torch's words."""

@@ -22,54 +22,26 @@ def write(path, header, data=b"\0" * 16):
     return path
 
 
-def test_header_of_a_file_the_library_wrote(tmp_path):
-    path = tmp_path / "a.safetensors"
-    tensors = {"x": torch.zeros(3, 2), "y": torch.zeros(5, dtype=torch.bfloat16)}
-    save_file(tensors, path, {"format": "pt"})
-    header = SafetensorsFile(path).tensors
-    assert header["x"].shape == (3, 2) and header["x"].dtype == "F32" and header["x"].nbytes == 24
-    assert header["y"].shape == (5,) and header["y"].dtype == "BF16"
-
-
 def test_damaged_files_name_the_file(tmp_path, subtests):
     for header, data, message in (
-        (b"{not json", b"", "is not JSON"),
-        (b"\xff\xfe", b"", "is not UTF-8"),
-        (b"[1]", b"", "holds a list"),
         (b'{"a": {}, "a": {}}', b"", "key 'a' appears twice"),
-        (b"[" * 100_000, b"", "nested too deep"),
         ({"x": GOOD}, b"\0" * 15, "is truncated: the header declares 16 bytes"),
         ({"x": GOOD}, b"\0" * 17, "1 bytes follow the last tensor"),
         ({"x": {**GOOD, "dtype": "Q7"}}, b"\0" * 16, "'x' has dtype 'Q7'"),
-        ({"x": {**GOOD, "dtype": ["F32"]}}, b"\0" * 16, "'x' has dtype"),
         ({"x": {**GOOD, "shape": [-2, -2]}}, b"\0" * 16, r"'x' has shape \[-2, -2\]"),
         ({"x": {**GOOD, "shape": [3, 2]}}, b"\0" * 16, "'x' has 16 bytes"),
         ({"x": {**GOOD, "data_offsets": [16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {"dtype": "F32"}}, b"\0" * 16, "'x' needs exactly"),
         ({"x": 3}, b"\0" * 16, "'x' needs exactly"),
         ({"x": GOOD, "y": GOOD}, b"\0" * 16, "'y' begins at byte 0 of the data, expected 16"),
         ({"x": {**GOOD, "data_offsets": [4, 20]}}, b"\0" * 20, "'x' begins at byte 4"),
         ({"x": {**GOOD, "data_offsets": [-16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {**GOOD, "data_offsets": [0, 16, 32]}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {**GOOD, "data_offsets": {"0": 16}}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {**GOOD, "data_offsets": [0, 2**63]}}, b"\0" * 16, "'x' has data_offsets"),
         ({"x": {**GOOD, "data_offsets": [0, 16.0]}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {**GOOD, "data_offsets": [False, 16]}}, b"\0" * 16, "'x' has data_offsets"),
-        ({"x": {**GOOD, "shape": [2**62, 2**62]}}, b"\0" * 16, "'x' has 16 bytes"),
-        ({"x": {**GOOD, "shape": [2**63, 2]}}, b"\0" * 16, r"'x' has shape \[9223"),
         ({"x": {**GOOD, "shape": [2**32, 2**32, 2**62]}}, b"\0" * 16, "'x' has 16 bytes"),
         ({"x": {**GOOD, "shape": [1] * 65}}, b"\0" * 16, r"'x' has shape \[1, 1"),
-        ({"x": {**GOOD, "shape": [10**4000] * 1000}}, b"\0" * 16, "'x' has shape"),
-        ({"x": {**GOOD, "shape": 4}}, b"\0" * 16, "'x' has shape 4"),
-        ({"x": {**GOOD, "shape": None}}, b"\0" * 16, "'x' has shape None"),
         ({"x": {**GOOD, "more": 1}}, b"\0" * 16, "'x' needs exactly"),
         ({"x" * 10**6: 3}, b"", "'xxx"),
         ({"\ud800\n": 3}, b"", r"'\\ud800\\n' needs exactly"),
-        ({"__metadata__": 3, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
         ({"__metadata__": {"a": 1}, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
-        ({"__metadata__": None, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
-        (b'{"x": %s}' % (b"1" * 5000), b"", "too many digits"),
-        (b"", b"", "is not JSON"),
         (b"{}  ", b"\0", "1 bytes follow the last tensor"),
     ):
         with subtests.test(f"{header!r:.80} {message}"):
@@ -184,30 +156,6 @@ def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):
             with pytest.raises(CheckpointError, match=message) as caught:
                 list(file.read("b"))
             assert str(caught.value).startswith(f"{path}: ")
-
-
-def test_pipes_folders_and_devices_are_refused_at_once(tmp_path, subtests):
-    for kind in ("pipe", "folder", "device"):
-        with subtests.test(kind):
-            path = tmp_path / f"{kind} w.safetensors"
-            if kind == "pipe":
-                os.mkfifo(path)
-            elif kind == "folder":
-                path.mkdir()
-            else:
-                path.symlink_to("/dev/zero")
-            with pytest.raises(
-                CheckpointError, match=r"w\.safetensors: this is not a regular file"
-            ):
-                SafetensorsFile(path)
-
-
-def test_a_header_of_many_tensors_is_read_in_one_pass(tmp_path):
-    header = {
-        f"t{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(50_000)
-    }
-    path = write(tmp_path / "w.safetensors", header, bytes(50_000))
-    assert len(SafetensorsFile(path).tensors) == 50_000
 
 
 def test_a_disk_that_fails_is_an_error_that_names_the_tensor(tmp_path, monkeypatch):

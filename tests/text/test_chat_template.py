@@ -1,7 +1,7 @@
 import json
+import shutil
 
 import pytest
-import tokenizers
 from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError
@@ -27,20 +27,8 @@ JSON = "{{ messages | tojson(indent=1) }}{{ messages[0] | tojson }}{{ extra }}{{
 
 
 @pytest.fixture
-def folder(tmp_path):
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<s>", "<|im|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(["a few words"], trainer)
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    made.save(str(tmp_path / "tokenizer.json"))
+def folder(bpe, tmp_path):
+    shutil.copy(bpe / "tokenizer.json", tmp_path)
     return tmp_path
 
 
@@ -109,10 +97,9 @@ def test_a_template_that_fails_says_so(folder, subtests):
             assert str(folder) in str(caught.value)
 
 
-def test_a_template_without_end_says_so(folder):
-    _, ours = load(
-        folder, "{% for _ in range(9**5) %}{% for _ in range(9**5) %}{% endfor %}{% endfor %}"
-    )
+def test_a_template_without_end_says_so(folder, monkeypatch):
+    monkeypatch.setattr("ligermodels.text.sandbox._MAX_TURNS", 1000)
+    _, ours = load(folder, "{% for _ in range(9999) %}{% endfor %}")
     with pytest.raises(CheckpointError, match=r"chat template .*: it does too much work"):
         ours.apply_chat_template(TALK)
     (folder / "chat_template.jinja").write_text("x" * 1_000_001)

@@ -37,16 +37,12 @@ END = "{% endfor %}"
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 ** 3 %}"
         "{% endfor %}{{ ns.n * 2 }}{{ ns.n % 5 }}{{ [1, 2] * 2 }}{{ 'ab' * 3 }}{{ 7 // 2 }}",
         "{{ '%s-%5d' % ('a', 3) }}{{ '{:>6}{x}'.format('b', x=1) }}{{ '%s' | format(2) }}",
-        "{% set x %}{{ messages[0].content.split(' ')[-1].strip('d') }}{% endset %}{{ x }}",
         "{{ {'a': [1, (2, 3)], 'b': None}.items() | list }}{{ 'kind' in messages[0].content }}",
         "{{ 'role' in messages[0] }}{{ messages[0].get('none', 'x') }}{{ missing | default('d') }}",
-        "{{ messages[2].content.replace('hello', 'bye') | replace('b', 'cc') }}{{ [3, 1] | sort }}",
         "{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ 1.234 | round(1) }}{{ 'x' | center(5) }}",
         "{{ dict(a=1, **{'b': 2}) | dictsort }}{{ range(3) | list }}{{ 'a\nb' | indent(2) }}",
-        "{% filter upper %}a{{ messages[0].role }}{% endfilter %}{{ -5 | abs }}{{ not [] }}",
         "{% for k, v in messages[0].items() %}{{ loop.cycle('x', 'y') }}{{ k }}={{ v }}"
         "{% endfor %}",
-        "{{ messages[0].role == 'system' and 1 < 2 < 3 }}{{ 'a' if undefined_one else 'b' }}",
         "{% block one %}in {{ messages | length }}{% endblock %}{{ self.one() }}",
         "{{ ['b', 'a', 'b'] | unique | list }}{{ (1, 2) in [(1, 2)] }}{{ {(1, 2): 3}[(1, 2)] }}",
         "{{ {(1, 2): 3}.get((1, 2)) }}{{ 'a' ~ 1 ~ none ~ [2] }}",
@@ -74,26 +70,16 @@ def test_rendering_equals_jinja2(template):
         "{% block b %}" + EVER + "{% endfor %}{% endblock %}" + EVER + "{{ self.b() }}{% endfor %}",
         # too long a number, text or list
         "{{ 9 ** (9 ** 9) }}",
-        START + EVER + "{% set ns.n = ns.n * ns.n %}{% endfor %}",
         "{{ 'x' * 10 ** 10 }}",
-        "{{ 10 ** 9 * [0] }}",
         START + "{% for _ in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
         START + "{% for _ in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        START + "{% for _ in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}",
-        "{{ 'x'.center(10 ** 10) }}",
         "{{ 'x' | center(10000000000) }}",
         "{{ '%9999999999d' % 1 }}",
-        "{{ '%*d' % (9999999999, 1) }}",
         "{{ '{:9999999999}'.format(1) }}",
         "{{ '{:{w}}'.format(1, w='9999999999') }}",
-        "{{ '%9999999999d' | format(1) }}",
         "{{ 'a\nb' | indent(10 ** 10) }}",
-        "{{ messages | tojson(indent=10 ** 9) }}",
         "{{ ('a' * 999999) | replace('a', 'b' * 999999) }}",
-        "{{ ('a' * 999999).join('b' * 999999) }}",
         "{{ (5).to_bytes(10 ** 10, 'big') }}",
-        "{{ [1] | batch(10 ** 9, 'x') | list }}",
-        "{{ 1.5 | round(10 ** 9, 'ceil') }}",
         EVER + "y" * 999 + END,
         "{{ strftime_now('%c' * 999999) }}",
         "x" * (MAX_SOURCE + 1),
@@ -122,17 +108,6 @@ def test_bombs_are_refused(template, monkeypatch):
 def test_other_ways_out_are_closed(template):
     with pytest.raises(Exception):  # noqa: B017, any error of jinja2 or Python
         render(template, {"messages": TALK})
-
-
-def test_long_conversations_are_far_from_the_limit():
-    talk = TALK[1:] * 1000
-    template = (
-        "{% for m in messages %}"
-        "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('x') }}{% endif %}"
-        "{{ '<' ~ m.role ~ '>' + m['content'] | trim }}{% if loop.last or "
-        "loop.index0 == messages | length - 1 %}end{% endif %}{% endfor %}"
-    )
-    assert render(template, {"messages": talk}).count("<user>") == 1000
 
 
 def test_threads_count_their_own_turns(monkeypatch):

@@ -82,13 +82,6 @@ def test_a_model_without_prefix_space_gets_none(tmp_path):
         assert ours.decode(ids) == text
 
 
-def test_added_tokens_may_swallow_the_spaces_around_them(spm, tmp_path):
-    config = {**SLOW, "added_tokens_decoder": added(360, "<|im|>", lstrip=True, rstrip=True)}
-    _, ours = configure(spm, tmp_path, **config)
-    ids = ours.encode("the  <|im|>  dog", add_special_tokens=False)
-    assert ours.decode(ids, skip_special_tokens=False) == "the<|im|>dog"
-
-
 @pytest.mark.parametrize("content", [" x", "\n", " ", "x ", "[X]"])
 def test_added_tokens_are_split_off_as_the_tokenizers_package_does(spm, tmp_path, content):
     """Whatever the token consists of, and whatever spaces it takes with it."""
