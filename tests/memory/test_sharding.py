@@ -1,6 +1,6 @@
 """FSDP2 and tensor parallelism in a simulation: bytes beside those of real steps.
 
-The collectives of these steps do nothing; tests/parallel_worker.py has some with real ones.
+The collectives of these steps do nothing; tests/parallel/test_wrappers.py has some with real ones.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,24 +16,22 @@ from examples.shared_keys import SharedKeys, SharedKeysConfig
 from ligermodels import ConfigError, KVCache, MemoryPlan, shard
 from ligermodels.layers import Attention
 from ligermodels.layers.recompute import Keep
-from ligermodels.memory.simulate import simulate
 from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.families import OWN, WINDOW
-from tests.memory.step_bytes import StorageTracker
+from tests.memory.step_bytes import error_of_prediction
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel.test_shard import (
-    classifier,
-    clipping,
+from tests.parallel.steps import (
+    SIZES,
     differences,
     gradients,
-    load,
     make,
     mesh_of,
-    save,
-    step,
+    outputs,
+    relative,
+    upstream,
 )
-from tests.parallel_worker import SIZES, relative
+from tests.parallel.test_shard import classifier, clipping, load, save, step
 
 BATCH, SEQ = 2, 16
 # Of the families from outside, one has parallel blocks, and another one experts.
@@ -82,7 +79,7 @@ def cases(ranks: int) -> dict[str, Case]:
                 )
         found[f"{layout}, load"] = partial(load, mesh, False)
         if mesh["cp"].size() == 2:  # rows of 12 tokens
-            found[f"{layout}, micro-batches"] = partial(step, mesh, "llama", True, steps=2)
+            found[f"{layout}, micro-batches"] = partial(step, mesh, tied=True, steps=2)
             found[f"{layout}, save"] = partial(save, mesh)
             found[f"{layout}, classifier"] = partial(classifier, mesh)
             found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
@@ -177,15 +174,10 @@ def rows(
         ids, labels = ids.view(1, -1), labels.view(1, -1)
     expected = model(ids, labels=labels, **given, **(options or {}))
     out = sharded(ids, labels=labels, **given, **(options or {}))
-    upstream = torch.rand(expected.loss.shape, generator=torch.Generator().manual_seed(1))
-    (expected.loss * upstream).sum().backward()
-    (out.loss * upstream).sum().backward()
-    result = {"gradient": differences(gradients(sharded), gradients(model))}
-    for name, ours, theirs in zip(out._fields, out, expected):
-        assert (ours is None) == (theirs is None), name
-        if ours is not None:
-            assert ours.dtype == theirs.dtype, name
-            result[name] = relative(ours, theirs)
+    for each in (expected, out):
+        (each.loss * upstream(expected.loss)).sum().backward()
+    result = outputs(out, expected)
+    result["gradient"] = differences(gradients(sharded), gradients(model))
     with torch.no_grad():
         mask = given.get("attention_mask", torch.ones_like(ids)).bool()
         return result | {"hidden": relative(sharded(ids, **given)[mask], model(ids, **given)[mask])}
@@ -195,22 +187,8 @@ def memory(mesh: DeviceMesh, keep: Keep, rank: int, folder: Path) -> dict[str, f
     """A simulation predicts the bytes that the step of a rank takes."""
     model = shard(make(True), mesh)
     model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
-    ids = torch.ones(2, SEQ, dtype=torch.int64)
-    model(ids, labels=ids).loss.backward()  # the first step also allocates what stays
-    model.zero_grad()
-    gc.collect()
-    peaks = []
-    for _ in range(3):  # a thread of gloo may hold the tensors of a collective a moment longer
-        tracker = StorageTracker()
-        tracker.hold(p.to_local() for p in model.parameters())  # type: ignore[attr-defined]
-        tracker.hold([*model.buffers(), ids])
-        with tracker:
-            model(ids, labels=ids).loss.backward()
-        peaks.append(tracker.peak_now)
-        model.zero_grad()
-        gc.collect()
-    predicted = simulate(model, 2, SEQ, device=torch.device("cpu")).peak_bytes
-    return {"bytes": max(0.0, abs(predicted / min(peaks) - 1) - 0.02)}
+    # A thread of gloo may hold the tensors of a collective a moment longer.
+    return {"bytes": max(0.0, abs(error_of_prediction(model, SEQ, steps=4)) - 0.02)}
 
 
 class OtherAttention(Attention):

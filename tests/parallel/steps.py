@@ -1,0 +1,86 @@
+"""Small models and rows, and the comparison of sharded models with whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ligermodels import families
+from ligermodels.models.base import DecoderModel
+from ligermodels.parallel.layout import splits_of, whole_tensor
+from tests.families import OWN
+
+BATCH, SEQ = 4, 12
+# The sizes are small and odd, so that the ranks' shards differ in rows; heads are grouped.
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 20,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "pad_token_id": 2,
+}
+
+
+def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
+    torch.manual_seed(7)
+    cls = families()[family]
+    sizes = {"initializer_range": 0.3, **SIZES, **OWN.get(family, {}), **changes}
+    return cls(cls.config_class(tie_word_embeddings=tied, **sizes))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Make halves with different numbers of valid labels, so that a mean of means is wrong."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SEQ), generator=generator)
+    ids[:, 5] = SIZES["pad_token_id"]
+    labels = ids.clone()
+    labels[0, :7] = -100
+    labels[1, 4:] = -100
+    return ids, labels
+
+
+def count(labels: Tensor) -> int:
+    return int((labels[:, 1:] != -100).sum())
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
+
+
+def upstream(like: Tensor) -> Tensor:
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(1))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        whole = whole_tensor(parameter.grad, splits_of(model).get(name))
+        grads[name.removeprefix("module.")] = whole
+    return grads
+
+
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(relative(ours[name], theirs[name]) for name in theirs)
+
+
+def outputs(ours: Any, theirs: Any) -> dict[str, float]:
+    """Compare the fields of two outputs of a head."""
+    found = {}
+    for name, a, b in zip(ours._fields, ours, theirs):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype, name
+            found[name] = relative(a, b)
+    return found
