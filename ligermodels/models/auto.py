@@ -18,8 +18,6 @@ from ligermodels.converters import hf_config, hub
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    copied_files,
     is_adapter,
 )
 from ligermodels.converters.files import read_json_if_present
@@ -40,7 +38,6 @@ Model = TypeVar("Model", bound=DecoderModel)
 ENTRY_POINTS = "ligermodels.families"
 
 _imported = False
-_TOKENIZERS = {"tokenizer.json", "tokenizer.model"}  # the files that hold a tokenizer
 _registered: dict[str, type[DecoderModel]] = {}
 
 
@@ -260,66 +257,26 @@ def tokenizer_folder(folder: Path) -> Path:
     Raises:
         CheckpointError: adapter_config.json names no model that can be found.
     """
-    if not is_adapter(folder) or any(os.path.lexists(folder / name) for name in _TOKENIZERS):
+    from ligermodels.adapters.published import TOKENIZERS, base_of
+
+    if not is_adapter(folder) or any(os.path.lexists(folder / name) for name in TOKENIZERS):
         return folder
     where = folder / ADAPTER_CONFIG_NAME
-    return _base_of(where, read_json_if_present(where, CheckpointError) or {})
-
-
-def _base_of(
-    where: Path, config: dict[str, Any], hub_options: hub.HubOptions | None = None
-) -> Path:
-    """Return the folder of the model that an adapter belongs to, by its config at `where`."""
-    base, revision = (config.get(key) for key in ("base_model_name_or_path", "revision"))
-    if not isinstance(base, str) or not isinstance(revision, str | None):
-        raise CheckpointError(
-            f"{where}: base_model_name_or_path is {short_repr(base)}, but must name the model that "
-            f"the adapter belongs to (revision: {short_repr(revision)})"
-        )
-    try:
-        source = hub.resolve(base, revision=revision, **(hub_options or {}))
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: base_model_name_or_path: {error}") from error
-    if is_adapter(source):
-        raise CheckpointError(
-            f"{where}: base_model_name_or_path is {short_repr(base)}, which is an adapter, too; "
-            "convert that to a whole checkpoint first (ligermodels convert)"
-        )
-    return source
+    return base_of(where, read_json_if_present(where, CheckpointError) or {})
 
 
 def _with_adapter(
     folder: Path, options: dict[str, Any], hub_options: hub.HubOptions
 ) -> DecoderModel:
     """Return the model of an adapter with the adapter added to its weights."""
-    from ligermodels.adapters import peft_format
+    from ligermodels.adapters.published import with_adapter
 
-    def read(real: Path) -> tuple[Any, ...]:
-        generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
-        return *peft_format.read_adapter(real), copied_files(real), generation
-
-    weights, config, files, generation_config = read_one_version(folder, read)
-    where = folder / ADAPTER_CONFIG_NAME
     if check_device(options.get("device", "cpu")).type == "meta":
         raise CheckpointError(
             f"{folder}: an adapter cannot be added to weights that are read later; load it on "
             "another device, or convert it to a whole checkpoint first (ligermodels convert)"
         )
-    source = _base_of(where, config, hub_options)
-    model = AutoLiger.from_hf(source, **options)
-    weight_map = model.weight_map(model.built_from)
-    try:
-        peft_format.add_lora(dict(model.named_parameters()), weights, config, weight_map)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    model.source_folder = None  # its weights are others, and a tool would take that folder for them
-    if _TOKENIZERS & files.keys():  # It may have learned other tokens.
-        kept = {GENERATION_CONFIG_NAME} & model.source_files.keys()
-        model.source_files = {name: model.source_files[name] for name in kept}
-    model.source_files |= files
-    if generation_config is not None:
-        model.source_generation_config = generation_config
-    return model
+    return with_adapter(folder, hub_options, lambda base: AutoLiger.from_hf(base, **options))
 
 
 def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
