@@ -1,13 +1,11 @@
 """Memory plans with sharded parameters: FSDP2 on several GPUs, one process for each.
 
     torchrun --nproc-per-node 2 -m benchmarks.memory_ranks [--predict N [--cases I ...]] [--out DIR]
-    python -m benchmarks.memory_ranks --alone 2 --predict N [--cases I ...] [--out DIR]
 
 It measures Llama-3-8B with float32 weights, computed in bfloat16, under AdamW: transformers with
 Liger and every block checkpointed, and ligermodels with a plan. --predict N compares the peaks of N
-random models and plans with their predictions instead, or of some of them. For this --alone runs
-rank 0 without the other ranks, on one GPU: collectives then move nothing, so values are wrong, but
-the same tensors exist. The results go into memory.json.
+random models and plans with their predictions instead, or of some of them. The results go
+into memory.json.
 """
 
 import argparse
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore  # it registers "fake", too
 
 from benchmarks.common import RESULTS, environment, write
 from benchmarks.memory import Row, merge, milliseconds, release, training_step
@@ -133,15 +130,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", type=int, metavar="N", help="compare N random plans")
     parser.add_argument("--cases", type=int, nargs="+", help="of these plans, only some")
-    parser.add_argument("--alone", type=int, metavar="RANKS", help="run rank 0 of so many alone")
     parser.add_argument("--out", type=Path, help="folder for memory.json")
     given = parser.parse_args()
-    if given.alone and not given.predict:
-        parser.error("--alone is for --predict: without the other ranks, times mean nothing")
-    if given.alone:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.alone)
-    else:
-        dist.init_process_group("nccl")
+    dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     machine = environment()
@@ -152,10 +143,7 @@ def main() -> None:
     def emit(section: str, row: Row) -> None:
         """Keep rank 0's row, with the largest peak of all ranks."""
         peaks: list[Any] = [None] * ranks
-        if given.alone:
-            row["ranks that ran"] = 1
-        else:
-            dist.all_gather_object(peaks, row.get("peak GiB") or row.get("measured GiB"))
+        dist.all_gather_object(peaks, row.get("peak GiB") or row.get("measured GiB"))
         if rank == 0:
             print(json.dumps(row | {"of ranks": peaks}), flush=True)
             merge(result, section, {"gpu": machine["gpu"]} | row)

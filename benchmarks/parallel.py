@@ -43,7 +43,6 @@ from benchmarks.ranks import (
     milliseconds,
     show,
     table,
-    where_time_goes,
 )
 from ligermodels import (
     LigerLlama,
@@ -65,13 +64,8 @@ TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
 STEPS = 9
 
 
-def training(
-    model: Any, rows_together: int, autocasts: bool = False, profiled: bool = False
-) -> Row:
-    """Measure steps with AdamW: the median of the slowest rank, and the largest peak.
-
-    With `profiled`, also what rank 0 does in a step.
-    """
+def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
+    """Measure steps with AdamW: the median of the slowest rank, and the largest peak."""
     # One call of the fused optimizer takes either DTensors or plain tensors.
     kinds = [[p for p in model.parameters() if is_sharded(p) == kind] for kind in (True, False)]
     groups = [{"params": params} for params in kinds if params]
@@ -94,7 +88,7 @@ def training(
         torch.cuda.reset_peak_memory_stats()
     times = [milliseconds(step) for _ in range(STEPS)]
     median = statistics.median(times)
-    row = {
+    return {
         "first ms": first,
         "ms": median,
         "ms spread": max(times) - min(times),
@@ -103,7 +97,6 @@ def training(
         "reserved GiB": max(everywhere(torch.cuda.max_memory_reserved())) / GIB,
         "loss": losses[-1].item(),
     }
-    return row | where_time_goes(step) if profiled and DEVICE == "cuda" else row
 
 
 def hf(layers: int | None) -> Any:
@@ -167,7 +160,7 @@ def fsdp(layers: int | None) -> list[Row]:
     }
     return [
         attempt("HF + Liger", lambda: training(hf_with_liger(layers), ranks)),
-        attempt("ligermodels", lambda: training(ours(layers), ranks, profiled=True)),
+        attempt("ligermodels", lambda: training(ours(layers), ranks)),
         *(
             attempt(name, lambda each=each: training(ours(layers, **each), ranks))
             for name, each in options.items()

@@ -3,15 +3,14 @@
 The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. Each linear has a
 LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
 process; all of them import at once, and then wait for their turn on the GPU. The time is the median
-of the steps, and the memory is the peak of allocated bytes. "phases" are the seconds of each part
-of a process. --dequantize times the conversion of one weight alone.
+of the steps, and the memory is the peak of allocated bytes. --dequantize times the
+conversion of one weight alone.
 
 Unsloth asks for other versions of TRL and datasets. --unsloth SITE is a folder with Unsloth and the
 versions that it asks for (pip install --target SITE); only its rows import from there.
 """
 
 import argparse
-import dataclasses
 import faulthandler
 import importlib
 import json
@@ -21,8 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +57,6 @@ TINY = {
     "vocab_size": 1024,
 }
 
-PHASES: dict[str, float] = {}  # the seconds of this process, by what they went to
-
-
-@contextmanager
-def phase(name: str, device: str = "cpu") -> Iterator[None]:
-    """Add up the seconds of a phase, and print them, in case this process is killed later."""
-    start = time.perf_counter()
-    yield
-    _wait(device)
-    seconds = time.perf_counter() - start
-    PHASES[name] = round(PHASES.get(name, 0.0) + seconds, 2)
-    if seconds > 0.05:
-        print(f"phase: {name} {seconds:.1f} s", file=sys.stderr, flush=True)
-
 
 def native(device: str, tiny: bool) -> Any:
     """Return a random model in bfloat16, which is built on the device."""
@@ -90,19 +74,14 @@ def native(device: str, tiny: bool) -> Any:
 def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: bool) -> Any:
     from ligermodels.adapters.adapted_model import add_adapters, quantize
 
-    with phase("build", device):
-        model = native(device, tiny)
-    with phase("quantize", device):
-        quantize(model, 8 if "8bit" in row else 4, torch.device(device))
-    with phase("adapters", device):
-        add_adapters(model, 16, 32.0)
+    model = native(device, tiny)
+    quantize(model, 8 if "8bit" in row else 4, torch.device(device))
+    add_adapters(model, 16, 32.0)
     if recomputes == "blocks":
         model.activation_checkpointing_enable()
     elif device == "cuda":
         torch.cuda.empty_cache()
-        options = {"autocast": torch.bfloat16, "rates": timed_rates(torch.device(device))}
-        with phase("plan, with the attention"):
-            plan = model.plan_memory(batch, seq, recomputes, **options)
+        plan = model.plan_memory(batch, seq, recomputes, autocast=torch.bfloat16)
         print(plan, file=sys.stderr)
         model.set_memory_plan(plan)
 
@@ -111,20 +90,6 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
             return model(ids, labels=ids).loss
 
     return model, loss
-
-
-def timed_rates(device: torch.device) -> Any:
-    """Return the rates that a plan measures, and count the seconds of each measurement."""
-    from ligermodels.memory.rates import rates_of
-
-    with phase("measure products"):
-        rates = rates_of(device, torch.bfloat16)
-
-    def attention(kind: Any, direction: str) -> float:
-        with phase(f"measure attention ({kind.backend}, {kind.length} tokens)"):
-            return rates.attention(kind, direction)  # type: ignore[operator]
-
-    return dataclasses.replace(rates, attention=attention)
 
 
 def hf_model(device: str, tiny: bool) -> Any:
@@ -199,12 +164,12 @@ def run_loop(
             torch.cuda.reset_peak_memory_stats()
         _wait(device)
         start = time.perf_counter()
-        with phase("first step" if step == 0 else "other steps", device):
-            loss = loss_of(ids)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        _wait(device)
         if step >= 2:
             times.append(1e3 * (time.perf_counter() - start))
     return times, loss.item()
@@ -224,7 +189,7 @@ def run_sft(
 
         config = to_hf(native("meta", tiny).config)
         how: str | bool = "unsloth" if recomputes == "unsloth" else True
-        model, words = qlora_sft.unsloth(config, TARGETS, how, seq, device, phase)
+        model, words = qlora_sft.unsloth(config, TARGETS, how, seq, device)
         times, loss = qlora_sft.train(model, words, batch, seq, steps, device)
     return times, loss, qlora_sft.versions()
 
@@ -253,17 +218,15 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
         if kind == OURS:
             model, loss_of = ours(row, recomputes, batch, seq, device, tiny)
         else:
-            with phase("build", device):
-                model, loss_of = theirs(kind, recomputes, device, tiny)
+            model, loss_of = theirs(kind, recomputes, device, tiny)
         times, loss = run_loop(model, loss_of, batch, seq, steps, device)
     found = {"row": row, "ms": statistics.median(times), "ms spread": max(times) - min(times)}
     found |= {"each ms": [round(each, 1) for each in times]}
     found["tokens/s"] = batch * seq / found["ms"] * 1e3
     if device == "cuda":
         found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    in_all = time.perf_counter() - start
     found |= {"versions": versions} if versions else {}
-    return found | {"last loss": loss, "seconds in all": in_all, "phases": PHASES}
+    return found | {"last loss": loss, "seconds in all": time.perf_counter() - start}
 
 
 def dequantize_times(device: str, rows: int = 28672, columns: int = 4096) -> list[dict[str, Any]]:
@@ -334,8 +297,7 @@ def result_of(row: str, worker: subprocess.Popen[str], limit: int, log: Path) ->
         print(f"{row}\n{out}\n{said}", file=file)
     print(f"{out[-1000:]}\n{said[-6000:]}", file=sys.stderr)  # ends with where it was
     if late:
-        phases = [line.removeprefix("phase: ") for line in said.splitlines() if "phase: " in line]
-        said = f"it took more than {limit} seconds: {', '.join(phases)}"
+        said = f"it took more than {limit} seconds"
     lines = [line for line in said.strip().splitlines() if line.strip()]
     return {"row": row, "ms": "failed", "why": (lines or ["no output"])[-1][:600]}
 

@@ -7,7 +7,6 @@ import gc
 import importlib.metadata
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,6 @@ def unsloth(
     recomputes: str | bool,
     seq: int,
     device: str,
-    phase: Callable[..., Any],
 ) -> tuple[Any, Any]:
     """Return a random model with adapters, and its tokenizer, as Unsloth's users load them.
 
@@ -106,27 +104,24 @@ def unsloth(
     from unsloth import FastLanguageModel
 
     with tempfile.TemporaryDirectory() as folder:
-        with phase("write the checkpoint", device):
-            write_checkpoint(Path(folder), config, device)
-        with phase("load and quantize", device):
-            model, words = FastLanguageModel.from_pretrained(
-                folder,
-                max_seq_length=seq,
-                dtype=torch.bfloat16,
-                load_in_4bit=True,
-                use_gradient_checkpointing=recomputes,
-            )
-    kinds = {type(module).__name__ for module in model.model.layers.modules()}
-    assert "Linear4bit" in kinds, kinds  # Unsloth falls back to 16 bits with a message alone
-    with phase("adapters", device):
-        model = FastLanguageModel.get_peft_model(
-            model,
-            r=16,
-            lora_alpha=32,
-            lora_dropout=0.0,
-            target_modules=targets,
+        write_checkpoint(Path(folder), config, device)
+        model, words = FastLanguageModel.from_pretrained(
+            folder,
+            max_seq_length=seq,
+            dtype=torch.bfloat16,
+            load_in_4bit=True,
             use_gradient_checkpointing=recomputes,
         )
+    kinds = {type(module).__name__ for module in model.model.layers.modules()}
+    assert "Linear4bit" in kinds, kinds  # Unsloth falls back to 16 bits with a message alone
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        lora_alpha=32,
+        lora_dropout=0.0,
+        target_modules=targets,
+        use_gradient_checkpointing=recomputes,
+    )
     return model, words
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,10 +19,6 @@ TINY: dict[str, Any] = {}  # sizes of a small model, with --tiny
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = timedelta(seconds=90)  # how long a rank may be behind the others at the end of a case
 Row = dict[str, Any]
-# Parts of the names of kernels that multiply matrices, those of attention included.
-PRODUCTS = ("nvjet", "gemm", "cutlass", "cublas", "splitk", "xmma", "cudnn", "flash", "sdpa")
-KINDS = ("products", "other kernels", "communication alone")
-ANNOTATIONS = ("FSDP::", "nccl:", "Optimizer.")  # what a profile has besides kernels
 
 
 def mesh(**sizes: int) -> Any:
@@ -56,42 +51,6 @@ def everywhere(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def where_time_goes(run: Callable[[], Any]) -> Row:
-    """Return what this rank's GPU does during a call, as shares of its time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events = [
-        event
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not event.name.startswith(ANNOTATIONS)
-    ]
-    return shares([(e.time_range.start, e.time_range.end, kind_of(e.name)) for e in events])
-
-
-def kind_of(kernel: str) -> str:
-    if kernel.startswith("nccl"):
-        return "communication alone"
-    return "products" if any(x in kernel.lower() for x in PRODUCTS) else "other kernels"
-
-
-def shares(spans: list[tuple[float, float, str]]) -> Row:
-    """Return the shares of the time of each kind of kernels, which begin and end at these times.
-
-    Of kernels that run together, products count first, and communication last.
-    """
-    edges = sorted(
-        [(start, 1, kind) for start, _, kind in spans] + [(end, -1, kind) for _, end, kind in spans]
-    )
-    last, running, times = edges[0][0], Counter[str](), Counter[str]()
-    for at, change, kind in edges:
-        times[next((each for each in KINDS if running[each]), "waiting")] += at - last
-        running[kind] += change
-        last = at
-    return {kind: times[kind] / (last - edges[0][0]) for kind in (*KINDS, "waiting")}
 
 
 def attempt(name: str, measure: Callable[[], Row]) -> Row:
