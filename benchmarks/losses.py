@@ -9,7 +9,6 @@ and scratch memory, and the share of the matrix products, and writes losses.json
 import argparse
 import contextlib
 import importlib
-import itertools
 import json
 import math
 import signal
@@ -154,8 +153,6 @@ def measure_loss(loss: str, indices: list[int], part: Path, arguments: argparse.
                 row[MODE] |= {"floor ms": floor, "of floor": floor / row[MODE]["ms"]}
             rows.append(row)
             print(table([shown(row)], COLUMNS).splitlines()[-1], flush=True)
-            if "kernels" in row.get(MODE, {}):
-                print(longest_kernels(row), flush=True)
             part.write_text(json.dumps({"rows": rows}))
             torch._dynamo.reset()
         del case
@@ -175,14 +172,6 @@ def shown(row: Row) -> dict[str, Any]:
     """Return the cells of a row for the table that is printed."""
     cells = {"loss": row["op"], "implementation": row["implementation"], **row["sizes"]}
     return cells | row.get(MODE, {"ms": row.get("error", "")})
-
-
-def longest_kernels(row: Row, count: int = 5) -> str:
-    """Return one line with the kernels of a profiled row that take the most time."""
-    kernels = itertools.islice(row[MODE]["kernels"].items(), count)
-    listed = ", ".join(f"{name[:40]} {ms:.2f}" for name, ms in kernels)
-    sizes = row["sizes"]
-    return f"{row['op']} {sizes['rows']} x {sizes['vocab']} {row['implementation']}, ms: {listed}"
 
 
 def loss_table(rows: list[Row], size: str) -> str:

@@ -8,7 +8,6 @@ import argparse
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,23 +156,6 @@ def scratch_table(result: Row) -> str:
     return table(lines, ["op", "size", "eager", "torch.compile", "Liger", "other peers", OURS])
 
 
-def copy_speed(result: Row) -> float:
-    """Return the GB/s of a copy, as the median over the processes."""
-    speeds = [part["copy GB/s"] for part in result["ops"].values() if "copy GB/s" in part]
-    return statistics.median(speeds) if speeds else float("nan")
-
-
-def product_speeds(result: Row) -> list[float]:
-    """Return the TFLOP/s of linear cross entropy's matrix products alone, for each table size."""
-    op, speeds = "linear_cross_entropy", []
-    for row in result["rows"]:
-        sizes = row["sizes"]
-        if row["op"] == op and sizes in OPS[op].table and BOTH in row:
-            flop = 6 * sizes["rows"] * sizes["width"] * sizes["vocab"]
-            speeds.append(flop / row[BOTH]["floor ms"] / 1e9)
-    return speeds
-
-
 def other_runs(result: Row) -> list[str]:
     """Return one sentence for each run other than the one that measured most ops."""
     runs: dict[str, list[str]] = {}
@@ -194,16 +176,9 @@ def markdown(result: Row) -> str:
         f"{name} {version}" for name, version in result["environment"].items() if name != "gpu"
     )
     faults = [f"{op}: {part['error']}" for op, part in result["ops"].items() if "error" in part]
-    ceilings = [f"a copy moves {copy_speed(result):.0f} GB/s"]
-    if speeds := product_speeds(result):
-        ceilings.append(
-            "the matrix products of the linear cross entropies alone run at "
-            f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s"
-        )
     return "\n\n".join(
         [
-            f"{result['environment']['gpu']}; {versions}. "
-            f"In the same run {', and '.join(ceilings)}.",
+            f"{result['environment']['gpu']}; {versions}.",
             *other_runs(result),
             *(f"This result is not complete: {fault}." for fault in faults),
             "Milliseconds of device time, forward + backward. † marks calls that wait for the "
