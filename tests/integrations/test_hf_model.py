@@ -83,7 +83,13 @@ def test_a_saved_checkpoint_is_bitwise_that_of_transformers(
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("name", outside.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("olmo2", "qwen3_moe") else pytest.param(x, marks=pytest.mark.long)
+        for x in outside.NAMES
+    ],
+)
 def test_a_family_from_outside(name: str, tmp_path: Path) -> None:
     cls = outside.family(name)
     torch.manual_seed(0)
@@ -399,7 +405,7 @@ def train(
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_steps": 20},
+        {"max_steps": 6},
         {"gradient_checkpointing": True},
         {"neftune_noise_alpha": 3.0},
     ],

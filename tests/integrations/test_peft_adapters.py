@@ -41,6 +41,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 CALLS: dict[str, dict[str, Any]] = {
     name: {"task_ids": torch.tensor([0, 0])} for name in ("POLY", "MULTITASK_PROMPT_TUNING")
 }
+LONG = pytest.mark.long
+LORA_IN_THE_SUITE = [("dora", "gemma2"), ("patterns", "qwen2"), ("embedding", "gemma2")]
 IN_THE_SUITE = {"LORA", "IA3", "LN_TUNING", "PREFIX_TUNING"}
 METHODS = [
     kind.name if kind.name in IN_THE_SUITE else pytest.param(kind.name, marks=pytest.mark.long)
@@ -182,14 +184,13 @@ LORA: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("name", "family"),
     [
-        pytest.param("llama", marks=pytest.mark.long),
-        pytest.param("qwen2", marks=pytest.mark.long),
-        "gemma2",
+        pytest.param(name, family, marks=[] if (name, family) in LORA_IN_THE_SUITE else LONG)
+        for name in LORA
+        for family in ("llama", "qwen2", "gemma2")
     ],
 )
-@pytest.mark.parametrize("name", LORA)
 def test_lora(name: str, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, **LORA[name])
     ours, expected = pair(folders[family], config)

@@ -19,6 +19,8 @@ KINDS = (
     "torchao-int8",
     "torchao-float8",
 )
+IN_THE_SUITE = ("bitsandbytes-4bit-double", "torchao-float8")
+SOME_LONG = [k if k in IN_THE_SUITE else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
 IDS = torch.randint(0, 258, (2, 17), generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,7 +59,7 @@ def opened(cls, folder, **options):
     return cls.from_pretrained(folder, dtype=torch.float32, **options)
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes-4bit-double", "torchao-float8"])
+@pytest.mark.parametrize("kind", IN_THE_SUITE)
 def test_a_quantised_classifier(folder, kind) -> None:
     """Scales that are chosen for a whole weight are those of HF's weights."""
     logits = []
@@ -70,7 +72,7 @@ def test_a_quantised_classifier(folder, kind) -> None:
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_LONG)
 def test_adapters_on_a_quantised_wrapper(folder, kind) -> None:
     """On a CPU, bitsandbytes has no right gradients after a forward without them."""
     peft, config = pytest.importorskip("peft"), quantization_config(kind)
@@ -94,9 +96,7 @@ def test_adapters_on_a_quantised_wrapper(folder, kind) -> None:
         assert (found[name] - grad).norm() <= 1e-4 * grad.norm(), name
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long if "8bit" in kind else ()) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", SOME_LONG)
 def test_quantised_checkpoints_both_ways(folder, tmp_path, kind) -> None:
     config = quantization_config(kind)
     auto = transformers.AutoModelForCausalLM

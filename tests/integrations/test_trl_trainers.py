@@ -109,7 +109,7 @@ def compare(name: str, folder: Path, data: Any, options: dict[str, Any], **more:
 @pytest.mark.parametrize(
     ("data", "options"),
     [
-        ({"text": ANSWERS}, {"max_steps": 20}),
+        ({"text": ANSWERS}, {"max_steps": 6}),
         ({"text": ANSWERS}, {"packing": True, "max_length": 16}),
         pytest.param({"text": ANSWERS}, {"padding_free": True, "max_length": None}, marks=LONG),
         ({"prompt": PROMPTS, "completion": ANSWERS}, {"gradient_accumulation_steps": 2}),
@@ -126,7 +126,7 @@ def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_steps": 20},
+        {"max_steps": 6},
         pytest.param({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, marks=LONG),
         {"use_weighting": True},
         pytest.param({"f_divergence_type": "js_divergence", "ld_alpha": 0.5}, marks=LONG),
@@ -170,7 +170,7 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         pytest.param({}, marks=LONG),
         {"beta": 0.1, "temperature": 0.7},
         # The second step on the same completions has ratios other than 1, and a loss other than 0.
-        {"beta": 0.1, "num_iterations": 2, "learning_rate": 0.05, "max_steps": 20},
+        {"beta": 0.1, "num_iterations": 2, "learning_rate": 0.05, "max_steps": 6},
         pytest.param({"beta": 0.1, "sync_ref_model": True}, marks=LONG),
     ],
     ids=["plain", "reference", "given completions", "synchronised"],
