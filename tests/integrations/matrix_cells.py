@@ -289,6 +289,7 @@ def rows() -> Any:
 
 # The first loss on completions that were just sampled is 0 but for rounding, and the second is not.
 ONLINE = {"max_completion_length": 6, "num_generations": 2, "beta": 0.1, "num_iterations": 2}
+REWARDED = {"reward_funcs": length_reward}
 ONLINE_KEYS = ("loss", "entropy", "reward")
 ALL, BITSANDBYTES = "all-linear", "bitsandbytes"
 SHELL, NATIVE = LigerForCausalLM.from_pretrained, AutoLiger.from_hf
@@ -316,46 +317,26 @@ CELLS = [
         losses_of_trainer(NATIVE, gradient_checkpointing=True, gradient_accumulation_steps=2),
     ),
     Cell("AutoModelForCausalLM", "a folder with an auto_map", "logits", 1e-5, opened_by_auto_map),
-    Cell("torchao", "8 bits", "logits, loss", 1e-5, quantised("torchao-int8"), "torchao"),
-    Cell(
-        "torchao",
-        "float8, one scale for a weight",
-        "logits, loss",
-        1e-5,
-        quantised("torchao-float8"),
-        "torchao",
+    *(
+        Cell(kind.partition("-")[0], feature, "logits, loss", 1e-5, quantised(kind), needs)
+        for kind, feature, needs in (
+            ("torchao-int8", "8 bits", "torchao"),
+            ("torchao-float8", "float8, one scale for a weight", "torchao"),
+            ("bitsandbytes-4bit", "4 bits", BITSANDBYTES),
+            ("bitsandbytes-4bit-double", "4 bits, scales quantised, too", BITSANDBYTES),
+            ("bitsandbytes-8bit", "8 bits", BITSANDBYTES),
+        )
     ),
-    Cell(
-        "bitsandbytes", "4 bits", "logits, loss", 1e-5, quantised("bitsandbytes-4bit"), BITSANDBYTES
-    ),
-    Cell(
-        "bitsandbytes",
-        "4 bits, scales quantised, too",
-        "logits, loss",
-        1e-5,
-        quantised("bitsandbytes-4bit-double"),
-        BITSANDBYTES,
-    ),
-    Cell(
-        "bitsandbytes", "8 bits", "logits, loss", 1e-5, quantised("bitsandbytes-8bit"), BITSANDBYTES
-    ),
-    Cell("PEFT", "LoRA, default targets, merged", "logits", 1e-5, lora(), "peft"),
-    Cell("PEFT", "LoRA on all linears, merged", "logits", 1e-5, lora(target_modules=ALL), "peft"),
-    Cell(
-        "PEFT",
-        "`peft.get_peft_model`, LoRA on all linears, merged",
-        "logits",
-        1e-5,
-        lora(peft.get_peft_model, target_modules=ALL),
-        "peft",
-    ),
-    Cell(
-        "PEFT",
-        "DoRA on all linears, merged",
-        "logits",
-        1e-5,
-        lora(target_modules=ALL, use_dora=True),
-        "peft",
+    *(
+        Cell("PEFT", f"{feature}, merged", "logits", 1e-5, error, "peft")
+        for feature, error in {
+            "LoRA, default targets": lora(),
+            "LoRA on all linears": lora(target_modules=ALL),
+            "`peft.get_peft_model`, LoRA on all linears": lora(
+                peft.get_peft_model, target_modules=ALL
+            ),
+            "DoRA on all linears": lora(target_modules=ALL, use_dora=True),
+        }.items()
     ),
     Cell("TRL", "SFT", "losses", 1e-5, trl("SFTTrainer", {"text": ANSWERS}), "trl"),
     Cell(
@@ -368,33 +349,23 @@ CELLS = [
     ),
     Cell("TRL", "DPO", "losses", 1e-5, trl("DPOTrainer", PAIRS, LARGE_STEPS), "trl"),
     Cell("TRL", "KTO", "losses", 1e-5, trl("KTOTrainer", LABELLED, LARGE_STEPS), "trl"),
-    Cell(
-        "TRL",
-        "GRPO",
-        "losses, entropies, rewards",
-        1e-5,
-        trl("GRPOTrainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, reward_funcs=length_reward),
-        "trl",
-    ),
-    Cell(
-        "TRL",
-        "RLOO",
-        "losses, entropies, rewards",
-        1e-5,
-        trl("RLOOTrainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, reward_funcs=length_reward),
-        "trl",
+    *(
+        Cell(
+            "TRL",
+            name,
+            "losses, entropies, rewards",
+            1e-5,
+            trl(f"{name}Trainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, **REWARDED),
+            "trl",
+        )
+        for name in ("GRPO", "RLOO")
     ),
     Cell("TRL", "distillation", "losses", 1e-5, distillation, "trl"),
     Cell("TRL", "reward", "losses", 1e-5, reward, "trl"),
     Cell("accelerate", "native model, accumulation", "losses", 1e-5, with_accelerate),
     Cell("Lightning", "native model", "losses", 1e-5, with_lightning, "lightning"),
-    Cell("lm-eval", "HFLM", "log-probabilities", 1e-5, log_probabilities(native=False), "lm_eval"),
-    Cell(
-        "lm-eval",
-        "NativeLM of examples/trainers",
-        "log-probabilities",
-        1e-5,
-        log_probabilities(native=True),
-        "lm_eval",
+    *(
+        Cell("lm-eval", name, "log-probabilities", 1e-5, log_probabilities(native), "lm_eval")
+        for name, native in {"HFLM": False, "NativeLM of examples/trainers": True}.items()
     ),
 ]

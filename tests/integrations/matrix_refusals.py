@@ -126,30 +126,20 @@ REFUSALS = [
             inputs=[[5, 6, 7]], generation_config=SHELL(folder).generation_config
         ),
     ),
-    Refusal(
-        "transformers",
-        "`output_attentions`",
-        f"output_attentions=True: {CANNOT}",
-        argument("output_attentions"),
-    ),
-    Refusal(
-        "transformers",
-        "a mask that is added to scores",
-        "to be added to scores is not supported",
-        argument("attention_mask", torch.ones(2, 1, 9, 9)),
-    ),
-    Refusal("transformers", "`head_mask`", CANNOT, argument("head_mask", torch.ones(2, 4))),
-    Refusal(
-        "transformers",
-        "`output_router_logits`",
-        f"output_router_logits=True: {CANNOT}",
-        argument("output_router_logits"),
-    ),
-    Refusal(
-        "transformers",
-        "`token_type_ids`",
-        CANNOT,
-        argument("token_type_ids", torch.zeros(2, 9, dtype=torch.long)),
+    *(
+        Refusal("transformers", what, words, argument(name, value))
+        for what, words, name, value in (
+            ("`output_attentions`", CANNOT, "output_attentions", True),
+            (
+                "a mask that is added to scores",
+                "to be added to scores is not supported",
+                "attention_mask",
+                torch.ones(2, 1, 9, 9),
+            ),
+            ("`head_mask`", CANNOT, "head_mask", torch.ones(2, 4)),
+            ("`output_router_logits`", CANNOT, "output_router_logits", True),
+            ("`token_type_ids`", CANNOT, "token_type_ids", torch.zeros(2, 9, dtype=torch.long)),
+        )
     ),
     Refusal(
         "transformers",
