@@ -61,6 +61,16 @@ def _special(name: str) -> property:
     return property(get, set, doc=f"The text of the {name}, or None. It may be set.")
 
 
+def _special_id(name: str) -> property:
+    """Return the property of the id of a special token, or None."""
+
+    def get(self: "Tokenizer") -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    return property(get, doc=f"The id of the {name}, or None.")
+
+
 # Each of the two classes reads one kind of tokenizer file. Both have the same methods.
 Backend = TokenizersBackend | SentencePieceBackend
 
@@ -236,25 +246,10 @@ class Tokenizer:
     pad_token = _special("pad_token")
     unk_token = _special("unk_token")
 
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._named_id("pad_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._named_id("unk_token")
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
+    bos_token_id = _special_id("bos_token")
+    eos_token_id = _special_id("eos_token")
+    pad_token_id = _special_id("pad_token")
+    unk_token_id = _special_id("unk_token")
 
     def save_hf(self, folder: str | os.PathLike[str]) -> None:
         """Write the tokenizer's files, in the format that transformers writes and reads.

@@ -47,11 +47,6 @@ def test_an_index_without_a_map_is_refused(subtests):
                 weight_files("repo", ["model.safetensors.index.json"], partial(dict, index))
 
 
-def test_consolidated_beside_the_real_weights_is_ignored():
-    names = ["consolidated.safetensors", "model.safetensors"]
-    assert weight_files("repo", names, dict) == (["model.safetensors"], None)
-
-
 def test_stale_index_and_missing_shards_are_refused():
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     names = ["model.safetensors.index.json", "model-1-of-2.safetensors"]
@@ -90,15 +85,6 @@ def test_copied_files_are_read_whole_or_are_an_error(tmp_path):
     os.mkfifo(templates / "pipe.jinja")
     with pytest.raises(CheckpointError, match=r"pipe.jinja: this is not a regular file but a pipe"):
         copied_files(tmp_path)
-
-
-def test_a_name_in_capitals_is_pointed_out(subtests):
-    for name in ("MODEL.safetensors", "model.safetensors.Index.json"):
-        with subtests.test(name):
-            with pytest.raises(
-                CheckpointError, match=f"repo/{name}: the name must be in lower case"
-            ):
-                weight_files("repo", [name, "config.json"], dict)
 
 
 def test_hostile_names_do_not_reach_the_terminal():

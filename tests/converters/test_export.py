@@ -174,24 +174,6 @@ def test_additional_chat_templates_are_copied_also_onto_themselves(make, tmp_pat
     assert report.ok and "additional_chat_templates/tool_use.jinja" in report.files
 
 
-def test_saving_onto_the_folder_the_weights_are_read_from(make):
-    folder, config = make(shards=2)
-    table = LigerLlama.weight_map(config)
-    checkpoint = Checkpoint(folder)
-    dtypes = checkpoint.plan(table)
-
-    def get_tensor(name):
-        entry = next(e for e in table if e.name == name)
-        out = torch.empty(entry.shape, dtype=dtypes[name])
-        checkpoint.read(entry, out)
-        return out
-
-    for _ in range(2):  # the first save replaces the files that the second reads
-        save(folder, to_hf(config), table, get_tensor, dtypes=dtypes)
-    exported = hf_tensors(folder)
-    assert all(bitwise_equal(t, exported[n]) for n, t in random_tensors(config).items())
-
-
 @pytest.mark.parametrize("fault", ["full", "file", "shape", "dtype", "size", "parent", "here"])
 def test_a_failed_save_is_a_save_error_and_leaves_the_old_folder(
     make, tmp_path, monkeypatch, request, fault
