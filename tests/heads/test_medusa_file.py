@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,6 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         ({"0.1.weight": torch.zeros(1)}, "other tensors"),
         ({"0.0.linear.weight": torch.zeros(64, 64)}, "1 heads of 1 blocks, which need 2 tensors"),
         ({"99999999.0.linear.bias": torch.zeros(1)}, "100000000 heads of 1 blocks"),
-        ({"0.99999999.linear.bias": torch.zeros(1)}, "1 heads of 100000000 blocks"),
         ({f"0.0.linear.{x}": torch.zeros(3).int() for x in ("weight", "bias")}, r"shape \(3,\)"),
         ({f"0.0.linear.{x}": torch.zeros(3) for x in ("weight", "bias")}, r"shape \(3,\); these 1"),
     ):
@@ -55,7 +55,6 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     good = load_file(file)
     for change, message in (
         (float("nan"), "infinite or NaN"),
-        (torch.tensor(1), "dtype I64"),
         (torch.tensor(1, dtype=torch.uint8), "dtype U8"),
     ):
         changed = {n: (x * change).to(getattr(change, "dtype", x.dtype)) for n, x in good.items()}
@@ -65,17 +64,9 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     file.write_bytes(b"no file of tensors")
     with pytest.raises(CheckpointError, match="is not a safetensors file"):
         load_heads(model, tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["dead link", "loop", "folder", "pipe", "device"])
-def test_something_of_the_name_that_is_no_file_is_an_error(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / HEADS_NAME
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    else:
-        target = {"dead link": "nowhere", "loop": HEADS_NAME, "device": "/dev/zero"}[kind]
-        file.symlink_to(target)
-    with pytest.raises(CheckpointError, match=HEADS_NAME):
-        load_heads(LigerLlama(tiny_config()), tmp_path)
+    for create in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        create(file)
+        with pytest.raises(CheckpointError, match=HEADS_NAME):
+            load_heads(model, tmp_path)
