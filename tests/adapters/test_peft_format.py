@@ -127,144 +127,7 @@ def test_an_adapter_of_ours_is_exact_in_transformers(folders: dict[str, Path]) -
     assert torch.equal(torch.cat(parts), packed)
 
 
-def test_dora_of_some_parts_needs_the_weights(folders: dict[str, Path], tmp_path: Path) -> None:
-    weights, config, _ = published(folders["llama"], tmp_path, use_dora=True)
-    native = AutoLiger.from_hf(folders["llama"])
-    with pytest.raises(CheckpointError, match=r"not for .*k_proj; pass the model's parameters"):
-        pack_adapter(weights, config, native.weight_map(native.config))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "also changed the model's weights"),
-        ({"target_parameters": ["w"]}, "target_parameters="),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens="),
-        ({"lora_bias": True}, "lora_bias=True"),
-        ({"some_new_key": "x"}, "some_new_key='x' cannot be converted"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_config_that_would_not_be_honoured_is_refused(
-    change: dict[str, Any], message: str, folders: dict[str, Path]
-) -> None:
-    native = AutoLiger.from_hf(folders["llama"])
-    config = {"peft_type": "LORA", "r": 8, **change}
-    for convert in (pack_adapter, unpack_adapter):
-        with pytest.raises(CheckpointError, match=message):
-            convert({}, config, native.weight_map(native.config))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vision_tower.q_proj.lora_A.weight",
-        "model.layers.9.self_attn.q_proj.lora_A.weight",
-        "model.layers.0.self_attn.q_proj.oft_R.weight",
-        "model.layers.0.self_attn.q_proj.lora_B.bias",
-        "lm_head.lora_A.weight",
-    ],
-)
-def test_a_tensor_that_would_be_left_out_is_refused(
-    name: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    family = "gemma3_text"  # its head is tied
-    weights, config, _ = published(folders[family], tmp_path, target_modules=["q_proj"])
-    native = AutoLiger.from_hf(folders[family])
-    weights |= {f"base_model.model.{name}": torch.zeros(2, 2)}
-    with pytest.raises(CheckpointError, match=re.escape(f"base_model.model.{name}")):
-        pack_adapter(weights, config, native.weight_map(native.config))
-
-
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
-IN_PART: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "one layer is missing": (
-        lambda name: "layers.0." not in name,
-        {},
-        rf"{Q0}.lora_A.weight is missing.* names its module .*for 4 tensors",
-    ),
-    "one factor is missing": (
-        lambda name: name != f"{Q0}.lora_B.weight",
-        {},
-        f"{Q0}.lora_B.weight",
-    ),
-    "no tensors": (lambda name: False, {}, "is missing, .*for 8 tensors"),
-    "no tensors and no module": (
-        lambda name: False,
-        {"target_modules": ["c_attn"]},
-        "there are no tensors, and target_modules .'c_attn'. names no linear",
-    ),
-    "other modules": (None, {"target_modules": ["o_proj"]}, rf"{Q0}.lora_A.weight is not a tensor"),
-    "more modules": (
-        None,
-        {"target_modules": ["q_proj", "v_proj", "down_proj"]},
-        "0.mlp.down_proj.lora_A.weight is missing",
-    ),
-    "all linears": (None, {"target_modules": "all-linear"}, "down_proj.lora_A.weight is missing"),
-    "a pattern": (
-        None,
-        {"target_modules": r".*\.0\..*[qv]_proj"},
-        "layers.1.self_attn.q_proj.lora_A",
-    ),
-    "other layers": (
-        None,
-        {"layers_to_transform": [0]},
-        "layers.1.self_attn.q_proj.lora_A.* is not",
-    ),
-    "excluded": (None, {"exclude_modules": ["v_proj"]}, r"v_proj.lora_A.weight is not a tensor"),
-    "another rank": (None, {"rank_pattern": {"v_proj": 5}}, r"v_proj.lora_A.weight has the shape"),
-    "no norms for DoRA": (None, {"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
-    "no saved module": (
-        None,
-        {"modules_to_save": ["lm_head"]},
-        "base_model.model.lm_head.weight is missing",
-    ),
-    "no biases": (None, {"bias": "all"}, "k_proj.bias is missing"),
-    "no biases of its own": (None, {"bias": "lora_only"}, "q_proj.base_layer.bias is missing"),
-    "no target": (None, {"target_modules": None}, "target_modules is missing"),
-    "an unclear target": (None, {"target_modules": {"q_proj": 1}}, "must be a list of names"),
-}
-
-
-@pytest.mark.parametrize("name", IN_PART)
-def test_an_adapter_in_part_is_refused(name: str, folders, tmp_path) -> None:
-    """Everything that the config names has its tensors, and the config names all of them."""
-    keep, change, message = IN_PART[name]
-    weights, config, _ = published(folders["qwen2"], tmp_path, target_modules=["q_proj", "v_proj"])
-    weights = {key: weight for key, weight in weights.items() if keep is None or keep(key)}
-    config |= change
-    native = AutoLiger.from_hf(folders["qwen2"])
-    weight_map, parameters = native.weight_map(native.config), dict(native.named_parameters())
-    before = {name: weight.clone() for name, weight in parameters.items()}
-    for convert in (lambda *of: add_lora(parameters, *of), pack_adapter):
-        with pytest.raises(CheckpointError, match=message):
-            convert(weights, config, weight_map)
-    assert all(torch.equal(weight, parameters[name]) for name, weight in before.items())
-    save_file(weights, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=message):
-        AutoLiger.from_hf(tmp_path)
-
-
-def test_an_adapter_of_packed_projections_in_part_is_refused(folders, tmp_path) -> None:
-    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj", "o_proj"])
-    native = AutoLiger.from_hf(folders["llama"])
-    weight_map = native.weight_map(native.config)
-    mine, my_config = pack_adapter(weights, config, weight_map)
-    for name in mine:
-        rest = {key: weight for key, weight in mine.items() if key != name}
-        with pytest.raises(CheckpointError, match=f"{re.escape(name)} is missing"):
-            unpack_adapter(rest, my_config, weight_map)
-    names = my_config["target_modules"]
-    assert "layers.0.self_attn.qkv_proj" in names
-    with pytest.raises(CheckpointError, match=r"qkv_proj.lora_A.weight is not a tensor that"):
-        unpack_adapter(mine, my_config | {"target_modules": names[:1]}, weight_map)
-
-
-@pytest.mark.parametrize(
-    "dtype, alpha", [(torch.float16, 1e7), (torch.bfloat16, 1e30), (torch.float32, 1e30)]
-)
+@pytest.mark.parametrize("dtype, alpha", [(torch.float16, 1e7), (torch.float32, 1e30)])
 def test_a_sum_that_overflows_is_refused(dtype, alpha, folders, tmp_path) -> None:
     weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj", "o_proj"])
     # The scale is too large in the last linear alone: those before it must not change either.
@@ -278,15 +141,6 @@ def test_a_sum_that_overflows_is_refused(dtype, alpha, folders, tmp_path) -> Non
             dict(model.named_parameters()), weights, config, model.weight_map(model.built_from)
         )
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
-def test_a_scale_that_overflows_in_a_packed_adapter_is_refused(folders, tmp_path) -> None:
-    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj", "v_proj"])
-    config["alpha_pattern"] = {"v_proj": 1e7}
-    weights = {name: weight.half() for name, weight in weights.items()}
-    native = AutoLiger.from_hf(folders["llama"])
-    with pytest.raises(CheckpointError, match=r"v_proj.lora_B.weight, in the scale of .*infinite"):
-        pack_adapter(weights, config, native.weight_map(native.config))
 
 
 def test_a_pickled_adapter_is_never_read(folders, tmp_path) -> None:
@@ -319,118 +173,142 @@ def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path
     assert model.source_folder is None  # whose weights are others
 
 
+QV = ["q_proj", "v_proj"]
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def adapter(folders: dict[str, Path], tmp_path: Path) -> tuple[Path, Any, dict[str, Any]]:
+    """A folder with an adapter of two projections of Qwen 2, its tensors and its config."""
+    weights, config, _ = published(folders["qwen2"], tmp_path, target_modules=QV)
+    return tmp_path, weights, config
+
+
+def refused(folder: Path, weights: Any, config: dict[str, Any], message: str) -> None:
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as error:
+        AutoLiger.from_hf(folder)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "also changed the model's weights"),
+        ({"some_new_key": "x"}, "some_new_key='x' cannot be converted"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a number"),
+        ({"lora_alpha": 1e400}, "lora_alpha is inf"),
+        ({"r": 4}, r"q_proj.lora_A.weight has the shape \[8, 48\], expected \[4, 48\]"),
+        ({"rank_pattern": {"v_proj": 5}}, r"v_proj.lora_A.weight has the shape"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is .* but must be an object"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "is not a simple expression"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern.'q_proj'. is None"),
+        ({"target_modules": ["c_attn"]}, r"q_proj.lora_A.weight is not a tensor that"),
+        ({"target_modules": [*QV, "down_proj"]}, "0.mlp.down_proj.lora_A.weight is missing"),
+        ({"target_modules": "all-linear"}, "down_proj.lora_A.weight is missing"),
+        ({"target_modules": r".*\.0\..*[qv]_proj"}, r"layers.1.self_attn.q_proj.lora_A"),
+        ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj.lora_A.* is not"),
+        ({"exclude_modules": ["v_proj"]}, r"v_proj.lora_A.weight is not a tensor"),
+        ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
+        ({"modules_to_save": ["lm_head"]}, "base_model.model.lm_head.weight is missing"),
+        ({"bias": "all"}, "k_proj.bias is missing"),
+        ({"target_modules": None}, "target_modules is missing"),
+    ],
+    ids=str,
+)
+def test_a_config_that_its_tensors_contradict_is_refused(
+    change: dict[str, Any], message: str, adapter: Any, folders: dict[str, Path]
+) -> None:
+    """Everything that the config names has its tensors, and the config names all of them."""
+    folder, weights, config = adapter
+    native = AutoLiger.from_hf(folders["qwen2"])
+    weight_map, parameters = native.weight_map(native.config), dict(native.named_parameters())
+    before = {name: weight.clone() for name, weight in parameters.items()}
+    for convert in (lambda *of: add_lora(parameters, *of), pack_adapter):
+        with pytest.raises(CheckpointError, match=message):
+            convert(weights, config | change, weight_map)
+    assert all(torch.equal(weight, parameters[name]) for name, weight in before.items())
+    refused(folder, weights, config | change, message)
+
+
+def test_every_tensor_of_an_adapter_is_needed_and_checked(
+    adapter: Any, folders: dict[str, Path]
+) -> None:
+    folder, weights, config = adapter
+    native = AutoLiger.from_hf(folders["qwen2"])
+    weight_map = native.weight_map(native.config)
+    mine, my_config = pack_adapter(weights, config, weight_map)
+    for convert, whole, of in (
+        (pack_adapter, weights, config),
+        (unpack_adapter, mine, my_config),
+    ):
+        for name in whole:
+            rest = {key: weight for key, weight in whole.items() if key != name}
+            with pytest.raises(CheckpointError, match=f"{re.escape(name)} is missing"):
+                convert(rest, of, weight_map)
+    refused(folder, {}, config, "is missing, .*for 8 tensors")
+    for change, message in (
+        (lambda x: x[:, 1:].contiguous(), "has the shape"),
+        (lambda x: x[0], "has the shape"),
+        (lambda x: x / 0, "holds NaN or infinite values"),
+        (lambda x: x.to(torch.uint8), "has the dtype U8"),
+    ):
+        name = f"{Q0}.lora_A.weight"
+        refused(folder, weights | {name: change(weights[name])}, config, message)
+    for name in (
+        "vision_tower.q_proj.lora_A.weight",
+        "model.layers.9.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.oft_R.weight",
+        "model.layers.0.self_attn.q_proj.lora_B.bias",
+        "model.layers.0.self_attn.o_proj.lora_A.weight",
+    ):
+        more = weights | {f"base_model.model.{name}": torch.zeros(2, 2)}
+        refused(folder, more, config, re.escape(f"base_model.model.{name}"))
+        with pytest.raises(CheckpointError, match=re.escape(f"base_model.model.{name}")):
+            pack_adapter(more, config, weight_map)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"use_dora": True}, r"q_proj\.lora_magnitude_vector: only a plain LoRA is added"),
         ({"target_modules": ["embed_tokens"]}, r"embed_tokens\.\S+: only a plain LoRA is added"),
-        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight: only a plain LoRA is added"),
         ({"modules_to_save": ["mlp"]}, r"mlp\.gate_proj\.weight: only a plain LoRA is added"),
     ],
 )
 def test_other_adapters_do_not_load_with_their_model(options, message, folders, tmp_path) -> None:
-    weights, _, _ = published(
-        folders["llama"], tmp_path, **({"target_modules": ["q_proj"]} | options)
-    )
+    options = {"target_modules": ["q_proj"]} | options
+    weights, config, _ = published(folders["llama"], tmp_path, **options)
     with pytest.raises(CheckpointError, match=message) as error:
         AutoLiger.from_hf(tmp_path)
     assert any(name in str(error.value) for name in weights)  # as it is in the file
-
-
-def test_an_adapter_without_its_tensors_or_its_model_is_refused(folders, tmp_path) -> None:
-    published(folders["llama"], tmp_path, target_modules=["q_proj"])
-    file = tmp_path / "adapter_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    with pytest.raises(CheckpointError, match="base_model_name_or_path is None, but must name"):
-        AutoLiger.from_hf(tmp_path)
-    file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="cannot be added to weights that are read later"):
-        AutoLiger.from_hf(tmp_path, device="meta")
-    (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
-        AutoLiger.from_hf(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a number"),
-        ({"lora_alpha": 1e400}, "lora_alpha is inf"),
-        ({"r": 4}, r"q_proj.lora_A.weight has the shape \[3, 48\], expected \[4, 48\]"),
-        ({"rank_pattern": ["q_proj"]}, "rank_pattern is .* but must be an object"),
-        ({"alpha_pattern": {"(a+)+$": 1}}, "is not a simple expression"),
-        ({"alpha_pattern": {"(": 1}}, "is not a simple expression"),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern.'q_proj'. is None"),
-        ({"revision": 3}, "revision: 3"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(change, message, folders, tmp_path) -> None:
-    published(folders["llama"], tmp_path, target_modules=["q_proj"], r=3)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(CheckpointError, match=message) as error:
-        AutoLiger.from_hf(tmp_path)
-    assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda x: x[:, 1:].contiguous(), "has the shape"),
-        (lambda x: x[0], "has the shape"),
-        (lambda x: x / 0, "holds NaN or infinite values"),
-        (lambda x: x.to(torch.int64), "has the dtype I64"),
-        (lambda x: x.to(torch.uint8), "has the dtype U8"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(change, message, folders, tmp_path) -> None:
-    published(folders["llama"], tmp_path, target_modules=["q_proj"])
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    name = min(tensors)
-    save_file(tensors | {name: change(tensors[name])}, file)
-    with pytest.raises(CheckpointError, match=message):
-        AutoLiger.from_hf(tmp_path)
-
-
-def test_an_adapter_is_not_its_own_model(folders, tmp_path) -> None:
-    published(folders["llama"], tmp_path, target_modules=["q_proj"])
-    file = tmp_path / "adapter_config.json"
-    config = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path)}
-    file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="which is an adapter, too"):
-        AutoLiger.from_hf(tmp_path)
-    gone = str(tmp_path / "gone")
-    file.write_text(json.dumps(config | {"base_model_name_or_path": gone}))
-    with pytest.raises(CheckpointError, match=r"base_model_name_or_path: .*gone.*no such"):
-        AutoLiger.from_hf(tmp_path)
-
-
-def test_an_adapter_brings_its_generation_config(folders, tmp_path) -> None:
-    published(folders["llama"], tmp_path, target_modules=["q_proj"])
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert AutoLiger.from_hf(tmp_path).source_generation_config["eos_token_id"] == [7, 9]
-
-
-def test_an_adapter_beside_a_model_is_not_added_without_a_word(folders, tmp_path) -> None:
-    shutil.copytree(folders["llama"], tmp_path / "both")
-    published(folders["llama"], tmp_path / "both", target_modules=["q_proj"])
-    with pytest.warns(UserWarning, match="adapter beside the model is not added"):
-        AutoLiger.from_hf(tmp_path / "both")
-
-
-def test_tensors_of_no_linear_are_named(folders, tmp_path) -> None:
-    weights, config, _ = published(folders["llama"], tmp_path, target_modules=["q_proj"])
     native = AutoLiger.from_hf(folders["llama"])
-    weight_map, parameters = native.weight_map(native.config), dict(native.named_parameters())
-    odd = {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 48)}
-    with pytest.raises(CheckpointError, match=r"layers\.9.* is no part of a LoRA on a linear"):
-        add_lora(parameters, weights | odd, config, weight_map)
-    of_a_tower = {
-        name.replace("model.layers", "model.text.layers"): x for name, x in weights.items()
-    }
-    with pytest.raises(
-        CheckpointError, match=r"is missing, .*model\.text\.\S+ belongs to no linear"
+    if config["use_dora"]:
+        del weights[f"{Q0}.lora_magnitude_vector"]
+        with pytest.raises(CheckpointError, match="lora_magnitude_vector is missing"):
+            pack_adapter(weights, config, native.weight_map(native.config))
+
+
+def test_the_model_of_an_adapter_is_found(adapter: Any, folders: dict[str, Path]) -> None:
+    folder, weights, config = adapter
+    for base, message in (
+        (None, "base_model_name_or_path is None, but must name"),
+        (str(folder), "which is an adapter, too"),
+        (str(folder / "gone"), r"base_model_name_or_path: .*gone.*no such"),
     ):
-        add_lora(parameters, of_a_tower, config, weight_map)
+        refused(folder, weights, config | {"base_model_name_or_path": base}, message)
+    refused(folder, weights, config | {"revision": 3}, "revision: 3")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="cannot be added to weights that are read later"):
+        AutoLiger.from_hf(folder, device="meta")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert AutoLiger.from_hf(folder).source_generation_config["eos_token_id"] == [7, 9]
+    shutil.copytree(folders["qwen2"], folder, dirs_exist_ok=True)
+    with pytest.warns(UserWarning, match="adapter beside the model is not added"):
+        AutoLiger.from_hf(folder)
+    (folder / "config.json").unlink()
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        AutoLiger.from_hf(folder)

@@ -71,9 +71,8 @@ def test_a_model_without_its_adapters() -> None:
     assert not model.layers[0].mlp.down_proj.disable_adapters
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has a tied head
-def test_frozen_copies(family: str) -> None:
-    model, ids = random_model(family), some_ids()
+def test_frozen_copies() -> None:
+    model, ids = random_model("gemma2"), some_ids()  # which has a tied head
     model.set_memory_plan(MemoryPlan.uniform(3, "input"))
     exact = token_log_probs(model, ids, ids)
     scale = exact.abs().mean()
@@ -87,11 +86,7 @@ def test_frozen_copies(family: str) -> None:
         assert (found - exact).abs().mean() < bound * scale
         shared = {p.data_ptr() for p in model.parameters()}
         assert shared.isdisjoint(x.data_ptr() for x in frozen.state_dict().values())
-        if frozen.config.tie_word_embeddings:
-            assert frozen.head.weight is frozen.embed_tokens.weight
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.0)
+        assert frozen.head.weight is frozen.embed_tokens.weight
     linears = [m for m in frozen.layers.modules() if isinstance(m, QuantizedLinear)]
     assert len(linears) == 12 and not any(type(m) is nn.Linear for m in frozen.layers.modules())
     assert linears[0].codes.dtype == torch.int8
