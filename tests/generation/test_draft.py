@@ -5,61 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels import Gemma3Config, LigerGemma3, LigerLlama, LlamaConfig
 from ligermodels.generation import generate_drafted
 from ligermodels.generation.generate import stream
 from ligermodels.heads.medusa import MedusaHeads, MedusaModel
 from ligermodels.heads.multi_token import MultiTokenModel
 from ligermodels.layers import LossHead
+from tests.tiny_models import random_model
 
 VOCAB = 40
+# The windows of the latter, of five tokens, soon overwrite their keys.
+each = pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 
 
-def llama() -> LigerLlama:
-    return LigerLlama(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-        )
-    )
-
-
-def gemma3() -> LigerGemma3:
-    """Return a model with windows of five tokens, which soon overwrite their keys."""
-    return LigerGemma3(
-        Gemma3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            sliding_window=5,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            max_position_embeddings=256,
-        )
-    )
-
-
-def with_heads(make, num_heads: int = 3):
+def with_heads(family: str, num_heads: int = 3):
     """Return a model with wide weights, and untrained heads that guess wrong or right."""
-    torch.manual_seed(0)
-    model = make().eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+    model = random_model(family, vocab_size=VOCAB, max_position_embeddings=256)
     return model, MedusaHeads(model.head, num_heads)
 
 
-@pytest.mark.parametrize("make", [llama, gemma3])
-def test_the_tokens_are_the_greedy_ones(make) -> None:
-    model, heads = with_heads(make)
+@each
+def test_the_tokens_are_the_greedy_ones(family) -> None:
+    model, heads = with_heads(family)
     for seed in range(4):
         prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(seed))
         greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
@@ -82,27 +48,20 @@ def draft_greedily(model, heads, prompt: torch.Tensor, count: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make", [llama, gemma3])
-def test_trained_heads_need_fewer_passes(make) -> None:
-    model, heads = with_heads(make)
+def test_trained_heads_need_fewer_passes_and_end_at_a_stop_token() -> None:
+    model, heads = with_heads("gemma3_text")
     prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(5))
     draft_greedily(model, heads, prompt, 40)
     passes = []
     out = generate_drafted(
         model, heads, prompt, max_new_tokens=37, eos_token_id=[], callback=passes.append
     )
-    assert torch.equal(out.ids, model.generate(prompt, max_new_tokens=37, eos_token_id=[]))
+    greedy = model.generate(prompt, max_new_tokens=37, eos_token_id=[])
+    assert torch.equal(out.ids, greedy)
     assert len(out.tokens_per_forward) <= 20
     assert torch.equal(torch.cat(passes), out.ids[0, 6:])
     assert [len(x) for x in passes] == out.tokens_per_forward
-
-
-def test_it_ends_at_a_stop_token() -> None:
-    model, heads = with_heads(llama)
-    prompt = torch.tensor([[1, 2, 3]])
-    draft_greedily(model, heads, prompt, 40)
-    greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
-    for stop in greedy[0, 3:].unique().tolist():
+    for stop in greedy[0, 6:].unique().tolist():
         wanted = model.generate(prompt, max_new_tokens=30, eos_token_id=stop)
         assert torch.equal(
             generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=stop).ids, wanted
@@ -110,7 +69,7 @@ def test_it_ends_at_a_stop_token() -> None:
 
 
 def test_refusals() -> None:
-    model, heads = with_heads(llama)
+    model, heads = with_heads("llama")
     with pytest.raises(ValueError, match="got 2 prompts; expected one"):
         generate_drafted(model, heads, torch.ones(2, 3, dtype=torch.int64))
     prompt = torch.tensor([[1, 2]])
@@ -139,11 +98,11 @@ def guesses_of_a_whole_forward(modules: MultiTokenModel, ids: torch.Tensor) -> l
     return ids[0, -len(modules.mtp) :].tolist()
 
 
-@pytest.mark.parametrize("make", [llama, gemma3])
-@pytest.mark.parametrize("prompt_length", [1, 6])
-def test_multi_token_modules(make, prompt_length: int) -> None:
+@each
+def test_multi_token_modules(family: str) -> None:
     """The tokens are the greedy ones, and the caches change no guess."""
-    model, _ = with_heads(make)
+    prompt_length = 1 if family == "llama" else 6
+    model, _ = with_heads(family)
     modules = MultiTokenModel(model, 3)
     for module in modules.mtp:
         torch.nn.init.normal_(module.proj.weight, std=0.3)
@@ -169,4 +128,4 @@ def test_multi_token_modules(make, prompt_length: int) -> None:
     streamed = stream(model, prompt, heads=modules, max_new_tokens=30, eos_token_id=[])
     assert [*streamed] == greedy[0, prompt_length:].tolist()
     with pytest.raises(ValueError, match="belong to another model"):
-        generate_drafted(make(), modules, prompt)
+        generate_drafted(random_model(family), modules, prompt)

@@ -74,12 +74,11 @@ def test_the_penalty_is_for_tokens_of_the_row_and_not_for_its_padding():
     assert torch.equal(penalty(logits), expected)
 
 
-def test_numbers_out_of_range_are_refused(subtests):
+def test_numbers_out_of_range_are_refused():
     for options in (
         *({"temperature": x} for x in (0, -1.0, math.nan, math.inf, "1", None)),
         *({"top_k": x} for x in (0, 1.5, "3", True)),
         *({"top_p": x} for x in (0.0, 1.5, math.nan, "0.5")),
     ):
-        with subtests.test(str(options)):
-            with pytest.raises(ValueError, match=next(iter(options))):
-                Sampling(do_sample=True, **options)
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Sampling(do_sample=True, **options)
