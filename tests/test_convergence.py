@@ -7,11 +7,9 @@ and the path of each parameter. benchmarks/convergence.py has bf16 and real voca
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from ligermodels import AutoLiger, LigerLlama
 from tests.families import DECODERS, windows
 from tests.models import hf_models, zoo
+from tests.models.pairs import native
 from tests.rounding import ADAM_EPSILON
 
 TEXT = Path(__file__).parent.parent / "examples" / "data"
@@ -30,23 +29,14 @@ STEPS, WARMUP, BATCH = 150, 10, 4
 LEARNING_RATE = 5e-4
 # At 5e-4 transformers started that way differs from itself by up to 1e-6, 3e-7, 3e-6 and 5e-5 in
 # the four quantities below; ours differs from it by up to 1e-6, 5e-7, 1e-6 and 3e-5 (two seeds, all
-# families). The smallest of the slips below changes a loss by 5e-5, a window off by one by 5e-3.
+# families). An epsilon of 1.2e-6 in place of 1e-6 changes a loss by 5e-5, and a window off by one
+# by 5e-3.
 STEP_BOUND = EVALUATION_BOUND = 1e-5  # nats
 PATH_BOUND, ONE_PATH_BOUND = 3e-5, 5e-4  # distance over path length: of all parameters, of one
 
 # Bytes are tokens. Windows are a quarter of the row, and the caps change the logits and scores.
 SCALE = zoo.Scale("text", 256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
 OWN = {name: windows(name, SCALE.window) | family.training for name, family in DECODERS.items()}
-# These changes of config.json are so small that only a close comparison shows them.
-SLIPS: dict[str, list[dict[str, Any]]] = {
-    **{f: [{"sliding_window": SCALE.window + 1}] for f in ("mistral", "gemma3_text", "qwen3")},
-    "gemma2": [
-        {"sliding_window": SCALE.window - 1},
-        {"attn_logit_softcapping": None},
-        {"final_logit_softcapping": None},
-    ],
-    "llama": [{"rms_norm_eps": 1.2e-6}],
-}
 
 
 @dataclass
@@ -83,17 +73,12 @@ def bytes_of(name: str) -> Tensor:
     return torch.tensor(list((TEXT / name).read_bytes()))
 
 
-def steps(model: nn.Module) -> Iterator[float]:
-    """Train on pieces of the text, the same pieces for every model."""
-    text, generator = bytes_of("persuasion-train.txt"), torch.Generator().manual_seed(0)
-    starts = torch.randint(len(text) - SCALE.seq, (STEPS, BATCH, 1), generator=generator)
-    pieces = text[starts + torch.arange(SCALE.seq)]
-    return train(model, [(ids, ids) for ids in pieces], LEARNING_RATE, WARMUP)
-
-
 def run(model: nn.Module) -> Run:
     """Train on the text, then evaluate on other chapters."""
-    losses = list(steps(model))
+    text, generator = bytes_of("persuasion-train.txt"), torch.Generator().manual_seed(0)
+    starts = torch.randint(len(text) - SCALE.seq, (STEPS, BATCH, 1), generator=generator)
+    batches = [(ids, ids) for ids in text[starts + torch.arange(SCALE.seq)]]
+    losses = list(train(model, batches, LEARNING_RATE, WARMUP))
     held_out = bytes_of("persuasion-heldout.txt")[: 32 * SCALE.seq].view(32, SCALE.seq)
     with torch.no_grad():
         evaluation = model(held_out, labels=held_out).loss.item()
@@ -119,7 +104,7 @@ def differences(ours: list[float], theirs: list[float]) -> list[float]:
     # The default run has the family with most options; test_smollm2 trains a llama.
     [x if x == "gemma2" else pytest.param(x, marks=pytest.mark.long) for x in OWN],
 )
-def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_family(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = zoo.config_class(family)(**{**zoo.sizes(family, SCALE), **OWN[family]})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -132,12 +117,7 @@ def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
     assert sum(ours.losses[-5:]) / 5 < sum(ours.losses[:5]) / 5 - 2, "the loss did not fall by 2"
     assert ours.evaluation < ours.losses[0] - 2, "the held-out loss did not fall by 2"
 
-    expected = {
-        entry.name: torch.cat(
-            [theirs.parameters[s.source][s.source_row : s.source_row + s.rows] for s in entry.spans]
-        )
-        for entry in model.weight_map(model.config)
-    }
+    expected = native(theirs.parameters, model)
     assert expected.keys() == ours.parameters.keys()
     for name, weight in expected.items():
         distance = path(ours.parameters[name], weight, start[name])
@@ -147,14 +127,6 @@ def test_family(family: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
         for weights in (ours.parameters, expected, start)
     )
     assert path(found, expected_all, start_all) <= PATH_BOUND
-
-    # The bounds are tight enough to show a slip, such as a window off by one or a missing cap.
-    raw = json.loads((tmp_path / "config.json").read_text())
-    for slip in SLIPS.get(family, []):
-        with subtests.test(str(slip)):
-            (tmp_path / "config.json").write_text(json.dumps(raw | slip))
-            slipped = zip(steps(AutoLiger.from_hf(tmp_path)), theirs.losses, strict=True)
-            assert any(abs(loss - expected) > 2 * STEP_BOUND for loss, expected in slipped)
 
 
 @pytest.mark.slow

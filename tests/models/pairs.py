@@ -26,29 +26,21 @@ TINY: dict[str, Any] = {
 PAD = TINY["pad_token_id"]
 
 
-def native(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename transformers' tensors as ours are named, and pack q, k, v and gate, up."""
-    out: dict[str, Tensor] = {}
-    parts: dict[str, list[Tensor]] = {}
-    for name, tensor in state.items():
-        if name == "lm_head.weight":
-            out["head.proj.weight"] = tensor
-            continue
-        name = name.removeprefix("model.")
-        *path, module, kind = name.split(".")
-        packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-            "gate_proj": "gate_up_proj",
-            "up_proj": "gate_up_proj",
-        }
-        if module in packed:
-            parts.setdefault(".".join((*path, packed[module], kind)), []).append(tensor)
-        else:
-            out[name] = tensor
-    return out | {name: torch.cat(tensors) for name, tensors in parts.items()}
+def native(tensors: dict[str, Any], model: Any) -> dict[str, Tensor]:
+    """Return transformers' tensors under the names of our model, packed by its weight map."""
+
+    def rows(span: Any) -> Tensor:
+        tensor: Tensor = tensors[span.source]
+        return tensor[span.source_row : span.source_row + span.rows]
+
+    entries = model.weight_map(model.config)
+    return {entry.name: torch.cat([rows(span) for span in entry.spans]) for entry in entries}
 
 
-def native_gradients(hf: torch.nn.Module) -> dict[str, Tensor]:
-    return native({name: p.grad for name, p in hf.named_parameters()})
+def native_gradients(theirs: torch.nn.Module, ours: Any) -> dict[str, Tensor]:
+    names = theirs.named_parameters()
+    prefix = "model.language_model."  # of a wrapper with other towers
+    return native({n.replace(prefix, "model."): weight.grad for n, weight in names}, ours)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -77,10 +69,7 @@ def tiny_pair(seed: int = 0, **overrides: Any) -> tuple[LlamaForCausalLM, LigerL
     hf = LlamaForCausalLM(HFConfig(**sizes, attn_implementation="sdpa")).float()
     randomize(hf, seed)
     ours = LigerLlama(LlamaConfig(**sizes))
-    state = hf.state_dict()
-    if sizes.get("tie_word_embeddings"):
-        del state["lm_head.weight"]
-    ours.load_state_dict(native(state))
+    ours.load_state_dict(native(hf.state_dict(), ours))
     return hf, ours
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligermodels import AutoLiger
 from tests.models import hf_models, zoo
-from tests.models.pairs import relative
+from tests.models.pairs import native_gradients, relative
 
 RecordProperty = Callable[[str, Any], None]
 
@@ -78,12 +78,11 @@ TWO_ROPES = "gemma3_text"
 
 
 # The features that take other branches of a model's forward, each with a family that is compiled
-# with it. These families have all the kinds of blocks. A test of its own compiles llama.
+# with it. These families have all the kinds of blocks.
 COMPILED = {
     "packed": "gemma2",
     "left padding": "qwen3",
     "dynamic rope": "gemma3_text",
-    "window, packed": "qwen2",
 }
 
 
@@ -169,21 +168,6 @@ def _to(part: Any, device: str) -> Any:
     return part.to(device) if isinstance(part, Tensor) else part
 
 
-def table_gradients(ours: Any, theirs: Any) -> dict[str, Tensor]:
-    """Return transformers' gradients under our names, packed by the weight map."""
-    gradients = {
-        name.replace("model.language_model.", "model."): weight.grad
-        for name, weight in theirs.named_parameters()
-    }
-
-    def rows(span: Any) -> Tensor:
-        return gradients[span.source][span.source_row : span.source_row + span.rows]
-
-    return {
-        e.name: torch.cat([rows(span) for span in e.spans]) for e in ours.weight_map(ours.config)
-    }
-
-
 def backward(model: Any, *args: Any, forward: Callable[..., Any] | None = None, **kwargs: Any):
     """Return the loss and the gradient of every parameter."""
     model.zero_grad(set_to_none=True)
@@ -220,7 +204,7 @@ def check_numbers(case: Case) -> dict[str, float]:
     return {
         "logits": relative(logits[inputs.real], expected.logits[inputs.real]),
         "loss": abs(loss - expected.loss.item()) / expected.loss.item(),
-        "gradients": worst(gradients, table_gradients(case.ours, theirs)),
+        "gradients": worst(gradients, native_gradients(theirs, case.ours)),
     }
 
 

@@ -123,14 +123,6 @@ def test_a_prefix_sees_both_directions() -> None:
     assert differs.tolist() == [[True] * 8, [False] * 4 + [True] * 4]
 
 
-def test_meta_device_allocates_nothing() -> None:
-    with torch.device("meta"):
-        model = LigerLlama(LlamaConfig.preset("llama-3.1-405b"))
-    tensors = [*model.parameters(), *model.buffers()]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert not any(tensor.untyped_storage().data_ptr() for tensor in tensors)
-
-
 def test_meta_model_materialises_with_exact_frequencies() -> None:
     model = tiny_model()
     with torch.device("meta"):
@@ -139,35 +131,6 @@ def test_meta_model_materialises_with_exact_frequencies() -> None:
     empty.load_state_dict(model.state_dict())
     ids, _ = tokens()
     assert torch.equal(empty(ids), model(ids))
-
-
-# test_parity compiles plain inputs, documents and the tied head without checkpointing.
-@pytest.mark.parametrize(
-    ("inputs", "checkpointing"), [("options", False), ("packed and tied", True)]
-)
-def test_compiled_equals_eager(inputs: str, checkpointing: bool) -> None:
-    model = tiny_model(num_hidden_layers=2, tie_word_embeddings="tied" in inputs)
-    ids, labels = tokens()
-    assert (labels == -100).any()
-    options: dict[str, Any] = {}
-    if "packed" in inputs:
-        positions = torch.cat([torch.arange(7), torch.arange(13)])
-        options = {"position_ids": positions.expand(2, -1)}
-    elif inputs == "options":
-        options = {"label_smoothing": 0.1, "z_loss": 1e-3, "normalizer": 17, "chunk_size": 16}
-    expected = step(model, ids, labels=labels, **options)
-    reference = gradients(model)
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    model.zero_grad()
-    out = compiled(ids, labels=labels, **options)
-    out.loss.backward()
-    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert out.num_valid == expected.num_valid
-    for name, grad in gradients(model).items():
-        assert relative(grad, reference[name]) <= 1e-5, name
 
 
 class WithThird(LigerLlama):
@@ -300,18 +263,6 @@ def test_the_auxiliary_loss_of_accumulated_steps_is_a_mean() -> None:
     assert sum(shares).item() == pytest.approx(1)
 
 
-def test_every_memory_plan_has_the_gradient_of_the_auxiliary_loss() -> None:
-    model = with_third()
-    ids, labels = tokens()
-    step(model, ids, labels=labels)
-    expected = gradients(model)
-    for keep in KEEPS:
-        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
-        step(model, ids, labels=labels)
-        for name, gradient in gradients(model).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
-
-
 def test_a_model_that_lacks_an_attribute_is_told_which() -> None:
     class Half(DecoderModel):
         def __init__(self, config: LlamaConfig) -> None:
@@ -341,23 +292,13 @@ def test_parameters_that_a_module_holds_itself_are_initialised() -> None:
         def reset_parameters(self) -> None:
             torch.nn.init.constant_(self.matrix, 2.0)
 
-    model = tiny_model()
+    model = tiny_model(tie_word_embeddings=False)
+    model.embed_tokens.to("meta")  # as offloading leaves it
     model.layers[0].own, model.layers[1].own = Own(), Itself()
     model.initialize_weights()
     assert model.layers[0].own.matrix.std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(model.layers[0].own.scale, torch.full((3,), 7.0))
     assert torch.equal(model.layers[1].own.matrix, torch.full((50, 40), 2.0))
-
-
-def test_the_weights_that_exist_are_initialised() -> None:
-    """An embedding without values, as offloading leaves it, does not hide the other weights."""
-    model = tiny_model(tie_word_embeddings=False)
-    model.embed_tokens.to("meta")
-    weight = model.layers[0].mlp.down_proj.weight
-    with torch.no_grad():
-        weight.fill_(7.0)
-    model.initialize_weights()
-    assert weight.abs().max() < 1
 
 
 def test_a_hook_of_all_modules_sees_each_module() -> None:
@@ -445,39 +386,6 @@ def with_memory() -> tuple[WithMemory, torch.Tensor, torch.Tensor]:
     return model, tokens()[0], torch.randn(2, 6, 10, requires_grad=True)
 
 
-def test_layers_attend_to_a_memory_under_every_plan() -> None:
-    model, ids, memory = with_memory()
-    mask = torch.ones(2, 6, dtype=torch.int64)
-    mask[:, 4:] = 0
-    expected = None
-    for keep in (None, *KEEPS):
-        plan = None if keep is None else MemoryPlan.uniform(3, keep)
-        model.set_memory_plan(plan)
-        loss = model(ids, labels=ids, memory=memory, memory_mask=mask).loss
-        found = torch.autograd.grad(loss, [memory, *model.parameters()])
-        expected = expected or found
-        assert all(torch.equal(x, y) for x, y in zip(found, expected)), keep
-    assert expected is not None
-    assert (expected[0][:, :4] != 0).any() and (expected[0][:, 4:] == 0).all()
-    shorter = model(ids, labels=ids, memory=memory[:, :4]).loss
-    torch.testing.assert_close(loss, shorter)
-    model.set_memory_plan(None)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    again = compiled(ids, labels=ids, memory=memory, memory_mask=mask).loss
-    torch.testing.assert_close(again, loss)
-
-
-def test_generation_attends_to_the_memory() -> None:
-    model, ids, memory = with_memory()
-    ids, mask = ids[:, :5], torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    options = {"memory": memory.detach(), "memory_mask": mask}
-    found = model.generate(ids, max_new_tokens=6, eos_token_id=[], **options)
-    for _ in range(6):
-        logits = model.head.logits(model(ids, **options)[:, -1])
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-    assert torch.equal(found, ids)
-
-
 def test_a_memory_that_does_not_fit_is_refused() -> None:
     model, ids, memory = with_memory()
     for taken, given, complaint in (
@@ -519,15 +427,6 @@ def test_build_trains_the_padding_token_if_asked() -> None:
         assert bool(model.embed_tokens.weight[config.pad_token_id].any()) == trained
 
 
-def test_a_block_that_is_no_module_is_named() -> None:
-    class Empty(LigerLlama):
-        def make_block(self, layer_index: int) -> Any:
-            return None
-
-    with pytest.raises(ConfigError, match="Empty: make_block returned NoneType; return an nn"):
-        Empty(LlamaConfig.small())
-
-
 @dataclass(kw_only=True)
 class LoopedConfig(LlamaConfig):
     model_type = "looped"
@@ -545,22 +444,54 @@ class Looped(DecoderModel):
         self.layers = torch.nn.ModuleList([*self.layers, *self.layers])
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_layers_that_run_several_times_generate_with_a_cache(window: int | None) -> None:
+def looped() -> Looped:
     torch.manual_seed(0)
-    model, ids = Looped(LoopedConfig(**TINY)), tokens()[0]
-    for layer in model.layers:
-        layer.self_attn.sliding_window = window
-    model.initialize_weights()
-    found, expected = model.generate(ids, max_new_tokens=5, eos_token_id=131), ids
-    for _ in range(5):
-        logits = model.head.logits(model(expected)[:, -1])
-        expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], 1)
-    assert torch.equal(found, expected)
+    return Looped(LoopedConfig(**TINY, initializer_range=0.2))
+
+
+@pytest.mark.parametrize("kind", ["auxiliary loss", "memory", "layers that run twice"])
+def test_every_memory_plan_has_the_same_gradients(kind: str) -> None:
+    options: dict[str, Any] = {}
+    (ids, labels), model = tokens(), looped() if "twice" in kind else with_third()
+    leaves = [*model.parameters()]
+    if kind == "memory":
+        model, ids, memory = with_memory()
+        options = {"memory": memory, "memory_mask": torch.tensor([[1] * 4 + [0] * 2] * 2)}
+        leaves = [memory, *model.parameters()]
+    expected = None
+    plans = [MemoryPlan.uniform(len(model.layers), keep) for keep in KEEPS]
+    if "twice" in kind:
+        plans.append(model.plan_memory(*ids.shape, "1GiB"))
+    for plan in (None, *plans):
+        model.set_memory_plan(plan)
+        found = torch.autograd.grad(model(ids, labels=labels, **options).loss, leaves)
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    if kind == "memory":
+        assert (found[0][:, :4] != 0).any() and (found[0][:, 4:] == 0).all()
+        shorter = model(ids, labels=labels, memory=memory[:, :4]).loss
+        torch.testing.assert_close(model(ids, labels=labels, **options).loss, shorter)
+
+
+@pytest.mark.parametrize("kind", ["memory", "layers that run twice", "with a window, twice"])
+def test_generation_continues_as_one_pass_would(kind: str) -> None:
+    options: dict[str, Any] = {}
+    ids, model = tokens()[0][:, :8], looped()
+    if kind == "memory":
+        model, _, memory = with_memory()
+        mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+        options = {"memory": memory.detach(), "memory_mask": mask}
+    for layer in model.layers if "window" in kind else ():
+        layer.self_attn.sliding_window = 3
+    found = model.generate(ids, max_new_tokens=6, eos_token_id=[], **options)
+    for _ in range(6):
+        logits = model.head.logits(model(ids, **options)[:, -1])
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, ids)
 
 
 def test_layers_that_run_several_times_are_saved_once(tmp_path: Path) -> None:
-    model, ids = Looped(LoopedConfig(**TINY)), tokens()[0]
+    model, ids = looped(), tokens()[0]
     model.save_hf(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {name for name, _ in model.named_parameters()}
@@ -568,13 +499,19 @@ def test_layers_that_run_several_times_are_saved_once(tmp_path: Path) -> None:
     assert again.layers[0] is again.layers[3] and torch.equal(again(ids), model(ids))
 
 
-def test_layers_that_run_several_times_train_under_every_memory_plan() -> None:
-    model, (ids, labels) = Looped(LoopedConfig(**TINY)), tokens()
-    step(model, ids, labels=labels)
-    expected = gradients(model)
-    plans = [MemoryPlan.uniform(len(model.layers), keep) for keep in KEEPS]
-    for plan in (*plans, model.plan_memory(*ids.shape, "1GiB")):
-        model.set_memory_plan(plan)
-        step(model, ids, labels=labels)
-        for name, grad in gradients(model).items():
-            torch.testing.assert_close(grad, expected[name])
+# test_parity compiles plain inputs, documents and the tied head.
+def test_compiled_equals_eager() -> None:
+    model = tiny_model(num_hidden_layers=2)
+    ids, labels = tokens()
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "normalizer": 17, "chunk_size": 16}
+    expected = step(model, ids, labels=labels, **options)
+    reference = gradients(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    out = compiled(ids, labels=labels, **options)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert out.num_valid == expected.num_valid
+    for name, grad in gradients(model).items():
+        assert relative(grad, reference[name]) <= 1e-5, name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -30,14 +29,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 2,
 }
 each_family = pytest.mark.parametrize("family", OWN)
-# One family of each kind of block: plain; with windows, caps and four norms; with two ropes.
-BLOCKS = ("llama", "gemma2", "gemma3_text")
 LLAMAS_FIELDS = {field.name for field in fields(LlamaConfig)}
-
-
-def in_the_default_run(*chosen: str, among: Collection[str] = tuple(OWN)) -> list[Any]:
-    """Return families as parameters; a compilation takes seconds, so the others are long."""
-    return [x if x in chosen else pytest.param(x, marks=pytest.mark.long) for x in among]
 
 
 def make(family: str, **changes: Any) -> DecoderModel:
@@ -53,23 +45,6 @@ def make(family: str, **changes: Any) -> DecoderModel:
 
 def batch() -> tuple[Tensor, Tensor]:
     return tokens(2, 14, vocab=SIZES["vocab_size"], pad=SIZES["pad_token_id"])
-
-
-def test_every_family_has_an_entry() -> None:
-    assert FAMILIES.keys() == families().keys()
-
-
-@each_family
-def test_meta_device_allocates_nothing(family: str, subtests: pytest.Subtests) -> None:
-    for tied in (False, True):
-        with subtests.test(f"tied={tied}"):
-            cls = families()[family]
-            with torch.device("meta"):
-                model = cls(cls.config_class(**SIZES, **OWN[family], tie_word_embeddings=tied))
-            assert all(parameter.is_meta for parameter in model.parameters())
-            assert ("head.proj.weight" in model.state_dict()) == (not tied)
-            native = {"embed_tokens", "layers", "norm", "head"}
-            assert {name.split(".")[0] for name in model.state_dict()} <= native
 
 
 @each_family
@@ -104,32 +79,6 @@ def _all_sliding(family: str) -> dict[str, Any]:
 
 
 @each_family
-def test_packed_documents_equal_separate_runs(family: str, subtests: pytest.Subtests) -> None:
-    model = make(family)
-    ids, labels = (x[:1] for x in batch())
-    lengths = [8, 1, 5]
-    pieces = list(zip(ids.split(lengths, 1), labels.split(lengths, 1)))
-    outputs = [model(part, labels=own, reduction="sum") for part, own in pieces]
-    loss = sum(out.loss for out in outputs) / sum(out.num_valid for out in outputs)
-    loss.backward()
-    expected = gradients(model)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    ends = torch.tensor([0, 8, 9, 14])
-    for options in (
-        {"position_ids": positions},
-        {"cu_seqlens": ends},
-        {"cu_seqlens": ends, "max_seqlen": 8},
-    ):
-        with subtests.test(", ".join(options)):
-            model.zero_grad()
-            packed = model(ids, labels=labels, **options).loss
-            packed.backward()
-            assert relative(packed, loss) <= 1e-6
-            for name, grad in gradients(model).items():
-                assert relative(grad, expected[name]) <= 1e-5, name
-
-
-@each_family
 def test_packed_and_padded(family: str) -> None:
     """In a row with documents and padding, each document gives the same result as alone."""
     model = make(family)
@@ -139,55 +88,6 @@ def test_packed_and_padded(family: str) -> None:
     together = model(ids, position_ids=positions, attention_mask=mask)
     for start, end in ((2, 9), (9, 12)):
         assert relative(together[:, start:end], model(ids[:, start:end])) <= 1e-6
-
-
-@each_family
-def test_activation_checkpointing(family: str) -> None:
-    model = make(family)
-    ids, labels = batch()
-    loss = model.loss(ids, labels)
-    loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model.activation_checkpointing_enable()
-    again = model.loss(ids, labels)
-    again.backward()
-    assert torch.equal(loss, again)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, expected[name])
-
-
-# test_parity compiles every family without checkpointing.
-@pytest.mark.parametrize("family", in_the_default_run("gemma3_text", among=BLOCKS))
-def test_compiled_with_checkpointing_equals_eager(family: str) -> None:
-    torch._dynamo.reset()
-    model = make(family, num_hidden_layers=2)
-    ids, labels = batch()
-    loss = model(ids, labels=labels).loss
-    loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model.activation_checkpointing_enable()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    again = compiled(ids, labels=labels).loss
-    again.backward()
-    torch.testing.assert_close(again, loss)
-    for name, grad in gradients(model).items():
-        assert relative(grad, expected[name]) <= 1e-6, name
-
-
-@pytest.mark.parametrize("family", in_the_default_run("llama"))
-def test_compiled_at_lengths_that_change(family: str) -> None:
-    """Dynamo makes the shapes dynamic at the second length; the losses stay those of eager."""
-    torch._dynamo.reset()
-    # A layer of each kind.
-    model = make(family, num_hidden_layers=1 if family == "llama" else 2)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    ids, labels = batch()
-    for length in (ids.shape[1], ids.shape[1] - 3):
-        part = ids[:, :length].contiguous(), labels[:, :length].contiguous()
-        expected = model(part[0], labels=part[1]).loss
-        torch.testing.assert_close(compiled(part[0], labels=part[1]).loss, expected)
 
 
 @each_family
@@ -225,3 +125,60 @@ def test_generation_continues_as_one_pass_would(family: str) -> None:
     with torch.no_grad():
         logits = model.head.logits(model(made))
     assert torch.equal(logits.argmax(-1)[:, 13:-1], made[:, 14:])
+
+
+@each_family
+def test_meta_device_allocates_nothing(family: str) -> None:
+    cls = families()[family]
+    for tied in (False, True):
+        with torch.device("meta"):
+            model = cls(cls.config_class(**SIZES, **OWN[family], tie_word_embeddings=tied))
+        assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+        assert ("head.proj.weight" in model.state_dict()) == (not tied)
+
+
+@each_family
+def test_packed_documents_equal_separate_runs(family: str) -> None:
+    model = make(family)
+    ids, labels = (x[:1] for x in batch())
+    lengths = [8, 1, 5]
+    pieces = list(zip(ids.split(lengths, 1), labels.split(lengths, 1)))
+    outputs = [model(part, labels=own, reduction="sum") for part, own in pieces]
+    loss = sum(out.loss for out in outputs) / sum(out.num_valid for out in outputs)
+    loss.backward()
+    expected = gradients(model)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, 8, 9, 14])
+    inputs: list[dict[str, Any]] = [
+        {"position_ids": positions},
+        {"cu_seqlens": ends},
+        {"cu_seqlens": ends, "max_seqlen": 8},
+    ]
+    for options in inputs:
+        model.zero_grad()
+        packed = model(ids, labels=labels, **options).loss
+        packed.backward()
+        assert relative(packed, loss) <= 1e-6, options
+        for name, grad in gradients(model).items():
+            assert relative(grad, expected[name]) <= 1e-5, (name, options)
+
+
+def test_compiled_with_checkpointing_at_lengths_that_change() -> None:
+    """Dynamo makes the shapes dynamic at the second length; test_parity compiles all families."""
+    torch._dynamo.reset()
+    model = make("gemma3_text", num_hidden_layers=2)
+    ids, labels = batch()
+    model.activation_checkpointing_enable()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (ids.shape[1], ids.shape[1] - 3):
+        part = ids[:, :length].contiguous(), labels[:, :length].contiguous()
+        model.zero_grad()
+        loss = model(part[0], labels=part[1]).loss
+        loss.backward()
+        expected = gradients(model)
+        model.zero_grad()
+        again = compiled(part[0], labels=part[1]).loss
+        again.backward()
+        torch.testing.assert_close(again, loss)
+        for name, grad in gradients(model).items():
+            assert relative(grad, expected[name]) <= 1e-6, name

@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import json
 import shutil
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -269,34 +268,6 @@ def test_a_save_writes_the_tokenizer_files_that_were_there_at_the_load(tmp_path:
         "config.json",
         "model.safetensors",
     }
-
-
-def test_loads_during_saves_get_one_version(tmp_path: Path) -> None:
-    """A load during a save is neither of two models nor refused."""
-    folder, errors, models = tmp_path / "out", [], []
-    for number in range(2):
-        model = LigerLlama(LlamaConfig(**SIZES, rms_norm_eps=1e-6 * (1 + number)))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(number)
-        models.append(model)
-    models[0].save_hf(folder)
-
-    def save(model: LigerLlama) -> None:
-        try:
-            for _ in range(15):
-                model.save_hf(folder, max_shard_size=20_000)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=save, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        model = AutoLiger.from_hf(folder)
-        number = round(model.config.rms_norm_eps * 1e6) - 1
-        assert all((p == number).all() for p in model.parameters())
-    assert errors == [] and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class OwnConfig(LlamaConfig):

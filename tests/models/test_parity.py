@@ -39,7 +39,8 @@ def test_compiled(family: str, name: str, record_property: RecordProperty) -> No
 
 
 # Users have inductor: it compiles the plainest family and the one with most options.
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_by_inductor(family: str, record_property: RecordProperty) -> None:
     case = parity.Case(family, "basic")
     hold(case, parity.check_compiled(case, "inductor"), record_property)

@@ -63,32 +63,14 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
 }
 VISION_TOWER, VISION_HIDDEN = 416_866_032, 1152
-MODELS = {name: cls for cls in families().values() for name in cls.config_class.presets}
-CONFIGS = {name: cls.config_class.preset(name) for name, cls in MODELS.items()}
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_presets_have_the_published_parameter_counts(
-    family: str, subtests: pytest.Subtests
-) -> None:
+def test_presets_have_the_published_parameter_counts(family: str) -> None:
     cls = families()[family]
     for name in cls.config_class.presets:
-        with subtests.test(name):
-            config = CONFIGS[name]
-            count = sum(math.prod(entry.shape) for entry in cls.weight_map(config))
-            if name in ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"):
-                count += VISION_TOWER + VISION_HIDDEN * config.hidden_size + VISION_HIDDEN
-            assert count == PUBLISHED[name]
-
-
-def test_every_preset_is_counted() -> None:
-    assert CONFIGS.keys() == PUBLISHED.keys()
-
-
-def test_windows_of_published_sizes() -> None:
-    assert set(CONFIGS["mistral-7b-v0.1"].sliding_windows) == {4096}
-    assert set(CONFIGS["mistral-7b-v0.3"].sliding_windows) == {None}
-    assert CONFIGS["gemma-2-2b"].sliding_windows[:3] == [4096, None, 4096]
-    gemma3 = CONFIGS["gemma-3-1b"].sliding_windows
-    assert gemma3[:7] == [*[512] * 5, None, 512] and gemma3.count(None) == 4
-    assert set(CONFIGS["qwen2.5-7b"].sliding_windows) == {None}
+        config = cls.config_class.preset(name)
+        count = sum(math.prod(entry.shape) for entry in cls.weight_map(config))
+        if name in ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"):
+            count += VISION_TOWER + VISION_HIDDEN * config.hidden_size + VISION_HIDDEN
+        assert count == PUBLISHED[name], name
