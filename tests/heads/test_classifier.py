@@ -25,29 +25,17 @@ from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger, families
 from tests.families import DECODERS, windows
 from tests.memory.step_bytes import error_of_prediction
+from tests.models import zoo
 from tests.tiny_models import VOCAB, random_model
 
 PAD = 0
 
 
 def hf_classifier(family: str, **changes):
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "pad_token_id": PAD,
-        "num_labels": 3,
-    }
+    settings = {"initializer_range": 0.3, "pad_token_id": PAD, "num_labels": 3}
+    sizes = zoo.sizes(family) | windows(family, 5)
     config_name, _ = DECODERS[family].hf
-    if not DECODERS[family].takes_head_dim:
-        del settings["head_dim"]
-    config = getattr(transformers, config_name)(**settings | windows(family, 5) | changes)
+    config = zoo.config_class(family)(**sizes | settings | changes)
     name = config_name.replace("Config", "") + "ForSequenceClassification"
     attention = "eager" if family == "gemma2" else "sdpa"
     torch.manual_seed(0)

@@ -20,7 +20,9 @@ from ligermodels import (
     DecoderModel,
     Entry,
     LigerLlama,
+    LigerQwen2,
     LlamaConfig,
+    Qwen2Config,
     WeightMap,
     load_pretrained,
     register,
@@ -209,3 +211,22 @@ def test_a_map_that_is_wrong_for_the_sizes_of_a_checkpoint_is_found(tmp_path: Pa
     for load in (deep.from_hf, lambda path: load_pretrained(LigerLlama(LlamaConfig(**TINY)), path)):
         with pytest.raises(ConfigError, match=r"entry 'layers.2.*is missing"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("cls", sorted(set(families().values()), key=lambda cls: cls.__name__))
+def test_the_weight_maps_of_this_package_pass_the_check(cls: Any) -> None:
+    auto.check_weight_map(cls)
+
+
+def test_a_checkpoint_that_becomes_one_of_another_family_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LigerLlama(LlamaConfig(**TINY)).save_hf(tmp_path)
+    load = LigerLlama.from_hf
+
+    def late(folder: Path, **options: Any) -> Any:
+        LigerQwen2(Qwen2Config(**TINY)).save_hf(tmp_path)
+        return load(folder, **options)
+
+    monkeypatch.setattr(LigerLlama, "from_hf", late)
+    assert type(AutoLiger.from_hf(tmp_path)) is LigerQwen2

@@ -8,7 +8,7 @@ import pytest
 
 from ligermodels.models.auto import families
 from ligermodels.models.config import ModelConfig
-from tests.families import DECODERS
+from tests.families import DECODERS, FAMILIES
 from tests.models import zoo
 
 # 'local theta' sets this field under another name: theta of rope_parameters' sliding_attention.
@@ -28,3 +28,7 @@ def test_every_field_of_a_family_is_compared(family: str) -> None:
         f"{family}: no feature in tests/models/zoo.py sets {', '.join(missing)}; it is not "
         "compared with transformers"
     )
+
+
+def test_every_family_has_an_entry() -> None:
+    assert FAMILIES.keys() == families().keys()

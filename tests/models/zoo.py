@@ -123,40 +123,24 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
     beyond = {"original_max_position_embeddings": scale.trained}
     takes_head_dim = families.FAMILIES[family].takes_head_dim
     pairs = (scale.head_dim if takes_head_dim else scale.hidden // scale.heads) // 2
+    yarn = {"rope_type": "yarn", "factor": 4.0, **beyond}
+    options = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.1}
+    if not has(family, "rope_local_base_freq"):
+        # transformers does not read this if rope is nested by layer type
+        options["truncate"] = False
+    longrope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
+    }
     return {
         "linear rope": {"rope_type": "linear", "factor": 3.0},
         "dynamic rope": {"rope_type": "dynamic", "factor": 2.0},
-        "yarn rope": {"rope_type": "yarn", "factor": 4.0, **beyond},
-        "yarn rope, all options": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "beta_fast": 4.0,
-            "beta_slow": 0.5,
-            **beyond,
-            "mscale": 0.7,
-            "mscale_all_dim": 1.1,
-            # transformers does not read this if rope is nested by layer type
-            **({} if has(family, "rope_local_base_freq") else {"truncate": False}),
-        },
-        "yarn rope, attention_factor": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "attention_factor": 1.3,
-            **beyond,
-        },
-        "longrope": {
-            "rope_type": "longrope",
-            "factor": 4 * scale.seq / scale.trained,
-            **beyond,
-            "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
-            "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
-        },
-        "longrope, short": {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": 2 * scale.seq,
-            "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
-            "long_factor": [1.5 + 0.4 * i for i in range(pairs)],
-        },
+        "yarn rope": yarn,
+        "yarn rope, all options": yarn | options,
+        "yarn rope, attention_factor": yarn | {"attention_factor": 1.3},
+        "longrope": longrope | {"factor": 4 * scale.seq / scale.trained, **beyond},
+        "longrope, short": longrope | {"original_max_position_embeddings": 2 * scale.seq},
         "llama3 rope": {
             "rope_type": "llama3",
             "factor": 8.0,
@@ -289,17 +273,9 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         found["attention_bias"] = Feature(config={"attention_bias": True})
     if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
-            *(
-                "basic",
-                "bfloat16 file",
-                "shards",
-                "defaults left out",
-                "untied",
-                "untied, shards",
-                "old spelling",
-            ),
-            *("packed", "left padding", "no padding token", "odd sizes", "yarn rope"),
-            *("linear rope", "layer_types", "five windows, one full"),
+            *("basic", "bfloat16 file", "shards", "defaults left out", "untied"),
+            *("untied, shards", "old spelling", "packed", "left padding", "no padding token"),
+            *("odd sizes", "yarn rope", "linear rope", "layer_types", "five windows, one full"),
             *("sliding_window_pattern 3", "local theta"),
         )
         found = {name: found[name] for name in kept}
