@@ -71,7 +71,7 @@ class MultiTokenModel(nn.Module):
         normalizer divides the sum over tokens of each. By default it is the number of its targets.
         """
         model = self.model
-        contexts, _ = model._contexts(input_ids, None, None, None, None, None, None)
+        contexts, _ = model._contexts(input_ids)
         context, embeds = contexts[model.ropes[-1]], model.embed_tokens(input_ids)
         ignore_index = model.head.loss_options.get("ignore_index", -100)
         hidden, extras = model._hidden(embeds, contexts)
@@ -130,7 +130,7 @@ class _Drafter:
                 states = torch.cat((waiting, states), 1)
             start = cache.length
             embeds = self.body.embed_tokens(tokens[:, -states.shape[1] :])
-            contexts, _ = self.body._contexts(states, None, None, None, None, None, cache)
+            contexts, _ = self.body._contexts(states, cache=cache)
             made = module(states, embeds, contexts[self.body.ropes[-1]])
             cache.advance(states.shape[1])
             known = max(0, length + 1 - k)  # so many positions have read a known token

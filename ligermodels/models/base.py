@@ -403,12 +403,12 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
     def _contexts(
         self,
         inputs: Tensor,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        attention_mask: Tensor | None,
-        prefix_lengths: Tensor | None,
-        cache: KVCache | None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> tuple[dict[str, AttentionContext], Tensor | None]:
         """Return each rope's context (angles and the shared mask), and the document ids.
 
