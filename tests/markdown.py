@@ -137,7 +137,7 @@ def small_checkpoint(smollm2: Path, folder: Path) -> Path:
 STUB = """#!/bin/sh
 printf '%s\\0' "$$" "${0##*/}" "$PWD" "$@" > "$STUBS/$$.part"
 mv "$STUBS/$$.part" "$STUBS/$$.request"
-until [ -e "$STUBS/$$.reply" ]; do sleep 0.02; done
+until [ -e "$STUBS/$$.reply" ]; do kill -0 "$TEST" && sleep 0.02 || exit 1; done
 { read -r code; cat; } < "$STUBS/$$.reply"
 rm "$STUBS/$$.reply"
 exit "$code"
@@ -159,6 +159,7 @@ def run_shell(text: str, folder: Path, home: Path) -> str:
         "PATH": f"{stubs}:/usr/bin:/bin",
         "HOME": str(home),
         "STUBS": str(stubs),
+        "TEST": str(os.getpid()),
     }
     subprocess.run(["bash", "-n", "-c", text], check=True)
     end = time.monotonic() + limits.SECONDS

@@ -61,7 +61,7 @@ def test_every_shell_block_can_be_pasted_in_turn_and_again(
         assert (clone / "runs" / "novel" / file).is_file()
 
 
-# test_convergence.py trains the real checkpoint in the default run.
+# The small one has the same steps.
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_first_python_block_trains_and_exports(
     real: bool,
