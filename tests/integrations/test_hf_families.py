@@ -16,6 +16,12 @@ from ligermodels.models.auto import AutoLiger
 from tests.models import hf_models, zoo
 
 
+def test_a_family_that_is_unknown_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match="'bert' is not supported"):
+        LigerForCausalLM.from_pretrained(tmp_path)
+
+
 def test_a_checkpoint_with_other_towers_is_refused(tmp_path: Path) -> None:
     """transformers would find none of its tensors; the native model finds those of the text."""
     hf = hf_models.build("gemma3", zoo.Feature())

@@ -67,6 +67,13 @@ def test_bars_are_hidden_where_nothing_is_shown(tmp_path, cache, capfd):
     assert "examples/s" in capfd.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
+    cache.write_text("no folder")
+    (tmp_path / "a.csv").write_text("text\nfirst\n")
+    with pytest.raises(DataError, match="the file cannot be written"):
+        local_files([str(tmp_path / "a.csv")])
+
+
 def test_a_run_learns_from_a_data_set_of_the_hub(tmp_path, cache, monkeypatch):
     asked = []
 
