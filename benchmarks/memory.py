@@ -1,7 +1,7 @@
 """Time and peak memory of a training step under memory plans: python -m benchmarks.memory
 
 --rows measures whole models: transformers, transformers with Liger, and ligermodels with a plan for
-each byte budget. --levels measures what a layer keeps at each level, and what that costs.
+each byte budget. --policies measures the memory and the time of a layer under each policy.
 --predict N measures the peaks of N random models and plans, and compares them with the predictions.
 All need a GPU. Each part runs in its own process. The results go into memory.json, which keeps
 earlier rows of other parts; `python -m benchmarks.memory_plot` makes tables and a plot of it.
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 
 from benchmarks.common import RESULTS, environment, release_memory, table, write
 from benchmarks.memory_works import GIB, HF, LIGER, OURS, WORKS, Setting, Work
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 
 Row = dict[str, Any]
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 KEYS = {
     "environments": (),
     "rows": ("work", "setting"),
-    "levels": ("level",),
+    "policies": ("policy",),
     "recipes": ("work", "recipe"),  # of examples/optimizer_memory.py
     "predictions": ("case",),
     "times": ("work", "setting"),  # a plan's time, predicted again after its row was measured
@@ -175,8 +175,8 @@ def every_second_product() -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if op in products:
             counts[context.is_recompute] += 1
-        keep = op in products and counts[context.is_recompute] % 2
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        save = op in products and counts[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
 
@@ -378,8 +378,8 @@ def run_work(
 LEVEL_SIZES = (16384, 4, 8)
 
 
-def run_levels(deadline: float, emit: Callable[[str, Row], None]) -> None:
-    """Measure what a layer of Llama-3-8B keeps at each level, and how long it takes.
+def run_policies(deadline: float, emit: Callable[[str, Row], None]) -> None:
+    """Measure the memory and the time of a layer of Llama-3-8B under each checkpointing policy.
 
     The figures are the difference between a model of 8 layers and one of 4, divided by 4.
     """
@@ -397,17 +397,17 @@ def run_levels(deadline: float, emit: Callable[[str, Row], None]) -> None:
     grad = torch.randn(1, tokens, models[few].config.hidden_size, device="cuda").bfloat16()
     all_ms = None
     for host in (False, True):
-        for keep in KEEPS:
+        for policy in POLICIES:
             if time.monotonic() > deadline:
                 return
-            level = LayerPlan(keep, host)
-            row: Row = {"level": str(level), "tokens": tokens}
+            layer = LayerPlan(policy, host)
+            row: Row = {"policy": str(layer), "tokens": tokens}
             try:
                 kept, times, pinned = {}, {}, {}
                 for count, model in models.items():
                     budget = 24 * GIB if host else 0
-                    model.set_memory_plan(MemoryPlan((level,) * count, host_budget=budget))
-                    times[count], kept[count] = level_figures(model, ids, grad)
+                    model.set_memory_plan(MemoryPlan((layer,) * count, host_budget=budget))
+                    times[count], kept[count] = policy_figures(model, ids, grad)
                     pinned[count] = stored_bytes(model)
                     model.set_memory_plan(None)
                     release()
@@ -417,12 +417,12 @@ def run_levels(deadline: float, emit: Callable[[str, Row], None]) -> None:
                 row["host bytes per token"] = (pinned[many] - pinned[few]) / layers / tokens
                 all_ms = row["ms of a layer"] if all_ms is None else all_ms
                 row["extra ms"] = row["ms of a layer"] - all_ms
-            except Exception as error:  # the other levels are still measured
+            except Exception as error:  # the other policies are still measured
                 row["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-            emit("levels", row)
+            emit("policies", row)
 
 
-def level_figures(model: Any, ids: Tensor, grad: Tensor) -> tuple[float, int]:
+def policy_figures(model: Any, ids: Tensor, grad: Tensor) -> tuple[float, int]:
     """Return the median milliseconds of forward and backward, and the bytes kept between them.
 
     They are counted once the copies to the host are done and nothing holds their sources.
@@ -441,10 +441,10 @@ def level_figures(model: Any, ids: Tensor, grad: Tensor) -> tuple[float, int]:
 
 
 def run_part(part: str, deadline: float, emit: Callable[[str, Row], None]) -> None:
-    """Run a part in this process: "levels", "predict:N:NUMBERS" or "WORK:TEXT|TEXT"."""
+    """Run a part in this process: "policies", "predict:N:NUMBERS" or "WORK:TEXT|TEXT"."""
     name, _, argument = part.partition(":")
-    if name == "levels":
-        run_levels(deadline, emit)
+    if name == "policies":
+        run_policies(deadline, emit)
     elif name == "predict":
         from benchmarks.memory_cases import run_cases
 
@@ -513,7 +513,9 @@ def short(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="*", choices=WORKS, help="works; the default is all")
-    parser.add_argument("--levels", action="store_true", help="measure every level")
+    parser.add_argument(
+        "--policies", action="store_true", help="measure every checkpointing policy"
+    )
     parser.add_argument("--predict", type=int, metavar="N", help="compare N random plans")
     parser.add_argument("--cases", type=int, nargs="+", help="of these plans, only some")
     parser.add_argument("--settings", nargs="+", default=[], help="texts in the names of settings")
@@ -532,7 +534,7 @@ def main() -> None:
         return
     works = [] if given.rows is None else given.rows or list(WORKS)
     parts = [f"{work}:{'|'.join(given.settings)}" for work in works]
-    parts += ["levels"] * given.levels
+    parts += ["policies"] * given.policies
     chosen = ",".join(map(str, given.cases or ()))
     parts += [f"predict:{given.predict}:{chosen}"] * bool(given.predict)
     result = run_parts(parts or list(WORKS), given.seconds, given.out)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.common import release_memory
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 
 Value = TypeVar("Value")
@@ -90,7 +90,7 @@ def draw(count: int, seed: int = SEED, ranks: int = 1) -> list[Case]:
             batch, seq = 1, batch * seq
         plan = MemoryPlan.of(
             [
-                LayerPlan(generator.choice(KEEPS), host and generator.random() < 0.7)
+                LayerPlan(generator.choice(POLICIES), host and generator.random() < 0.7)
                 for _ in range(next(layers))
             ],
             mlp_tile=next(tiles),

@@ -63,11 +63,11 @@ def work_table(rows: list[Row]) -> str:
     return table(lines, [*columns, "reserved GiB", "host GiB"])
 
 
-def levels_table(rows: list[Row]) -> str:
-    """Return the table of what a layer keeps at each level and what that costs."""
+def policies_table(rows: list[Row]) -> str:
+    """Return the table of the memory and the time of a layer under each checkpointing policy."""
     lines = []
     for row in rows:
-        line = {"level": row["level"]}
+        line = {"policy": row["policy"]}
         if "error" in row:
             line["extra ms"] = row["error"]
         else:
@@ -78,7 +78,7 @@ def levels_table(rows: list[Row]) -> str:
                 "extra ms": number(row["extra ms"], 2),
             }
         lines.append(line)
-    columns = ["level", "KiB per token and layer", "in host memory", "ms of a layer", "extra ms"]
+    columns = ["policy", "KiB per token and layer", "in host memory", "ms of a layer", "extra ms"]
     return table(lines, columns)
 
 
@@ -142,8 +142,8 @@ def page(result: dict[str, Any]) -> str:
     parts = ["# Memory plans\n"]
     for (gpu, work), rows in groups(result.get("rows", []), "gpu", "work").items():
         parts.append(f"## {work}, on {gpu}\n\n{work_table(rows)}\n")
-    for (gpu,), rows in groups(result.get("levels", []), "gpu").items():
-        parts.append(f"## Levels, on {gpu}\n\n{levels_table(rows)}\n")
+    for (gpu,), rows in groups(result.get("policies", []), "gpu").items():
+        parts.append(f"## Levels, on {gpu}\n\n{policies_table(rows)}\n")
     for (gpu, work), rows in groups(result.get("recipes", []), "gpu", "work").items():
         parts.append(f"## Optimizers, {work}, on {gpu}\n\n{recipes_table(rows)}\n")
     for (gpu,), rows in groups(result.get("times", []), "gpu").items():

@@ -56,7 +56,7 @@ from ligermodels import (
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.layers.recompute import Keep
+from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.memory.simulate import simulate
 from ligermodels.parallel.layout import splits_of, whole_tensor
 
@@ -334,8 +334,10 @@ def long(layers: int | None) -> list[Row]:
         states = 2 * sum(p.to_local().nbytes for p in model.parameters())
         for seq, attention in ((131072, 32), (262144, 24)):
             release_memory()
-            levels: list[Keep] = ["attention"] * attention + ["input"] * (32 - attention)
-            model.set_memory_plan(MemoryPlan.of(levels[: len(model.layers)]))
+            policies: list[CheckpointingPolicy] = ["attention"] * attention + ["input"] * (
+                32 - attention
+            )
+            model.set_memory_plan(MemoryPlan.of(policies[: len(model.layers)]))
             predicted = simulate(model, 1, seq, device=torch.device("cuda"))
             torch.cuda.reset_peak_memory_stats()
             row: Row = {

@@ -24,7 +24,7 @@ from ligermodels.converters import hf_config, hf_rope
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.verify import compare
 from ligermodels.errors import ConfigError, LigerError, first_line
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import check_weight_map, small_variants
 from ligermodels.models.base import DecoderModel
@@ -414,8 +414,8 @@ class _Checks:
         ours = self._ours()
         expected = _gradients(ours, self.ids, self.labels)
         worst = _Worst(0.0, "")
-        for keep in KEEPS:
-            ours.set_memory_plan(MemoryPlan.uniform(len(ours.layers), keep))
+        for policy in POLICIES:
+            ours.set_memory_plan(MemoryPlan.uniform(len(ours.layers), policy))
             worst = max(worst, _worst(_gradients(ours, self.ids, self.labels), expected))
         return worst
 

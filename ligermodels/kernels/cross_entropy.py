@@ -219,7 +219,7 @@ def token_values(
     options: CrossEntropyOptions,
     request: TokenRequest,
 ) -> tuple[Tensor, ...]:
-    """Return loss, z-loss and what is asked of rows of logits, as `token_output` takes it."""
+    """Return loss, z-loss and the requested statistics of rows, as `token_output` takes them."""
     row_logits, row_targets, request = _rows(logits, targets, class_weights, options, request)
     with without_autocast(logits):
         return _CrossEntropyRows.apply(row_logits, row_targets, class_weights, options, request)
@@ -246,7 +246,7 @@ def _rows(
 
 
 def check_request(request: TokenRequest, targets: Tensor, vocab: int) -> TokenRequest:
-    """Check what is asked of each token; return it with alternatives as (rows, k).
+    """Check a request of per-token statistics; return it with alternatives as (rows, k).
 
     Raises:
         ValueError: top_k is larger than the vocabulary, or alternatives do not fit the targets.

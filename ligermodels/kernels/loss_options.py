@@ -311,7 +311,7 @@ def target_weights(targets: Tensor, class_weights: Tensor, ignore_index: int) ->
 
 
 class TokenRequest(NamedTuple):
-    """What a call returns of each token besides its loss."""
+    """The per-token statistics that a call returns besides the losses."""
 
     stats: tuple[str, ...] = ()  # names of TOKEN_STATS, in its order
     alternatives: Tensor | None = (
@@ -321,28 +321,28 @@ class TokenRequest(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is asked for."""
+        """Whether no statistic is requested."""
         return not self.stats and self.num_picked == 0
 
     @property
     def num_picked(self) -> int:
-        """How many classes of each token are looked at: the given ones, then the likeliest."""
+        """The number of given and likeliest classes per token, in this order."""
         return self.top_k + (0 if self.alternatives is None else self.alternatives.shape[-1])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the fields of `TokenStats` that are asked for, in their order."""
+        """The names of the requested fields of `TokenStats`, in their order."""
         return self.stats + (("picked", "picked_log_probs") if self.num_picked else ())
 
     def bytes_per_token(self, token_bytes: int) -> int:
-        """Return the memory for what is asked of a token; one statistic counts token_bytes / 3."""
+        """Return the memory per token of the requested statistics; each counts token_bytes / 3."""
         return -(-token_bytes * len(self.stats) // 3) + 64 * self.num_picked
 
 
 def token_request(
     return_token_stats: bool | Collection[str], top_k: int, alternatives: Tensor | None = None
 ) -> TokenRequest:
-    """Check what a call asks of each token.
+    """Check which per-token statistics a call asks for.
 
     Raises:
         ValueError: return_token_stats is not True, False or names of TOKEN_STATS, or top_k is not
@@ -363,7 +363,7 @@ def token_request(
 
 
 class TokenStats(NamedTuple):
-    """What is known of each token besides its loss; 0 if the token is ignored. None: not asked.
+    """Per-token statistics; 0 if the token is ignored, and None if they were not asked for.
 
     Floats are float32, or float64 for float64 logits. p is softmax(t).
     """
@@ -378,7 +378,7 @@ class TokenStats(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, logits: Tensor, request: TokenRequest) -> "TokenStats | None":
-        """Allocate what is asked of `rows` tokens, uninitialised, on the device of `logits`."""
+        """Allocate the statistics of `rows` tokens, uninitialised, on the device of `logits`."""
         if request.is_empty:
             return None
         dtype, device = compute_dtype(logits), logits.device
@@ -409,7 +409,7 @@ class TokenStats(NamedTuple):
         return [x for x in self if x is not None]
 
     def without_gradient(self) -> list[Tensor]:
-        """Return the fields that are given and have no gradient."""
+        """Return the fields that are not None and are not differentiable."""
         return [x for x in (self.correct, self.picked) if x is not None]
 
 

@@ -22,9 +22,9 @@ class AttentionContext:
 
     Args:
         cos, sin: (batch or 1, seq, head_dim / 2), float32.
-        mask: what hides keys besides each layer's own rule (causality, window): an `AttentionMask`,
-            or a bool tensor (batch or 1, 1, queries, keys) that is True where a query sees a key
-            and replaces causality. None hides nothing more.
+        mask: an `AttentionMask`, which hides keys in addition to each layer's own rule (causality,
+            window), or a bool tensor (batch or 1, 1, queries, keys) that is True where a query sees
+            a key and replaces causality. None hides nothing more.
         cache: for inference, the cache to which the layers append their keys and values.
         shared: the keys and values that layers have left for later layers, by layer_index; by
             default none.
@@ -128,8 +128,8 @@ class Attention(Planned, CachedLayer, nn.Module):
         out_bias: whether the output projection has a bias. The default is `bias`.
         scale: factor on the scores. The default is head_dim^-1/2.
         causal: whether a token sees no later token. Without it, a token sees its whole row.
-        sliding_window: a token sees only tokens that are less than this number of positions away,
-            so that many keys in a causal layer, with its own. By default it sees all.
+        sliding_window: a token sees only tokens that are less than this number of positions away.
+            In a causal layer these are as many keys, its own among them. By default it sees all.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
         norms_after_rope: whether they come after the rotation instead, as in Hunyuan.

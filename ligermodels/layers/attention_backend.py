@@ -165,7 +165,7 @@ def attend_in_parts(
     mask: AttentionMask,
     causal: bool = True,
 ) -> Tensor:
-    """Return attention(q, k, v, mask), or its outputs for each chunk of a mask's shard, joined."""
+    """Return attention(q, k, v, mask); under a sharded mask, call it chunk by chunk."""
     if mask.shard is None:
         return attention(q, k, v, mask)
     parts = mask.parts(causal)

@@ -19,7 +19,7 @@ _Rule = tuple[int | None, bool]  # a layer's window, and whether it is causal
 
 
 class VarlenSeqlens(NamedTuple):
-    """What the varlen kernel reads of a mask.
+    """The arguments of the varlen kernel for a mask.
 
     Attributes:
         queries, keys: (documents + 1,) int32, where each document begins in all rows joined.
@@ -73,8 +73,8 @@ class AttentionMask:
 
     Attributes:
         fault: a scalar, NaN if padding_at_ends is not true of the padding mask, and else 0. It is
-            None unless the varlen kernel has needed it. Who passes padding_at_ends adds it to the
-            result, because a look at the values would be a host synchronisation.
+            None unless the varlen kernel has needed it. A caller that passes padding_at_ends adds
+            it to the result, because reading the values would be a host synchronisation.
     """
 
     def __init__(

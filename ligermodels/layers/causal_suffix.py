@@ -1,10 +1,10 @@
 """Causal attention of the last tokens of rows to all tokens of the rows.
 
-The causal mask of PyTorch's fastest kernels has its corner at the first key, and here it belongs at
-the last one. So attention is computed twice, to the keys before the queries without a mask and to
-the queries' own keys with one, and the outputs are weighted by their sums of exponentials, as
-blocks of keys are in arXiv:2205.14135. Backward of each part works with the output and the
-log-sum-exp of both.
+PyTorch's fastest kernels align the causal mask with the first key; these queries need it aligned
+with the last key. So attention is computed twice: without a mask over the keys before the queries,
+and with a causal mask over the queries' own keys. The two outputs are weighted by their sums of
+exponentials, as blocks of keys are in arXiv:2205.14135. The backward of each part uses the output
+and the log-sum-exp of the whole.
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels import kernels
 from ligermodels.kernels.checks import ACTIVATIONS, check_count
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
-from ligermodels.layers.recompute import Keep, Planned
+from ligermodels.layers.recompute import CheckpointingPolicy, Planned
 from ligermodels.layers.tiled_mlp import tiled
 
 
@@ -57,47 +57,49 @@ class GatedMLP(Planned, nn.Module):
         Returns: the output (..., hidden); for an x from `pre_norm`, (the output, x + residual).
         """
         grad = torch.is_grad_enabled()
-        if grad and isinstance(x, PendingNorm) and (self.tile or self.keep == "no_gate_up"):
+        if grad and isinstance(x, PendingNorm) and (self.tile or self.policy == "no_gate_up"):
             # The norm gets only one input, the sum, which is kept for backward.
             x = x.of_the_sum()
         if grad and self.tile is not None:
-            out, total = self._run_tiles(self.keep, x, self.tile)
-        elif grad and self.keep == "no_gate_up":
+            out, total = self._run_tiles(self.policy, x, self.tile)
+        elif grad and self.policy == "no_gate_up":
             # The tensors are arguments themselves, so that checkpoint saves them as autograd does.
             parts = (None, x) if isinstance(x, Tensor) else (type(x), *x)
-            out, total = checkpoint(self._run_parts, self.keep, *parts, use_reentrant=False)
+            out, total = checkpoint(self._run_parts, self.policy, *parts, use_reentrant=False)
         else:
-            out, total = self._run(self.keep, x)
+            out, total = self._run(self.policy, x)
         return out if isinstance(x, Tensor) else (out, total)
 
     def _run_tiles(
-        self, keep: Keep, x: Tensor | PreNormed, tile: int
+        self, policy: CheckpointingPolicy, x: Tensor | PreNormed, tile: int
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(x, PendingNorm):
             options = x.options
 
             def with_norm(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-                out, total = self._run(keep, PendingNorm(rows, None, weight, options))
+                out, total = self._run(policy, PendingNorm(rows, None, weight, options))
                 assert total is not None
                 return out, total
 
             return tiled(self, with_norm, x.x, tile, [x.weight])
         y, total = (x, None) if isinstance(x, Tensor) else x.apply()
-        out, _ = tiled(self, lambda rows: (self._run(keep, rows)[0], rows), y, tile)
+        out, _ = tiled(self, lambda rows: (self._run(policy, rows)[0], rows), y, tile)
         return out, total
 
     def _run_parts(
-        self, keep: Keep, kind: type[PreNormed] | None, *parts: Any
+        self, policy: CheckpointingPolicy, kind: type[PreNormed] | None, *parts: Any
     ) -> tuple[Tensor, Tensor | None]:
-        return self._run(keep, parts[0] if kind is None else kind(*parts))
+        return self._run(policy, parts[0] if kind is None else kind(*parts))
 
-    def _run(self, keep: Keep, x: Tensor | PreNormed) -> tuple[Tensor, Tensor | None]:
-        """Compute the MLP. `keep` is the level of the forward, also when it runs again."""
+    def _run(
+        self, policy: CheckpointingPolicy, x: Tensor | PreNormed
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the MLP under the policy of the forward, also when it runs again."""
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         down, activation = self.down_proj, self.activation
         # A plain linear does not save its output, so backward may overwrite it.
         owned = is_plain(self.gate_up_proj, nn.Linear)
-        if keep == "all" and is_plain(down, nn.Linear):
+        if policy == "all" and is_plain(down, nn.Linear):
             out = kernels.glu_linear(gate_up, down.weight, down.bias, activation, consume=owned)
             return out, total
         # A recomputation stops before the last product, because `down` saves its input first.

@@ -1,19 +1,19 @@
-"""What a layer keeps for backward, and the recomputation of the rest.
+"""Activation checkpointing: what a layer keeps for backward, and the recomputation of the rest.
 
-| level | kept tensors | what backward computes again |
+| checkpointing policy | kept tensors | what backward computes again |
 | --- | --- | --- |
 | `all` | both residual sums, q, k, v, attention's output, gate_up | norm outputs, the activation |
 | `no_gate_up` | all of these but gate_up | also the first projection of the MLP |
 | `attention` | the block's input, attention's output and log-sum-exp | all but attention itself |
 | `input` | the block's input | the whole block |
 
-Keys and values that a layer shares with later layers are kept at every level.
+Keys and values that a layer shares with later layers are kept under every policy.
 
-No level computes the block's last product again, because no gradient needs it. In eager mode
+No policy computes the block's last product again, because no gradient needs it. In eager mode
 `torch.utils.checkpoint` stops the second forward when the last saved tensor exists, and saves the
 inputs of a product before it computes the product.
 
-Each level gives bitwise the same gradients as the others, as far as attention's own backward is
+Every policy gives bitwise the same gradients, as far as attention's own backward is
 deterministic.
 """
 
@@ -28,8 +28,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ligermodels.layers.kv_cache import CachedLayer
 
-Keep = Literal["all", "no_gate_up", "attention", "input"]
-KEEPS: tuple[Keep, ...] = get_args(Keep)  # from the most memory to the least
+CheckpointingPolicy = Literal["all", "no_gate_up", "attention", "input"]
+POLICIES: tuple[CheckpointingPolicy, ...] = get_args(CheckpointingPolicy)
+# From the most memory to the least.
 
 
 class Store(Protocol):
@@ -43,14 +44,14 @@ class Store(Protocol):
 
 
 class Planned:
-    """A module that a memory plan tells what to keep for backward.
+    """A module whose checkpointing policy and tile a memory plan sets.
 
     Attributes:
-        keep: the level of the layer.
+        policy: the checkpointing policy of the layer.
         tile: the number of tokens that an MLP computes at once. By default it computes all.
     """
 
-    keep: Keep = "all"
+    policy: CheckpointingPolicy = "all"
     tile: int | None = None
 
     @property
@@ -59,15 +60,15 @@ class Planned:
 
         In a compiled layer, the checkpoint itself keeps the outputs of attention's ops.
         """
-        return self.keep == "attention" and not torch.compiler.is_compiling()
+        return self.policy == "attention" and not torch.compiler.is_compiling()
 
 
-def set_keep(layer: nn.Module, keep: Keep, mlp_tile: int | None = None) -> None:
-    """Tell the modules in a layer what they keep, and how many tokens an MLP computes at once."""
+def set_policy(layer: nn.Module, policy: CheckpointingPolicy, mlp_tile: int | None = None) -> None:
+    """Set the checkpointing policy of a layer, and the number of tokens of its MLP's tiles."""
     for module in layer.modules():
         if isinstance(module, Planned):
-            module.keep, module.tile = keep, mlp_tile
-    vars(layer)["_level"] = keep, mlp_tile
+            module.policy, module.tile = policy, mlp_tile
+    vars(layer)["_policy"] = policy, mlp_tile
 
 
 def run_layer(
@@ -75,42 +76,42 @@ def run_layer(
     x: Tensor,
     residual: Tensor | None,
     context: Any,
-    keep: Keep,
+    policy: CheckpointingPolicy,
     mlp_tile: int | None = None,
     store: Store | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Call `layer(x, residual, context)` so that it keeps the tensors of a level for backward.
+    """Call `layer(x, residual, context)` under a checkpointing policy.
 
-    A compiled layer must have got the same level from `set_keep` before.
+    A compiled layer must have got the same policy from `set_policy` before.
 
     Args:
         x, residual: (batch, seq, hidden). Their sum is the layer's input.
         context: the `AttentionContext` of the pass.
-        keep: the level. With a cache, a layer never runs again, so it keeps what that needs.
+        policy: the checkpointing policy. With a cache, a layer never runs again, so it is "all".
         mlp_tile: the number of tokens that an MLP computes at once. By default it computes all.
-        store: where kept outputs of attention go at the level "attention". By default they stay.
+        store: where the policy "attention" puts the outputs of attention. By default they stay.
     Returns: (x, residual), whose sum is the layer's output.
     Raises:
         ValueError: the layer returned something else.
     """
 
     def run(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
-        # The recomputation has the level of its forward, although the plan may have changed.
+        # The recomputation has the policy of its forward, although the plan may have changed.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if vars(layer).get("_level", ("all", None)) != (keep, mlp_tile):
-                set_keep(layer, keep, mlp_tile)
+            if vars(layer).get("_policy", ("all", None)) != (policy, mlp_tile):
+                set_policy(layer, policy, mlp_tile)
         out = layer(x, residual, context)
         _check_output(layer, out, x)
         return out
 
     # A layer that ran again would append its keys to the cache again.
     once = getattr(context, "cache", None) is not None
-    if keep in ("all", "no_gate_up") or once or not torch.is_grad_enabled():
+    if policy in ("all", "no_gate_up") or once or not torch.is_grad_enabled():
         return run(x, residual, context)
     # Adding the pair first leaves one tensor to keep for backward instead of two.
     x = x if residual is None else x + residual
     options: dict[str, Any] = {}
-    if keep == "attention":
+    if policy == "attention":
         if torch.compiler.is_compiling():
             ops = _attention_ops()
             options["context_fn"] = partial(create_selective_checkpoint_contexts, ops)

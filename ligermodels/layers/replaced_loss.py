@@ -108,7 +108,7 @@ def replaced_loss(
 
 
 def _drops(module: nn.Module) -> bool:
-    """Return whether a module draws which of its inputs it drops."""
+    """Return whether a module applies dropout to its inputs."""
     return isinstance(module, _DROPOUTS) and module.training and module.p > 0
 
 

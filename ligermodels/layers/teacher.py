@@ -1,4 +1,4 @@
-"""What a loss head learns from besides targets: a teacher's distribution of the next token."""
+"""Knowledge distillation in the loss head: the targets are a teacher's next-token distributions."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Losses as plain functions of what the loss head says of each token: the field's own formulas."""
+"""Losses as plain functions of per-token statistics of the loss head, with the papers' formulas."""
 
 from ligermodels.losses.contrastive import info_nce as info_nce
 from ligermodels.losses.policy import group_advantages as group_advantages

@@ -32,9 +32,9 @@ def info_nce(
         documents: (documents, dim), in the same dtype. Those that are no query's own are hard
             negatives. With several ranks, gather the documents of all.
         positives: (queries) int64, the row of each query's document; by default 0, 1, 2, ...
-        temperature: what divides the products.
-        symmetric: whether the mean with the loss of the documents, each of which is to find its
-            query, is taken. There must be as many documents as queries.
+        temperature: the divisor of the products.
+        symmetric: whether to return the mean of this loss and the one in which each document is to
+            find its query. There must be as many documents as queries.
         normalizer: the number of queries of the whole step.
         chunk_size, max_scratch_bytes: as in `ligermodels.kernels.linear_cross_entropy`.
     Returns: the loss and the metric accuracy.

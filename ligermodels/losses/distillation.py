@@ -1,7 +1,7 @@
 """Losses that teach a student a teacher's next-token distribution, or its hidden states.
 
-`distillation` takes two heads and never holds all logits of either. `top_k_divergence` takes what
-was stored of a teacher that is not there any more.
+`distillation` takes two heads and never holds all logits of either. `top_k_divergence` takes the
+stored log-probabilities of a teacher's likeliest classes, and does not need the teacher itself.
 """
 
 import torch
@@ -79,11 +79,11 @@ def distillation(
 def top_k_divergence(
     log_probs: Tensor, teacher_log_probs: Tensor, beta: float | None = 0.0
 ) -> Tensor:
-    """Return the divergence of k classes of each token and of all other classes together.
+    """Return the divergence over k classes of each token, with all other classes as one more.
 
-    The k classes are those that were stored of the teacher. What is left of the probability is one
-    more class, for the student and for the teacher, so that the divergence is 0 only if the student
-    gives the stored classes the teacher's probabilities. It is at most that of all classes.
+    The k classes are those that were stored of the teacher. The rest of the probability is one more
+    class, for the student and for the teacher, so the divergence is 0 only if the student gives the
+    stored classes the teacher's probabilities. It is at most the divergence over all classes.
 
     Args:
         log_probs: (..., k) of the student, differentiable: token_alternative_log_probs of a head

@@ -74,7 +74,7 @@ def grpo_loss(
         log_probs: (batch, seq), of the policy that is trained.
         advantages: (batch), or (batch, seq) for one of each token.
         mask: (batch, seq).
-        old_log_probs: of the policy before the steps on this batch. By default log_probs, which is
+        old_log_probs: of the policy before the steps on this batch. The default, log_probs, is
             right for the first of these steps: the ratio is then 1, and only its gradient counts.
         ref_log_probs: of the reference model, if beta is not 0.
         sampling_log_probs: of the engine that sampled, for off_policy_mask_threshold; by default
@@ -97,8 +97,8 @@ def grpo_loss(
             ratios (GSPO, Zheng et al. 2025, arXiv 2507.18071).
         sapo_temperature_pos, ..., vespo_lambda_neg: constants of these two, for advantages above 0
             (vespo: at least 0) and for the others.
-        off_policy_mask_threshold: a completion of a negative advantage whose mean log ratio from
-            the sampler to the policy is above it has no loss (arXiv 2512.02556).
+        off_policy_mask_threshold: a completion has no loss if its advantage is negative and the
+            mean log ratio of the sampler to the policy is above this (arXiv 2512.02556).
         top_entropy_quantile: the share of the tokens of this batch, those of highest entropy, whose
             advantage counts (Wang et al. 2025, arXiv 2506.01939).
         entropy_coef: the weight of the mean entropy, which is added to the objective.

@@ -39,7 +39,7 @@ from ligermodels.losses.terms import (
 
 @dataclass
 class _Pairs:
-    """What the formulas of DPO are about: one number per pair, each tensor (pairs)."""
+    """The terms of the formulas of DPO, one number per pair: each tensor is (pairs)."""
 
     chosen_logps: Tensor  # log-probabilities of whole completions
     rejected_logps: Tensor

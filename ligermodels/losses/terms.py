@@ -1,4 +1,4 @@
-"""What the losses share: sums over tokens, divisors, means that add up over micro-batches."""
+"""Parts that the losses share: sums over tokens, divisors, means over micro-batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mean:
 
 
 class LossOutput(NamedTuple):
-    """What every loss returns. The metrics have TRL's names, and no gradients."""
+    """The result of every loss. The metrics have TRL's names, and no gradients."""
 
     loss: Tensor  # scalar
     metrics: dict[str, Mean]
@@ -50,8 +50,9 @@ def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
 def counted(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     """Return the values with `fill` where the mask is false.
 
-    What does not count may be infinite or NaN. It is replaced before anything is computed from it:
-    a mask after the formula would be too late for backward, where 0 times infinity is NaN.
+    Values that do not count may be infinite or NaN. They are replaced before anything is computed
+    from them: a mask after the formula would be too late for backward, where 0 times infinity is
+    NaN.
 
     Args: values: of the mask's shape; those of another shape, one for each row, stay as they are.
     """

@@ -24,7 +24,7 @@ _TOKENS = 4096
 
 
 class AttentionKind(NamedTuple):
-    """What decides the rate of attention.
+    """The properties of an attention call that decide its rate.
 
     Attributes:
         backend: the one that `attend` chooses.
@@ -45,12 +45,12 @@ class AttentionKind(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """With which it is measured."""
+        """The number of tokens with which the rate is measured."""
         return max(self.length, _TOKENS)
 
     @property
     def forward_flops(self) -> int:
-        """Of the two products of the measured forward, over the pairs that the mask leaves."""
+        """The FLOP of the two products of the measured forward, over the pairs of the mask."""
         pairs = self.tokens // self.length * attention_pairs(self.length, self.window, self.causal)
         return 4 * self.heads * self.head_dim * pairs
 

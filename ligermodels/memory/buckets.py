@@ -18,7 +18,7 @@ _FIRST, _OTHERS = 2**20, 25 * 2**20  # bytes after which a bucket takes no furth
 
 
 def buckets(trained: Iterable[Tensor]) -> list[Tensor]:
-    """Return meta tensors like the buckets of parameters, which are in the model's order."""
+    """Return meta tensors of the sizes of the buckets; the parameters are in the model's order."""
     limit = _FIRST
     open_buckets: dict[torch.dtype, int] = {}  # elements
     made: list[tuple[int, torch.dtype]] = []

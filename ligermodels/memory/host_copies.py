@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import ConfigError, first_line
-from ligermodels.memory.pinned_pool import Part
+from ligermodels.memory.pinned_pool import HostBlock
 
 
 class Copies(Protocol):
@@ -16,11 +16,11 @@ class Copies(Protocol):
     def slab(self, nbytes: int) -> Tensor | None:
         """Allocate host memory."""
 
-    def to_host(self, source: Tensor, parts: list[Part]) -> Any:
-        """Start to copy bytes into parts of slabs; return an event that marks the end."""
+    def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> Any:
+        """Start to copy bytes into blocks of slabs; return an event that marks the end."""
 
-    def to_device(self, target: Tensor, parts: list[Part], after: Any) -> Any:
-        """Start to copy parts of slabs into `target` after an event; return one for the end."""
+    def to_device(self, target: Tensor, host_blocks: list[HostBlock], after: Any) -> Any:
+        """Start to copy blocks of slabs into `target` after an event; return one for the end."""
 
     def stream(self) -> Any:
         """Return the stream that computes now in this thread."""
@@ -46,25 +46,25 @@ class CudaCopies:
                 f"host_budget ({first_line(error)})"
             ) from error
 
-    def to_host(self, source: Tensor, parts: list[Part]) -> torch.cuda.Event:
+    def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> torch.cuda.Event:
         # The kernels that compute the source come first. So do all reloads, because one of them
-        # may still read the pieces, whose last owner has given them back.
+        # may still read the blocks, whose last owner has given them back.
         self._outward.wait_stream(self.stream())
         self._outward.wait_stream(self._inward)
         with torch.cuda.stream(self._outward):
-            for device_part, host_part in pairs(source, parts):
-                host_part.copy_(device_part, non_blocking=True)
+            for source_bytes, host_bytes in pairs(source, host_blocks):
+                host_bytes.copy_(source_bytes, non_blocking=True)
             return self._outward.record_event()
 
     def to_device(
-        self, target: Tensor, parts: list[Part], after: torch.cuda.Event
+        self, target: Tensor, host_blocks: list[HostBlock], after: torch.cuda.Event
     ) -> torch.cuda.Event:
         # The target's memory was free for the compute stream, whose kernels may still use it.
         self._inward.wait_stream(self.stream())
         self._inward.wait_event(after)
         with torch.cuda.stream(self._inward):
-            for device_part, host_part in pairs(target, parts):
-                device_part.copy_(host_part, non_blocking=True)
+            for source_bytes, host_bytes in pairs(target, host_blocks):
+                source_bytes.copy_(host_bytes, non_blocking=True)
             return self._inward.record_event()
 
     def stream(self) -> torch.cuda.Stream:
@@ -80,10 +80,10 @@ class NoCopies:
     def slab(self, nbytes: int) -> None:
         return None
 
-    def to_host(self, source: Tensor, parts: list[Part]) -> None:
+    def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> None:
         return None
 
-    def to_device(self, target: Tensor, parts: list[Part], after: Any) -> None:
+    def to_device(self, target: Tensor, host_blocks: list[HostBlock], after: Any) -> None:
         return None
 
     def stream(self) -> None:
@@ -93,11 +93,11 @@ class NoCopies:
         return None
 
 
-def pairs(tensor: Tensor, parts: list[Part]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide a row of bytes as its host memory is divided; the last part may be too long."""
+def pairs(tensor: Tensor, host_blocks: list[HostBlock]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield slices of a row of bytes with their host memory; the last block may be too long."""
     done = 0
-    for slab, offset, size in parts:
+    for slab, offset, size in host_blocks:
         assert slab is not None
-        piece = tensor[done : done + size]
-        yield piece, slab[offset : offset + piece.numel()]
+        block = tensor[done : done + size]
+        yield block, slab[offset : offset + block.numel()]
         done += size

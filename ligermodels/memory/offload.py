@@ -22,7 +22,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.kernels.checks import check_count
 from ligermodels.memory.byte_sizes import integer
 from ligermodels.memory.host_copies import Copies, CudaCopies, NoCopies
-from ligermodels.memory.pinned_pool import MIB, Piece, PinnedPool
+from ligermodels.memory.pinned_pool import MIB, PinnedBlock, PinnedPool
 
 _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than it frees
 
@@ -175,12 +175,12 @@ class Offloader:
             return None
         stored = layer.within.stored.get(key)
         if stored is None or stored.changed():
-            pieces = self.pool.take(nbytes)
-            if pieces is None:
+            blocks = self.pool.take(nbytes)
+            if blocks is None:
                 self._refused += nbytes
                 layer.within.stay.add(key)
                 return None
-            stored = layer.within.stored[key] = _Stored(self, tensor, pieces, layer.index)
+            stored = layer.within.stored[key] = _Stored(self, tensor, blocks, layer.index)
         layer.within.of_layer[layer.index].append(weakref.ref(stored))
         return stored
 
@@ -222,8 +222,10 @@ class _Stored:
     reloaded one. `event` tells when the last copy from or to `resident` is complete.
     """
 
-    def __init__(self, owner: Offloader, tensor: Tensor, pieces: list[Piece], index: int) -> None:
-        self.owner, self.pieces, self.index = owner, pieces, index
+    def __init__(
+        self, owner: Offloader, tensor: Tensor, blocks: list[PinnedBlock], index: int
+    ) -> None:
+        self.owner, self.blocks, self.index = owner, blocks, index
         self.counter, self.version = _version_counter(tensor), tensor._version
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
@@ -231,7 +233,7 @@ class _Stored:
         self.resident.set_(storage)
         self.resident_version = self.resident._version
         self.stream = owner.copies.stream()
-        self.event = owner.copies.to_host(self.resident, owner.pool.parts(pieces))
+        self.event = owner.copies.to_host(self.resident, owner.pool.host_blocks(blocks))
         if owner.on_copy is not None:
             owner.on_copy(True, self.nbytes)
 
@@ -252,8 +254,8 @@ class _Stored:
             owner = self.owner
             resident = torch.empty(self.nbytes, dtype=torch.uint8, device=owner.device)
             self.stream = owner.copies.stream()
-            parts = owner.pool.parts(self.pieces)
-            self.event = owner.copies.to_device(resident, parts, self.event)
+            host_blocks = owner.pool.host_blocks(self.blocks)
+            self.event = owner.copies.to_device(resident, host_blocks, self.event)
             self.resident, self.resident_version = resident, resident._version
             if owner.on_copy is not None:
                 owner.on_copy(False, self.nbytes)
@@ -268,7 +270,7 @@ class _Stored:
 
     def __del__(self) -> None:
         self.release()
-        self.owner.pool.give_back(self.pieces)
+        self.owner.pool.give_back(self.blocks)
 
 
 @dataclass(frozen=True)

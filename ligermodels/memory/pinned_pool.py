@@ -10,17 +10,17 @@ MIB = 2**20
 _LARGEST_SLAB = 256 * MIB
 _ALIGNMENT = 512  # bytes
 
-Piece = tuple[int, int, int]
-"""A part of pinned memory: the slab's number, the offset in it and the length, both in bytes."""
+PinnedBlock = tuple[int, int, int]
+"""A block of pinned memory: the slab's number, the offset in it and the length, both in bytes."""
 
-Part = tuple[Tensor | None, int, int]
-"""A piece with the slab itself, which is None where a GPU is simulated."""
+HostBlock = tuple[Tensor | None, int, int]
+"""A block of pinned memory with the slab itself, which is None where a GPU is simulated."""
 
 
 class PinnedPool:
-    """Gives out pieces of slabs, and takes them back.
+    """Gives out blocks of slabs, and takes them back.
 
-    A tensor may lie in several pieces, so that any free memory serves: slabs never add up to more
+    A tensor may lie in several blocks, so that any free memory serves: slabs never add up to more
     than the budget, and they never hold more than the most that was in use, rounded up to slabs.
     """
 
@@ -28,13 +28,13 @@ class PinnedPool:
         self._left = budget // MIB * MIB  # bytes that may still be allocated
         self._make_slab = make_slab
         self._slabs: list[Tensor | None] = []
-        self._free: list[Piece] = []  # sorted; neighbours are joined
-        # Garbage collection may return pieces at any time, also while a list above is in use.
-        self._returned: deque[list[Piece]] = deque()
+        self._free: list[PinnedBlock] = []  # sorted; neighbours are joined
+        # Garbage collection may return blocks at any time, also while a list above is in use.
+        self._returned: deque[list[PinnedBlock]] = deque()
         self.held = self.peak = 0
 
-    def take(self, nbytes: int) -> list[Piece] | None:
-        """Return free pieces of at least nbytes together, or None if the budget is full."""
+    def take(self, nbytes: int) -> list[PinnedBlock] | None:
+        """Return free blocks of at least nbytes together, or None if the budget is full."""
         needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         free = self.free_bytes()
         if free + self._left < needed:
@@ -54,8 +54,8 @@ class PinnedPool:
         self._free.sort()
         return taken
 
-    def give_back(self, pieces: list[Piece]) -> None:
-        self._returned.append(pieces)
+    def give_back(self, blocks: list[PinnedBlock]) -> None:
+        self._returned.append(blocks)
 
     def free_bytes(self) -> int:
         """Return the free bytes of the slabs."""
@@ -75,8 +75,8 @@ class PinnedPool:
             self._free = joined
         return sum(size for _, _, size in self._free)
 
-    def parts(self, pieces: list[Piece]) -> list[Part]:
-        return [(self._slabs[slab], offset, size) for slab, offset, size in pieces]
+    def host_blocks(self, blocks: list[PinnedBlock]) -> list[HostBlock]:
+        return [(self._slabs[slab], offset, size) for slab, offset, size in blocks]
 
     def _grow(self) -> int:
         """Allocate one more slab; return its size."""
@@ -87,9 +87,9 @@ class PinnedPool:
         self.held += size
         return size
 
-    def _best(self, needed: int) -> Piece:
-        """Return the smallest free piece that is large enough, or else the largest."""
-        enough = [piece for piece in self._free if piece[2] >= needed]
+    def _best(self, needed: int) -> PinnedBlock:
+        """Return the smallest free block that is large enough, or else the largest."""
+        enough = [block for block in self._free if block[2] >= needed]
         if enough:
-            return min(enough, key=lambda piece: piece[2])
-        return max(self._free, key=lambda piece: piece[2])
+            return min(enough, key=lambda block: block[2])
+        return max(self._free, key=lambda block: block[2])

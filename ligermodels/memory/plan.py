@@ -9,10 +9,11 @@ from typing import Any
 from typing_extensions import Self
 
 from ligermodels.errors import ConfigError, short_repr
-from ligermodels.layers.recompute import KEEPS, Keep
+from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.byte_sizes import integer
 
 NO_LIMIT = 2**62  # bytes
+_RENAMED = {"keep": "policy"}  # in plans that were stored
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,20 @@ class LayerPlan:
     """What one layer keeps for backward.
 
     Attributes:
-        keep: the level; the table in `ligermodels.layers.recompute` says what each one keeps.
+        policy: the checkpointing policy; `ligermodels.layers.recompute` has a table of them.
         host: whether the kept tensors are in pinned host memory until backward.
         tile: the tokens that the MLP handles at once. None means all.
     """
 
-    keep: Keep = "all"
+    policy: CheckpointingPolicy = "all"
     host: bool = False
     tile: int | None = None
 
     def __post_init__(self) -> None:
-        if self.keep not in KEEPS:
-            raise ConfigError(f"memory plan: keep={short_repr(self.keep)}; expected one of {KEEPS}")
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"memory plan: policy={short_repr(self.policy)}; expected one of {POLICIES}"
+            )
         if not isinstance(self.host, bool):
             raise ConfigError(f"memory plan: host={short_repr(self.host)}; expected True or False")
         if self.tile is not None:
@@ -40,12 +43,12 @@ class LayerPlan:
     def __str__(self) -> str:
         where = ", in host memory" if self.host else ""
         tiles = f", MLP in tiles of {self.tile} tokens" if self.tile else ""
-        return f"{self.keep}{where}{tiles}"
+        return f"{self.policy}{where}{tiles}"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of a plan.
+    """The planner's prediction for a plan.
 
     Attributes:
         batch, seq: the shape of the batch.
@@ -96,7 +99,7 @@ class MemoryPlan:
         host_budget: the most bytes of pinned host memory. By default there is no limit.
         head_chunk: the tokens that the loss head handles at once, unless its chunk_size or its
             max_scratch_bytes is given. None means the head's own default.
-        prediction: what the planner says of the plan, or None if the plan was written by hand.
+        prediction: the planner's prediction, or None if the plan was written by hand.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -122,25 +125,29 @@ class MemoryPlan:
     def uniform(
         cls,
         num_layers: int,
-        keep: Keep,
+        policy: CheckpointingPolicy,
         *,
         host: bool = False,
         mlp_tile: int | None = None,
         **options: Any,
     ) -> Self:
-        """Return the plan in which all layers have the same level."""
+        """Return the plan in which all layers have the same checkpointing policy."""
         count = checked_integer("num_layers", num_layers, 0)
-        return cls((LayerPlan(keep, host, mlp_tile),) * count, **options)
+        return cls((LayerPlan(policy, host, mlp_tile),) * count, **options)
 
     @classmethod
     def of(
-        cls, keeps: Iterable[Keep | LayerPlan], *, mlp_tile: int | None = None, **options: Any
+        cls,
+        policies: Iterable[CheckpointingPolicy | LayerPlan],
+        *,
+        mlp_tile: int | None = None,
+        **options: Any,
     ) -> Self:
-        """Return a plan from the levels, or the plans, of the layers.
+        """Return a plan from the checkpointing policies, or the plans, of the layers.
 
         Args: mlp_tile: the tile of the layers that are not given their own tile.
         """
-        layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in _sequence(keeps))
+        layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in _sequence(policies))
         if mlp_tile is not None:
             layers = (replace(x, tile=mlp_tile) if x.tile is None else x for x in layers)
         return cls(tuple(layers), **options)
@@ -148,7 +155,7 @@ class MemoryPlan:
     @property
     def recomputes(self) -> bool:
         """Whether backward computes parts of some layers again."""
-        return any(layer.keep != "all" or layer.tile is not None for layer in self.layers)
+        return any(layer.policy != "all" or layer.tile is not None for layer in self.layers)
 
     @property
     def uses_host(self) -> bool:
@@ -156,7 +163,7 @@ class MemoryPlan:
         return any(layer.host for layer in self.layers)
 
     def __str__(self) -> str:
-        """Return a table of the layers by level, then the prediction."""
+        """Return a table of the layers by their plans, then the prediction."""
         groups: dict[LayerPlan, list[int]] = {}
         for index, layer in enumerate(self.layers):
             groups.setdefault(layer, []).append(index)
@@ -188,7 +195,7 @@ class MemoryPlan:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the plan that `to_dict` has written.
 
-        Older plans have one `mlp_tile` for all layers.
+        Older plans have one `mlp_tile` for all layers, and `keep` instead of `policy`.
 
         Raises:
             ConfigError: the values are not those of a plan.
@@ -196,7 +203,10 @@ class MemoryPlan:
         try:
             older = {"tile": values.get("mlp_tile")}
             values = {name: value for name, value in values.items() if name != "mlp_tile"}
-            layers = tuple(LayerPlan(**(older | layer)) for layer in values["layers"])
+            layers = tuple(
+                LayerPlan(**(older | {_RENAMED.get(name, name): x for name, x in layer.items()}))
+                for layer in values["layers"]
+            )
             prediction = values.get("prediction")
             if prediction is not None:
                 gains = tuple((more, seconds) for more, seconds in prediction["gains"])

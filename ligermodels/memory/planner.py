@@ -1,12 +1,13 @@
 """Find the fastest memory plan that fits a budget.
 
-The step is simulated with each level in all layers, and with tiled MLPs. This gives what each layer
-keeps, what exists besides at the worst time of its forward and backward, and its work, which
-`Rates` turn into seconds. While a layer runs, only the tensors that it and the layers before it
-keep exist. The fastest choice under these constraints, one for each layer, is found exactly by
-dynamic programming over the layers. With host memory, a plan is improved step by step instead,
-because copies wait for each other. The plan is then simulated as a whole. If it takes more than
-the search counted, the search gets as much less.
+The step is simulated with each checkpointing policy in all layers, and with tiled MLPs. This gives
+the bytes that each layer keeps, the most other bytes that exist during its forward and backward,
+and its work, from which `Rates` gives seconds. While a layer runs, only the tensors that it and the
+layers before it keep exist. The fastest choice under these constraints, one for each layer, is
+found exactly by dynamic programming over the layers. With host memory, a plan is improved step by
+step instead, because copies wait for each other. The plan is then simulated as a whole. If it takes
+more bytes than the search counted, the search is repeated with a budget that is smaller by the
+difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.recompute import KEEPS, Keep
+from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
@@ -32,7 +33,7 @@ _STEPS = 8192
 _ROUNDS = 5
 # After so many numbers that a line has given, the interval is halved.
 _LINES = 8
-_TILED_ALSO: tuple[Keep, ...] = ("no_gate_up", "attention")
+_TILED_ALSO: tuple[CheckpointingPolicy, ...] = ("no_gate_up", "attention")
 _LARGEST = 2**31 - 1  # rows of a batch, or tokens of a row
 _MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 
@@ -59,13 +60,13 @@ class Option:
 
     @property
     def costs(self) -> tuple[float, int, int]:
-        """What should be small: seconds, bytes that are kept, and bytes besides."""
+        """The costs to minimise: seconds, bytes that are kept, and other bytes."""
         return self.forward + self.backward, self.kept, self.beside
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search chooses from.
+    """The options of all layers, from which a search chooses.
 
     Attributes:
         layers: the options of each layer, the same plans for each.
@@ -106,7 +107,7 @@ class Problem:
 def problem(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Problem:
     """Return the problem that simulations of uniform plans describe.
 
-    Args: simulations: the plan of every layer -> the step, for each level, and for "input" with
+    Args: simulations: the plan of every layer -> the step, for each policy, and for "input" with
         each size of tiles. Where gate_up is computed again, tiles make the same difference.
     """
     whole = LayerPlan("input")
@@ -149,7 +150,7 @@ def _passes(phases: dict[str, Phase], index: int) -> tuple[Phase, Phase]:
 
 
 def _option(plan: LayerPlan, phases: dict[str, Phase], index: int, rates: Rates) -> Option:
-    """Return what a simulation says of a layer."""
+    """Return the simulated costs of a layer under a plan."""
     forward, backward = _passes(phases, index)
     beside = max(forward.peak, backward.peak) - sum(_kept(phases, i) for i in range(index + 1))
     seconds = rates.seconds(forward.work), rates.seconds(backward.work)
@@ -220,7 +221,7 @@ def search(task: Problem, budget: int) -> list[LayerPlan] | None:
 
 
 def _useful(options: Sequence[Option]) -> list[Option]:
-    """Return the options to which no other one is preferable in every respect."""
+    """Return the options that are not dominated by another one in all costs."""
     useful: list[Option] = []
     for option in sorted(options, key=lambda option: option.costs):
         if not any(
@@ -258,7 +259,7 @@ class Space:
         self.reserved, self.head_chunk = reserved, head_chunk
         self.simulate = cache(simulate)
         self.host_budget, self.uses_host = host_budget, host_budget >= MIB
-        choices = [LayerPlan(keep) for keep in KEEPS]
+        choices = [LayerPlan(policy) for policy in POLICIES]
         choices += [LayerPlan("input", tile=tile) for tile in tiles]
         self.uniform = {choice: self.plan([choice] * num_layers) for choice in choices}
         # Every layer keeps as little as it can.
@@ -292,7 +293,7 @@ class Space:
 
     @cached_property
     def task(self) -> Problem:
-        """What a search chooses from."""
+        """The options of all layers."""
         simulations = {choice: self.simulate(plan) for choice, plan in self.uniform.items()}
         return problem(simulations, self.rates)
 
@@ -307,12 +308,14 @@ class Space:
 
     def _with_host(self, layers: Sequence[LayerPlan], budget: int) -> list[LayerPlan]:
         """Return a plan with host memory, or the given one if no better one is found."""
-        here = list(dict.fromkeys([*map(LayerPlan, KEEPS), *layers]))
+        here = list(dict.fromkeys([*map(LayerPlan, POLICIES), *layers]))
         plans = [replace(plan, host=host) for host in (False, True) for plan in here]
         choices = self.task.choices(plans)
         # A search ends where no small change helps, so it begins in several places.
         starts = [[LayerPlan()] * len(layers), layers]
-        starts += [[replace(plan, host=True)] * len(layers) for plan in map(LayerPlan, KEEPS[:2])]
+        starts += [
+            [replace(plan, host=True)] * len(layers) for plan in map(LayerPlan, POLICIES[:2])
+        ]
         budgets = budget, self.host_budget
         found = [
             choices.improved(np.array([*map(plans.index, start)]), *budgets, pairs=False)

@@ -24,7 +24,7 @@ class Rates:
         host_bytes: bytes/s to or from host memory, each way.
         source: where the rates come from.
         mixed_products: FLOP/s of matrix products where other work takes half of the time. By
-            default it is the same.
+            default it equals `products`.
     """
 
     products: float
@@ -146,7 +146,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
 def _seconds(run: Callable[[], object], between: Callable[[], object] | None = None) -> float:
     """Return the seconds of a run on the current GPU, the median of the last rounds.
 
-    Args: between: what runs for as long between the rounds.
+    Args: between: other work, which runs as long between the rounds.
     """
     times: list[float] = []
     others: list[Callable[[], object]] = []

@@ -55,7 +55,7 @@ class ShardedParameter:
 
 
 @dataclass(eq=False)
-class Group:
+class ShardedParameterGroup:
     """Parameters that FSDP2 gathers and reduces together.
 
     Attributes:
@@ -63,8 +63,8 @@ class Group:
         ranks: the number of shards.
         reshards: whether the gathered weights are freed after forward, and gathered again.
         replicated: whether the reduced gradients are then averaged over copies of the shards.
-        ahead: the groups that are gathered when the forward of this one begins.
-        behind: the same for backward. If there are none, it is the group before this one.
+        forward_prefetch: the groups that are gathered when the forward of this one begins.
+        backward_prefetch: the same for backward. By default it is the group before this one.
     """
 
     modules: tuple[nn.Module, ...]
@@ -72,13 +72,13 @@ class Group:
     ranks: int
     reshards: bool
     replicated: bool
-    ahead: "list[Group]" = field(default_factory=list)
-    behind: "list[Group]" = field(default_factory=list)
+    forward_prefetch: "list[ShardedParameterGroup]" = field(default_factory=list)
+    backward_prefetch: "list[ShardedParameterGroup]" = field(default_factory=list)
     buffer: Tensor | None = None  # of an all-gather that is under way
     gathered: list[Tensor] = field(default_factory=list)
     shard_grads: list[Tensor] = field(default_factory=list)
     averaged: Tensor | None = None  # what was averaged over copies
-    place: int = -1  # in the order of forward
+    forward_index: int = -1  # in the order of forward
     reduced: bool = False
 
 
@@ -95,8 +95,8 @@ class Sharding:
     def __init__(self, model: nn.Module, step_module: nn.Module | None = None) -> None:
         named = list((model if step_module is None else step_module).named_parameters())
         names = {id(parameter): name for name, parameter in named}
-        self.groups: list[Group] = []
-        of_state: dict[int, list[Group]] = {}
+        self.groups: list[ShardedParameterGroup] = []
+        of_state: dict[int, list[ShardedParameterGroup]] = {}
         states = {module: state for module in model.modules() for state in _states(module)}
         for module, state in states.items():
             for group in _fsdp_groups(state):
@@ -106,8 +106,10 @@ class Sharding:
                     of_state.setdefault(id(state), []).append(made)
         for state in states.values():
             for made in of_state.get(id(state), []):
-                made.ahead = [g for s in state._states_to_forward_prefetch for g in of_state[id(s)]]
-                made.behind = [
+                made.forward_prefetch = [
+                    g for s in state._states_to_forward_prefetch for g in of_state[id(s)]
+                ]
+                made.backward_prefetch = [
                     g for s in state._states_to_backward_prefetch for g in of_state[id(s)][::-1]
                 ]
         self.parameters = {p.name: p for group in self.groups for p in group.parameters}
@@ -121,14 +123,14 @@ class Sharding:
     def begin(self, on_stream: OnStream, gradients: Gradients) -> list[Tensor]:
         """Start a step, and return the shards."""
         self.on_stream, self.keeps_grads = on_stream, gradients == "new"
-        self.order: list[Group] = []
+        self.order: list[ShardedParameterGroup] = []
         self.last_buffer: Tensor | None = None  # of the all-gather before, in forward
         self.reduce_input: Tensor | None = None
         self.shards: list[Tensor] = []
         for group in self.groups:
             group.buffer, group.gathered, group.shard_grads = None, [], []
             group.averaged = None
-            group.place, group.reduced = -1, False
+            group.forward_index, group.reduced = -1, False
             for parameter in group.parameters:
                 shard = torch.empty(parameter.local, dtype=parameter.dtype, device="meta")
                 self.shards.append(shard)
@@ -171,12 +173,12 @@ class Sharding:
             group.averaged = None
         self.reduce_input = None
 
-    def _forward(self, group: Group) -> Callable[..., Any]:
+    def _forward(self, group: ShardedParameterGroup) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._gather(group)
             # FSDP2 forgets the buffer before this one when it has copied this one out.
             self.last_buffer = self._copy_out(group)
-            for other in group.ahead:
+            for other in group.forward_prefetch:
                 self._gather(other)
             leaves, spec = tree_flatten((args, kwargs))
             needed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -190,13 +192,13 @@ class Sharding:
 
         return before
 
-    def _after_forward(self, group: Group, is_root: bool) -> Callable[..., None]:
+    def _after_forward(self, group: ShardedParameterGroup, is_root: bool) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, out: Any) -> None:
             if group.reshards:
                 group.gathered = []
             if is_root:
                 self.last_buffer = None
-            group.place = len(self.order)
+            group.forward_index = len(self.order)
             self.order.append(group)
             for x in tree_flatten(out)[0]:
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -204,16 +206,18 @@ class Sharding:
 
         return after
 
-    def _backward(self, group: Group) -> None:
-        if group.place < 0:
+    def _backward(self, group: ShardedParameterGroup) -> None:
+        if group.forward_index < 0:
             return  # another output of the module came before
         self._gather(group)
         self._copy_out(group)
-        place, group.place = group.place, -1
-        for other in group.behind or self.order[max(place - 1, 0) : place]:
+        forward_index, group.forward_index = group.forward_index, -1
+        for other in (
+            group.backward_prefetch or self.order[max(forward_index - 1, 0) : forward_index]
+        ):
             self._gather(other)
 
-    def _gather(self, group: Group) -> None:
+    def _gather(self, group: ShardedParameterGroup) -> None:
         """Start an all-gather: copy the shards into this rank's part of a buffer.
 
         A single rank needs none.
@@ -227,7 +231,7 @@ class Sharding:
             group.buffer = torch.empty(size, dtype=torch.uint8, device="meta")
             del flat
 
-    def _copy_out(self, group: Group) -> Tensor | None:
+    def _copy_out(self, group: ShardedParameterGroup) -> Tensor | None:
         """Allocate the gathered weights; return the buffer, which is not needed any more."""
         if group.gathered:
             return None
@@ -241,7 +245,7 @@ class Sharding:
         buffer, group.buffer = group.buffer, None
         return buffer
 
-    def _reduce(self, group: Group) -> None:
+    def _reduce(self, group: ShardedParameterGroup) -> None:
         """Reduce and scatter the gradients; free the weights."""
         group.reduced = True
         grads = [p.whole.grad for p in group.parameters if p.whole is not None]
@@ -302,7 +306,7 @@ def _resets_root(state: Any) -> bool:
     return bool(state._auto_reshard_after_forward)
 
 
-def _group(group: Any, keeps: bool, names: dict[int, str]) -> Group:
+def _group(group: Any, keeps: bool, names: dict[int, str]) -> ShardedParameterGroup:
     policy, parameters = group.mp_policy, []
     for p in group.fsdp_params:
         if p.offload_to_cpu:
@@ -326,7 +330,9 @@ def _group(group: Any, keeps: bool, names: dict[int, str]) -> Group:
     reshards = group.post_forward_mesh_info is not None and not keeps
     mesh = group.mesh_info
     replicated = getattr(mesh, "replicate_mesh_dim", None) is not None
-    return Group(tuple(group.modules), parameters, mesh.shard_mesh_size, reshards, replicated)
+    return ShardedParameterGroup(
+        tuple(group.modules), parameters, mesh.shard_mesh_size, reshards, replicated
+    )
 
 
 @contextmanager

@@ -32,7 +32,7 @@ DEFAULT_SMS = 132  # multiprocessors of an H100 and an H200
 
 @dataclass
 class Simulation:
-    """What a training step takes on one device, without the optimizer and its states."""
+    """The memory and the work of a training step on one device, without the optimizer."""
 
     peak_bytes: int  # the most allocated at any time, with weights, buffers, inputs and gradients
     peak_phase: str  # "forward of layer 3", "forward of head", "backward of layer 3", ...

@@ -1,6 +1,6 @@
 """The time and the memory of plans that keep tensors in host memory, and better such plans.
 
-All arrays end in a dimension of layers. Those before it are of plans that are judged together.
+The last dimension of all arrays is the layers. Earlier dimensions hold plans that are compared.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LESS = 1 - 1e-4
 
 
 def layer_seconds(forward: Array, backward: Array, copies: Array) -> Array:
-    """Return the seconds of the layers, (...), in which each direction copies in turn.
+    """Return the seconds of the layers, (...), if each direction has one copy at a time.
 
     Forward waits when a layer ends whose copies hold memory too long, and backward for the tensors
     that it needs; both are those of `Offloader`.
@@ -51,7 +51,7 @@ def layer_seconds(forward: Array, backward: Array, copies: Array) -> Array:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the layers may keep, and where.
+    """The costs of the choices for each layer.
 
     Attributes:
         kept: bytes from a layer's forward to its backward, (choices, layers).

@@ -46,7 +46,7 @@ AttentionPass = tuple[AttentionKind, Literal["forward", "backward"]]
 
 @dataclass
 class Work:
-    """What one pass computes and moves."""
+    """The operations and the transferred bytes of one pass."""
 
     product_flops: int = 0  # of matrix products, two for each multiplication and addition
     # FLOP of attention over the query-key pairs that the mask leaves, by its kind and the pass.
@@ -57,7 +57,7 @@ class Work:
 
     @property
     def attention_flops(self) -> int:
-        """Those of all kinds of attention and of both passes."""
+        """The FLOP of all kinds of attention in both passes."""
         return self.attention.total()
 
     def __add__(self, other: "Work") -> "Work":

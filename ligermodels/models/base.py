@@ -362,7 +362,7 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
             with nullcontext() if store is None else store.layer(index, plan.host):
                 kept_in = store if plan.host else None
                 x, residual, *extra = run_layer(
-                    layer, x, residual, contexts[rope], plan.keep, plan.tile, kept_in
+                    layer, x, residual, contexts[rope], plan.policy, plan.tile, kept_in
                 )
                 extras += extra
         return self.norm(x) if residual is None else self.norm(x, residual)[0], extras

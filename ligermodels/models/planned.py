@@ -10,7 +10,7 @@ from ligermodels.errors import ConfigError, short_repr
 from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
-from ligermodels.layers.recompute import set_keep
+from ligermodels.layers.recompute import set_policy
 from ligermodels.memory import fit
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -109,7 +109,7 @@ class PlannedModel(nn.Module):
         """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
         self._memory_plan = plan
         for layer, choice in zip(self.layers, self._layer_plans()):
-            set_keep(layer, choice.keep, choice.tile)
+            set_policy(layer, choice.policy, choice.tile)
         if self.head is not None:  # a classifier has none
             self.head.planned_chunk_size = None if plan is None else plan.head_chunk
 

@@ -5,9 +5,9 @@ layer, the work of a query grows with its position, so that all ranks have the s
 values of all ranks are gathered in each layer, which grouped heads make small, and the queries
 stay.
 
-Gradients are averaged over the ranks afterwards. The operations here are those whose gradients are
-right then: every rank computes one and the same loss, and has its part of the gradient of the sum
-over all ranks.
+Gradients are averaged over the ranks after backward. The operations here account for this: every
+rank computes the same loss, and its gradients are its part of the gradient of the sum of the losses
+of all ranks.
 """
 
 from __future__ import annotations

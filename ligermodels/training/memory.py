@@ -61,9 +61,11 @@ def summary(plan: MemoryPlan) -> str:
     said = plan.prediction
     assert said is not None
     counts = Counter(map(str, plan.layers))
-    levels = ", ".join(f"{count} {keeping(count)} {level}" for level, count in counts.most_common())
+    policies = ", ".join(
+        f"{count} {keeping(count)} {policy}" for policy, count in counts.most_common()
+    )
     return (
-        f"{levels}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
+        f"{policies}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
         f"{said.budget / GIB:.2f} GiB for {said.batch} x {said.seq} tokens"
     )
 

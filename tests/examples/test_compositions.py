@@ -16,7 +16,7 @@ from torch import Tensor
 from examples import encoder, look_and_tell, mixed, shared_keys, two_ahead
 from ligermodels import AutoLiger, ConfigError, KVCache, LigerLlama, LlamaConfig, MemoryPlan
 from ligermodels import register as register_family
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from tests.models.pairs import gradients
 
 DECODERS = ("mixed", "shared_keys")
@@ -74,9 +74,9 @@ def test_every_parameter_learns_under_every_plan(
     assert len(expected) == len([*model.parameters()])
     assert all(gradient.count_nonzero() for gradient in expected.values())
     decoder = model.language if name == "look_and_tell" else model
-    for keep in KEEPS if hasattr(decoder, "set_memory_plan") else ():
+    for policy in POLICIES if hasattr(decoder, "set_memory_plan") else ():
         model.zero_grad()
-        decoder.set_memory_plan(MemoryPlan.uniform(len(decoder.layers), keep))
+        decoder.set_memory_plan(MemoryPlan.uniform(len(decoder.layers), policy))
         loss_of(name, model, data).backward()
         for key, gradient in gradients(model).items():
             torch.testing.assert_close(gradient, expected[key])

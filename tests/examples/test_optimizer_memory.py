@@ -10,7 +10,7 @@ import torch
 from benchmarks.common import RESULTS
 from examples import optimizer_memory
 from ligermodels import LigerLlama, LlamaConfig
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.optimizer_states import state_bytes, step_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.simulate import simulate
@@ -23,13 +23,13 @@ def tiny() -> LigerLlama:
     return LigerLlama(LlamaConfig(vocab_size=64, **sizes, **heads))
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_an_optimizer_in_backward_trains_as_one_after_it(keep: str) -> None:
-    """At every level, the weights that backward recomputes with are those of forward."""
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_optimizer_in_backward_trains_as_one_after_it(policy: str) -> None:
+    """Under every policy, the weights that backward recomputes with are those of forward."""
     ids = torch.randint(64, (2, 24))
     usual, model = tiny(), tiny()
     usual_optimizer = optimizer_memory.adamw(list(usual.parameters()))
-    model.set_memory_plan(MemoryPlan.uniform(4, keep))
+    model.set_memory_plan(MemoryPlan.uniform(4, policy))
     in_backward = optimizer_memory.OptimizerInBackward(model, optimizer_memory.adamw)
     for _ in range(3):
         usual(ids, labels=ids).loss.backward()

@@ -17,7 +17,7 @@ import sys
 import torch
 from torch import Tensor
 
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
@@ -48,16 +48,16 @@ def make(family: str, device: str) -> DecoderModel:
 
 
 def plans() -> dict[str, MemoryPlan]:
-    """Return every level with and without host memory, and plans with random levels."""
+    """Return every policy with and without host memory, and plans with random policies."""
     found = {}
-    for keep in KEEPS:
+    for policy in POLICIES:
         for host in (False, True):
-            plan = MemoryPlan.uniform(LAYERS, keep, host=host, host_budget=HOST)
-            found[f"{keep}{', host' * host}"] = plan
+            plan = MemoryPlan.uniform(LAYERS, policy, host=host, host_budget=HOST)
+            found[f"{policy}{', host' * host}"] = plan
     generator = random.Random(0)
     for number in range(RANDOM_PLANS):
         layers = [
-            LayerPlan(generator.choice(KEEPS), generator.random() < 0.5) for _ in range(LAYERS)
+            LayerPlan(generator.choice(POLICIES), generator.random() < 0.5) for _ in range(LAYERS)
         ]
         found[f"random {number}"] = MemoryPlan(tuple(layers), host_budget=HOST)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -24,7 +24,7 @@ STEPS, EARLY = 12, 4  # memory is compared after the step EARLY and after the la
 PLENTY, LITTLE = 512 * MIB, 8 * MIB
 DEVICE = "cuda"
 MIXED = MemoryPlan.of(
-    [LayerPlan(keep, host=True) for keep in KEEPS] + [LayerPlan("no_gate_up"), LayerPlan()]
+    [LayerPlan(policy, host=True) for policy in POLICIES] + [LayerPlan("no_gate_up"), LayerPlan()]
 )
 
 
@@ -125,7 +125,7 @@ def trained(
 def cases(ranks: int) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name, plan in (
-        *((keep, MemoryPlan.uniform(LAYERS, keep, host=True)) for keep in KEEPS),
+        *((policy, MemoryPlan.uniform(LAYERS, policy, host=True)) for policy in POLICIES),
         ("mixed", MIXED),
     ):
         found[name] = partial(trained, ranks=ranks, plan=plan, budgets=(PLENTY,) * ranks)

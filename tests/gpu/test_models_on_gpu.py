@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.adapters.adapted_model import add_adapters
 from ligermodels.layers import AttentionMask
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
@@ -225,9 +225,11 @@ def test_training_step_in_a_cuda_graph(given, family):
 
 @pytest.mark.parametrize("dropout", [None, 0.2])
 @pytest.mark.parametrize(
-    "level", [LayerPlan(keep, tile=tile) for keep in KEEPS[1:] for tile in (None, 64)], ids=str
+    "policy",
+    [LayerPlan(policy, tile=tile) for policy in POLICIES[1:] for tile in (None, 64)],
+    ids=str,
 )
-def test_recomputation_in_a_cuda_graph(level, dropout):
+def test_recomputation_in_a_cuda_graph(policy, dropout):
     """A recomputed layer also draws the random numbers of its forward again."""
     model = make()
     if dropout is not None:
@@ -237,9 +239,9 @@ def test_recomputation_in_a_cuda_graph(level, dropout):
                 torch.nn.init.normal_(parameter, std=0.02)
     ids, labels = batch(1)
     # Tiles draw other random numbers than all tokens at once.
-    same_numbers = LayerPlan(tile=None if dropout is None else level.tile)
+    same_numbers = LayerPlan(tile=None if dropout is None else policy.tile)
     found = []
-    for layer in (same_numbers, level):
+    for layer in (same_numbers, policy):
         model.set_memory_plan(MemoryPlan((layer,) * len(model.layers)))
         graph, loss = captured_step(model, input_ids=ids, labels=labels)
         for _ in range(2):  # the second replay draws other numbers than the capture

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import host_copies
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.pinned_pool import MIB
@@ -37,7 +37,7 @@ MIXED = MemoryPlan.of(
     ],
     host_budget=2**31,
 )
-PLANS = [MemoryPlan.uniform(LAYERS, k, host=True, host_budget=2**31) for k in KEEPS] + [MIXED]
+PLANS = [MemoryPlan.uniform(LAYERS, k, host=True, host_budget=2**31) for k in POLICIES] + [MIXED]
 
 
 @pytest.fixture(autouse=True)
@@ -191,8 +191,8 @@ def test_backward_may_run_again() -> None:
     x = torch.linspace(-1, 1, MIB, device="cuda")
     expected = chain.expected(x)
     loss = chain(x, offloader)
-    for keep in (True, True, False):
-        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=keep)
+    for retain in (True, True, False):
+        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=retain)
         assert_equal(grads, expected)
     assert offloader.stats().in_use == 0
 
@@ -229,7 +229,7 @@ def test_compiled_layers(model: DecoderModel) -> None:
         layer.compile()
     try:
         for plan in (PLANS[0], PLANS[-2]):
-            expected = step(model, MemoryPlan.of(layer.keep for layer in plan.layers))
+            expected = step(model, MemoryPlan.of(layer.policy for layer in plan.layers))
             assert_equal(step(model, plan), expected)
     finally:
         for layer, call in zip(model.layers, calls):

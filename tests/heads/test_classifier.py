@@ -155,8 +155,8 @@ def test_a_memory_plan_is_made_for_its_labels(labels: int, problem_type: str | N
     classifier = cls.from_model(model, labels, problem_type=problem_type)
     plan = classifier.plan_memory(2, 64, "1GiB")
     assert plan.prediction is not None and not plan.recomputes
-    for keep in ("all", "input"):
-        classifier.set_memory_plan(MemoryPlan.uniform(2, keep))
+    for policy in ("all", "input"):
+        classifier.set_memory_plan(MemoryPlan.uniform(2, policy))
         assert abs(error_of_prediction(classifier, 64)) < 0.005
 
 

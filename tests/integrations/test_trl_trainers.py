@@ -141,9 +141,9 @@ def test_dpo(options: dict[str, Any], folder: Path) -> None:
 def test_a_memory_plan_changes_no_loss(folder: Path) -> None:
     """Without gradient_checkpointing, TRL leaves the plan of the native model alone."""
     found = []
-    for level in ("all", "attention"):
+    for policy in ("all", "attention"):
         model = LigerForCausalLM.from_pretrained(folder)
-        plan = MemoryPlan.uniform(len(model.native.layers), level)
+        plan = MemoryPlan.uniform(len(model.native.layers), policy)
         model.native.set_memory_plan(plan)
         options = {"gradient_checkpointing": False}
         trainer = run("LigerDPOTrainer", model, folder, PAIRS, options)

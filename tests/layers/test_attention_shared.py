@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ligermodels.layers as ll
 from ligermodels import LlamaConfig
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import offload
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -120,7 +120,7 @@ def test_values_and_gradients_are_those_of_the_formula(model: Sharing) -> None:
 
 
 PLANS = [
-    *(MemoryPlan.uniform(LAYERS, keep) for keep in KEEPS),
+    *(MemoryPlan.uniform(LAYERS, policy) for policy in POLICIES),
     MemoryPlan.of(["input", "all", "attention", "input", "no_gate_up", "all"]),
     MemoryPlan.of(["all", "input", "input", "attention", "input", "input"]),
 ]
@@ -144,7 +144,7 @@ def test_kept_tensors_in_host_memory(model: Sharing, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
     _, expected = step(model)
     for plan in PLANS:
-        layers = (LayerPlan(layer.keep, i != 3) for i, layer in enumerate(plan.layers))
+        layers = (LayerPlan(layer.policy, i != 3) for i, layer in enumerate(plan.layers))
         plan = MemoryPlan(tuple(layers), host_budget=64 * 2**20)
         store = Offloader("cpu", plan.host_budget, copies=LateCopies())
         model._offloaders[torch.device("cpu")] = store
@@ -173,13 +173,13 @@ def test_two_forwards_before_their_backwards(model: Sharing) -> None:
             assert all(torch.equal(g, wanted[name]) for name, g in gradients(model).items()), plan
 
 
-@pytest.mark.parametrize(("per_block", "keep"), [(False, "attention"), (True, "input")])
-def test_compiled(model: Sharing, per_block: bool, keep: Any) -> None:
+@pytest.mark.parametrize(("per_block", "policy"), [(False, "attention"), (True, "input")])
+def test_compiled(model: Sharing, per_block: bool, policy: Any) -> None:
     model.layers = nn.ModuleList([model.layers[0], model.layers[2]])
     ids, labels = tokens()
     _, expected = step(model)
     model.zero_grad()
-    model.set_memory_plan(MemoryPlan.uniform(2, keep))
+    model.set_memory_plan(MemoryPlan.uniform(2, policy))
     torch._dynamo.reset()
     options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     if per_block:
@@ -217,9 +217,9 @@ def test_a_step_is_simulated(model: Sharing) -> None:
     from ligermodels.memory.simulate import simulate
 
     kept = {}
-    for keep in ("all", "input"):
-        model.set_memory_plan(MemoryPlan.uniform(LAYERS, keep))
-        kept[keep] = simulate(model, 2, 20, device=torch.device("cpu")).kept_bytes
+    for policy in ("all", "input"):
+        model.set_memory_plan(MemoryPlan.uniform(LAYERS, policy))
+        kept[policy] = simulate(model, 2, 20, device=torch.device("cpu")).kept_bytes
     assert kept["input"] < kept["all"]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.layers import AttentionMask, CrossAttention, RMSNorm, pre_norm
-from ligermodels.layers.recompute import KEEPS, run_layer
+from ligermodels.layers.recompute import POLICIES, run_layer
 from tests.models.pairs import relative
 
 BATCH, SEQ, KEYS, HIDDEN, MEMORY, HEAD_DIM = 2, 5, 7, 24, 20, 6
@@ -89,8 +89,8 @@ def test_every_level_has_the_same_gradients() -> None:
     x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
     memory = torch.randn(BATCH, KEYS, HIDDEN, requires_grad=True)
     found = []
-    for keep in KEEPS:
-        out, residual = run_layer(block, x, None, memory, keep)
+    for policy in POLICIES:
+        out, residual = run_layer(block, x, None, memory, policy)
         loss = (out + residual).square().sum()
         found.append(torch.autograd.grad(loss, [x, memory, *block.parameters()]))
     for grads in found[1:]:

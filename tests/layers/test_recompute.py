@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ligermodels.adapters.lora import LoraLinear
 from ligermodels.layers import attention, recompute
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
 from tests.models.pairs import gradients, relative
 from tests.models.test_families import batch, make
 
-RECOMPUTED = [keep for keep in KEEPS if keep != "all"]
+RECOMPUTED = [policy for policy in POLICIES if policy != "all"]
 MIXED = ("attention", "all", "no_gate_up")
 
 
@@ -59,13 +59,13 @@ def padded() -> dict[str, Tensor]:
 def test_gradients_are_bitwise_those_of_no_plan(family: str, subtests: pytest.Subtests) -> None:
     model = make(family)
     for inputs in ({}, packed(), padded()):
-        for keep in RECOMPUTED:
-            with subtests.test(f"{keep} {list(inputs)}"):
-                assert_same(model, MemoryPlan.uniform(3, keep), **inputs)
+        for policy in RECOMPUTED:
+            with subtests.test(f"{policy} {list(inputs)}"):
+                assert_same(model, MemoryPlan.uniform(3, policy), **inputs)
         with subtests.test(f"mixed {list(inputs)}"):
             assert_same(model, MemoryPlan.of(MIXED), **inputs)
     draw = random.Random(family)
-    for plan in (MemoryPlan.of(draw.choices(KEEPS, k=3)) for _ in range(4)):
+    for plan in (MemoryPlan.of(draw.choices(POLICIES, k=3)) for _ in range(4)):
         with subtests.test(str(plan.layers)):
             assert_same(model, plan, **draw.choice([{}, packed(), padded()]))
 
@@ -74,10 +74,10 @@ def test_gradients_are_bitwise_those_of_no_plan(family: str, subtests: pytest.Su
 def test_tiles_change_only_the_order_of_a_sum(family: str) -> None:
     model = make(family)
     _, expected = run(model, None)
-    for keep in KEEPS:
-        _, found = run(model, MemoryPlan.uniform(3, keep, mlp_tile=5))
+    for policy in POLICIES:
+        _, found = run(model, MemoryPlan.uniform(3, policy, mlp_tile=5))
         for name, grad in expected.items():
-            assert relative(found[name], grad) <= 1e-6, (keep, name)
+            assert relative(found[name], grad) <= 1e-6, (policy, name)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
@@ -116,7 +116,7 @@ def test_what_backward_computes_again(family: str, monkeypatch: pytest.MonkeyPat
     attends = calls_of(monkeypatch, attention, "attend")
     # The norm after the MLP needs the last product in backward.
     last = 2 if family == "gemma2" else 1
-    for keep, attention_calls, qkv, gate_up, down in (
+    for policy, attention_calls, qkv, gate_up, down in (
         ("all", 1, 1, 1, 1),
         ("no_gate_up", 1, 1, 2, 1),
         ("attention", 1, 2, 2, last),
@@ -124,34 +124,34 @@ def test_what_backward_computes_again(family: str, monkeypatch: pytest.MonkeyPat
     ):
         attends.clear()
         with Products(model.layers) as products:
-            run(model, MemoryPlan.uniform(3, keep))
-        assert len(attends) == 3 * attention_calls, keep
+            run(model, MemoryPlan.uniform(3, policy))
+        assert len(attends) == 3 * attention_calls, policy
         found = tuple(products.count[f"{name}_proj"] / 3 for name in ("qkv", "gate_up", "down"))
-        assert found == (qkv, gate_up, down), keep
+        assert found == (qkv, gate_up, down), policy
 
 
 def test_backward_twice_and_no_backward() -> None:
     model = make("llama")
     ids, labels = batch()
     _, expected = run(model, None)
-    for keep in RECOMPUTED:
-        model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    for policy in RECOMPUTED:
+        model.set_memory_plan(MemoryPlan.uniform(3, policy))
         model.zero_grad()
         model(ids, labels=labels)  # without backward
         loss = model(ids, labels=labels).loss
         loss.backward(retain_graph=True)
         model.zero_grad()
         loss.backward()
-        assert all(torch.equal(g, expected[name]) for name, g in gradients(model).items()), keep
+        assert all(torch.equal(g, expected[name]) for name, g in gradients(model).items()), policy
         assert recompute._active.kept is None
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_forward_without_backward_leaves_nothing(
-    keep: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make("llama")
-    model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    model.set_memory_plan(MemoryPlan.uniform(3, policy))
     ids, labels = batch()
     outputs = []
     attend = attention.attend
@@ -177,7 +177,7 @@ def test_a_plan_holds_from_the_next_forward_on() -> None:
     model = make("llama")
     _, expected = run(model, None)
     ids, labels = batch()
-    plans = [None, *(MemoryPlan.uniform(3, keep) for keep in KEEPS)]
+    plans = [None, *(MemoryPlan.uniform(3, policy) for policy in POLICIES)]
     plans.append(MemoryPlan.uniform(3, "all", mlp_tile=5))
     for then in plans:
         for now in plans:
@@ -206,20 +206,20 @@ def test_a_forward_with_a_cache_has_gradients_at_each_level(family: str) -> None
 
     expected = run_cached(None)
     assert expected
-    for keep in RECOMPUTED:
-        found = run_cached(MemoryPlan.uniform(3, keep))
+    for policy in RECOMPUTED:
+        found = run_cached(MemoryPlan.uniform(3, policy))
         assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected), keep
+        assert all(torch.equal(found[name], expected[name]) for name in expected), policy
 
 
 def test_other_modules_may_have_an_attribute_keep() -> None:
     class Scaled(nn.Linear):
-        keep, tile = 0.5, 7
+        policy, tile = 0.5, 7
 
     model = make("llama")
     model.layers[0].self_attn.o_proj = scaled = Scaled(32, 24, bias=False)
     assert_same(model, MemoryPlan.uniform(3, "input"))
-    assert (scaled.keep, scaled.tile) == (0.5, 7)
+    assert (scaled.policy, scaled.tile) == (0.5, 7)
 
 
 @pytest.mark.parametrize("frozen", ["qkv_proj", "down_proj", "layers.0", "layers", "embed_tokens"])
@@ -227,8 +227,8 @@ def test_frozen_parameters(frozen: str) -> None:
     model = make("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen not in name)
-    for keep in RECOMPUTED:
-        assert_same(model, MemoryPlan.uniform(3, keep))
+    for policy in RECOMPUTED:
+        assert_same(model, MemoryPlan.uniform(3, policy))
 
 
 class LowRank(nn.Module):
@@ -254,10 +254,10 @@ def test_swapped_projections_with_dropout(family: str) -> None:
         layer.mlp.down_proj = LowRank(layer.mlp.down_proj)
     torch.manual_seed(1)
     _, expected = run(model, None)
-    for keep in RECOMPUTED:
+    for policy in RECOMPUTED:
         torch.manual_seed(1)
-        _, found = run(model, MemoryPlan.uniform(3, keep))
-        assert all(torch.equal(found[name], expected[name]) for name in expected), keep
+        _, found = run(model, MemoryPlan.uniform(3, policy))
+        assert all(torch.equal(found[name], expected[name]) for name in expected), policy
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -271,7 +271,7 @@ def test_lora_on_every_projection(family: str) -> None:
             wrapped = LoraLinear(getattr(parent, name), rank=2)
             nn.init.normal_(wrapped.lora_b)
             setattr(parent, name, wrapped)
-    for plan in (*(MemoryPlan.uniform(3, keep) for keep in RECOMPUTED), MemoryPlan.of(MIXED)):
+    for plan in (*(MemoryPlan.uniform(3, policy) for policy in RECOMPUTED), MemoryPlan.of(MIXED)):
         assert_same(model, plan)
 
 
@@ -279,11 +279,14 @@ def test_lora_on_every_projection(family: str) -> None:
 def test_autocast(family: str) -> None:
     model = make(family)
     with torch.autocast("cpu", torch.bfloat16):
-        for plan in (*(MemoryPlan.uniform(3, keep) for keep in RECOMPUTED), MemoryPlan.of(MIXED)):
+        for plan in (
+            *(MemoryPlan.uniform(3, policy) for policy in RECOMPUTED),
+            MemoryPlan.of(MIXED),
+        ):
             assert_same(model, plan)
 
 
-COMPILED = [("llama", keep, i % 2 == 1) for i, keep in enumerate(RECOMPUTED)]
+COMPILED = [("llama", policy, i % 2 == 1) for i, policy in enumerate(RECOMPUTED)]
 COMPILED += [(family, MIXED, per_block) for family in OWN for per_block in (False, True)]
 
 
@@ -356,8 +359,8 @@ class Returns(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("keep", ["all", "input"])
-def test_a_block_that_returns_no_pair_is_told_what_to_return(keep: Any) -> None:
+@pytest.mark.parametrize("policy", ["all", "input"])
+def test_a_block_that_returns_no_pair_is_told_what_to_return(policy: Any) -> None:
     x = torch.randn(2, 3, 4, requires_grad=True)
     for out, complaint in (
         (lambda x: x, r"Returns returned a tensor \(2, 3, 4\); a block returns a pair \(x, resid"),
@@ -368,6 +371,6 @@ def test_a_block_that_returns_no_pair_is_told_what_to_return(keep: Any) -> None:
         (lambda x: (), r"Returns returned nothing; a block returns"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            recompute.run_layer(Returns(out), x, None, None, keep)
-    out, residual = recompute.run_layer(Returns(lambda x: (x, None)), x, None, None, keep)
+            recompute.run_layer(Returns(out), x, None, None, policy)
+    out, residual = recompute.run_layer(Returns(lambda x: (x, None)), x, None, None, policy)
     assert torch.equal(out, x) and residual is None

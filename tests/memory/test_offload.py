@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import offload
 from ligermodels.memory.host_copies import pairs
 from ligermodels.memory.offload import Offloader
-from ligermodels.memory.pinned_pool import MIB, Part, PinnedPool
+from ligermodels.memory.pinned_pool import MIB, HostBlock, PinnedPool
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
@@ -56,26 +56,26 @@ class LateCopies:
         self.slabs.append(torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
         return self.slabs[-1]
 
-    def to_host(self, source: Tensor, parts: list[Part]) -> Any:
+    def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> Any:
         reloads, ref = len(self.inward.copies), weakref.ref(source)
 
         def copy() -> None:
             self.inward.run_until(reloads)
-            for device_part, host_part in pairs(alive(ref), parts):
-                host_part.copy_(device_part)
+            for source_bytes, host_bytes in pairs(alive(ref), host_blocks):
+                host_bytes.copy_(source_bytes)
 
         return self.outward.add(copy)
 
-    def to_device(self, target: Tensor, parts: list[Part], after: Any) -> Any:
+    def to_device(self, target: Tensor, host_blocks: list[HostBlock], after: Any) -> Any:
         target.fill_(GARBAGE)
         ref = weakref.ref(target)
 
         def copy() -> None:
             self.wait(None, after)
-            for device_part, host_part in pairs(alive(ref), parts):
+            for source_bytes, host_bytes in pairs(alive(ref), host_blocks):
                 # The version was read when the copy was issued, as on a GPU.
-                with torch.autograd._unsafe_preserve_version_counter(device_part):
-                    device_part.copy_(host_part)
+                with torch.autograd._unsafe_preserve_version_counter(source_bytes):
+                    source_bytes.copy_(host_bytes)
 
         return self.inward.add(copy)
 
@@ -103,10 +103,10 @@ def wiped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill pinned memory with garbage when it is given back."""
     give_back = PinnedPool.give_back
 
-    def wipe(pool: Any, pieces: list) -> None:
-        for slab, offset, size in pool.parts(pieces):
+    def wipe(pool: Any, blocks: list) -> None:
+        for slab, offset, size in pool.host_blocks(blocks):
             slab[offset : offset + size] = GARBAGE
-        give_back(pool, pieces)
+        give_back(pool, blocks)
 
     monkeypatch.setattr(PinnedPool, "give_back", wipe)
 
@@ -219,8 +219,8 @@ def test_backward_may_run_again(wiped: None) -> None:
     expected = chain.expected(X)
     loss = chain(X, offloader)
     copies = weakref.WeakSet(offloader._pass.stored.values())
-    for keep in (True, True, False):
-        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=keep)
+    for retain in (True, True, False):
+        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=retain)
         assert_equal(grads, expected)
         returned = [stored.index for stored in copies if stored.resident is not None]
         assert set(returned) <= {0, 1}, "what was used is still on the GPU"
@@ -472,7 +472,7 @@ PACKED = {"position_ids": torch.tensor([[*range(5), *range(6), *range(3)]] * 2)}
 MIXED = MemoryPlan.of(
     [LayerPlan("attention", True), LayerPlan("no_gate_up"), LayerPlan("all", True)]
 )
-PLANS = [MemoryPlan.uniform(3, keep, host=True) for keep in KEEPS] + [MIXED]
+PLANS = [MemoryPlan.uniform(3, policy, host=True) for policy in POLICIES] + [MIXED]
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -484,7 +484,7 @@ def test_gradients_of_models_are_bitwise_equal(
     drawn = [
         MemoryPlan.of(
             [LayerPlan("all", True)]
-            + [LayerPlan(draw.choice(KEEPS), draw.random() < 0.5) for _ in range(2)]
+            + [LayerPlan(draw.choice(POLICIES), draw.random() < 0.5) for _ in range(2)]
         )
         for _ in range(2)
     ]

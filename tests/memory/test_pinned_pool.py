@@ -1,4 +1,4 @@
-"""The pool of pinned memory: pieces are disjoint, within the budget, and come back."""
+"""The pool of pinned memory: blocks are disjoint, within the budget, and come back."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_the_pool_gives_disjoint_memory_within_its_budget(sizes: tuple[int, int]
             pool.give_back(taken.pop(choose.randrange(len(taken)))[1])
             continue
         nbytes = choose.randint(*sizes)
-        pieces = pool.take(nbytes)
-        if pieces is None:
+        blocks = pool.take(nbytes)
+        if blocks is None:
             assert budget - sum(-(-n // 512) * 512 for n, _ in taken) < nbytes
         else:
-            taken.append((nbytes, pieces))
-            assert sum(size for _, _, size in pieces) >= nbytes
-        used = sorted(piece for _, pieces in taken for piece in pieces)
+            taken.append((nbytes, blocks))
+            assert sum(size for _, _, size in blocks) >= nbytes
+        used = sorted(block for _, blocks in taken for block in blocks)
         for (slab, offset, size), (other, start, _) in pairwise(used):
             assert slab != other or offset + size <= start
         assert pool.held - pool.free_bytes() == sum(size for _, _, size in used)

@@ -25,7 +25,7 @@ def test_a_plan_written_as_json_reads_back() -> None:
 
 def test_a_plan_that_was_written_with_one_tile_for_all_layers_means_the_same() -> None:
     for tile in (64, None):
-        layers = [{"keep": "all", "host": False}, {"keep": "input", "host": True}]
+        layers = [{"policy": "all", "host": False}, {"policy": "input", "host": True}]
         older = {"layers": layers, "mlp_tile": tile, "host_budget": 2**30, "prediction": None}
         plan = MemoryPlan.from_dict(older)
         assert plan.layers == (LayerPlan("all", False, tile), LayerPlan("input", True, tile))
@@ -47,7 +47,7 @@ def test_one_tile_is_for_the_layers_without_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"layers": [{"keep": "some"}]}, {"layers": [{}], "more": 1}, {"layers": 3}]
+    "values", [{}, {"layers": [{"policy": "some"}]}, {"layers": [{}], "more": 1}, {"layers": 3}]
 )
 def test_other_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="memory plan"):
@@ -79,9 +79,9 @@ def test_impossible_tiles_are_refused(tile: Any) -> None:
 
 
 def test_levels_are_given_for_each_layer() -> None:
-    for levels in (3, None, "input"):
+    for policies in (3, None, "input"):
         with pytest.raises(ConfigError, match=r"expected one value for each layer.*MemoryPlan.uni"):
-            MemoryPlan.of(levels)  # type: ignore[arg-type]
+            MemoryPlan.of(policies)  # type: ignore[arg-type]
     for count in (-1, 3.0, "3", True):
         with pytest.raises(ConfigError, match=f"num_layers={count!r}; expected an integer of 0"):
             MemoryPlan.uniform(count, "all")  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_a_model_takes_a_plan_for_its_number_of_layers() -> None:
     plan = MemoryPlan.of(["all", LayerPlan("attention", tile=8), "no_gate_up"])
     model.set_memory_plan(plan)
     assert model.memory_plan == plan
-    assert [layer.mlp.keep for layer in model.layers] == ["all", "attention", "no_gate_up"]
+    assert [layer.mlp.policy for layer in model.layers] == ["all", "attention", "no_gate_up"]
     assert [layer.mlp.tile for layer in model.layers] == [None, 8, None]
     model.set_memory_plan(None)
-    assert model.memory_plan is None and model.layers[1].self_attn.keep == "all"
+    assert model.memory_plan is None and model.layers[1].self_attn.policy == "all"

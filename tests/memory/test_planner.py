@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.planner import (
@@ -36,9 +36,9 @@ def random_problem(draw: random.Random) -> Problem:
     for _ in range(draw.randint(1, 4)):
         options = [
             Option(
-                LayerPlan(keep), draw.randint(0, 30), draw.randint(20, 60), 0, draw.randint(1, 30)
+                LayerPlan(policy), draw.randint(0, 30), draw.randint(20, 60), 0, draw.randint(1, 30)
             )
-            for keep in KEEPS
+            for policy in POLICIES
         ]
         layers.append(tuple(options))
     return Problem(tuple(layers), draw.randint(20, 60), 1.0)
@@ -71,13 +71,13 @@ def fake(kept: dict[str, int], cost: dict[str, int], excess: int = 0) -> Any:
         phases = {"forward": Phase(100, 110, 100)}
         now = 100
         for i, layer in enumerate(plan.layers):
-            after = now + kept[layer.keep]
+            after = now + kept[layer.policy]
             phases[f"forward of layer {i}"] = Phase(now, after + 5, after, Work(10))
             now = after
         phases["forward of head"] = Phase(now, now + 20, now, Work(10))
         for i, layer in reversed(list(enumerate(plan.layers))):
-            work = Work(20 + cost[layer.keep] + (8 if layer.tile else 0))
-            before, now = now, now - kept[layer.keep] + 10
+            work = Work(20 + cost[layer.policy] + (8 if layer.tile else 0))
+            before, now = now, now - kept[layer.policy] + 10
             peak = before + (10 if layer.tile else 40)
             phases[f"backward of layer {i}"] = Phase(before, peak, now, work)
         peak = max(phase.peak for phase in phases.values())
@@ -187,7 +187,7 @@ def test_a_smaller_chunk_of_the_head_is_taken_where_its_bytes_make_the_layers_fa
 
 
 def test_further_bytes_are_priced() -> None:
-    big = {keep: size * 2**26 for keep, size in KEPT.items()}
+    big = {policy: size * 2**26 for policy, size in KEPT.items()}
     whole = Space(fake(big, COST), 4, RATES, 0)
     plan = find_plan(whole, budget=whole.least_budget(), batch=1, seq=1)
     assert plan.prediction is not None
@@ -224,13 +224,13 @@ def test_the_largest_number_ends_where_sizes_do() -> None:
 
 
 def test_host_memory_makes_a_plan_faster_within_its_budget() -> None:
-    sizes = {keep: size * MIB for keep, size in KEPT.items()}
+    sizes = {policy: size * MIB for policy, size in KEPT.items()}
     rates = replace(RATES, products=1e3, host_bytes=1e4 * MIB)
     times = []
     for host in (0, 60 * MIB, 400 * MIB):
         here = Space(fake(sizes, COST), 8, rates, host)
         plan = here.searched(here.task.at_head + 110 * MIB)
         assert plan is not None and plan.uses_host == (host > 0)
-        assert sum(sizes[layer.keep] for layer in plan.layers if layer.host) <= host
+        assert sum(sizes[layer.policy] for layer in plan.layers if layer.host) <= host
         times.append(here.task.costs(plan.layers)[0])
     assert times[0] > times[1] > times[2]

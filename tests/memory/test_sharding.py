@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels import ConfigError, MemoryPlan, shard
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
 from tests.memory.step_bytes import error_of_prediction
@@ -108,8 +108,8 @@ def test_the_model_is_as_before(mesh: DeviceMesh) -> None:
 def test_levels_and_plans(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
     peaks = []
-    for keep in KEEPS:
-        model.set_memory_plan(MemoryPlan.uniform(4, keep))
+    for policy in POLICIES:
+        model.set_memory_plan(MemoryPlan.uniform(4, policy))
         peaks.append(step(model).peak_bytes)
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
 

@@ -8,7 +8,7 @@ import torch
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.adapters.adapted_model import add_adapters
 from ligermodels.layers import Attention, CrossAttention, RMSNorm, pre_norm
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import attention_buffers
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -60,8 +60,8 @@ def test_weights_that_are_made_of_several_tensors(name: str) -> None:
     found = simulate(model, BATCH, SEQ, device=CPU).weight_bytes
     assert found == sum(part.nbytes for part in parts) < floats
     add_adapters(model, 4, 8.0)
-    for keep in ("all", "input"):
-        model.set_memory_plan(MemoryPlan.uniform(2, keep))
+    for policy in ("all", "input"):
+        model.set_memory_plan(MemoryPlan.uniform(2, policy))
         assert abs(error_of_prediction(model, 32)) < 0.005
 
 
@@ -91,9 +91,9 @@ def test_a_step_on_the_cpu(family, case, request) -> None:
         inputs["position_ids"] = (torch.arange(SEQ) % 7).expand(BATCH, -1).contiguous()
     elif case == "frozen":
         freeze_half(model)
-    level = case.partition(" ")[0]
-    if level in KEEPS:
-        model.set_memory_plan(MemoryPlan((LayerPlan(level),) * len(model.layers)))
+    policy = case.partition(" ")[0]
+    if policy in POLICIES:
+        model.set_memory_plan(MemoryPlan((LayerPlan(policy),) * len(model.layers)))
     autocast = torch.bfloat16 if "autocast" in case else None
     simulated = simulate(model, BATCH, SEQ, device=CPU, packed=case == "packed", autocast=autocast)
     if autocast is not None:
@@ -127,11 +127,11 @@ class CrossedBlock(torch.nn.Module):
         return self.cross_attn(normed, context.memory, context.memory_mask)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_a_step_with_a_memory(keep) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_with_a_memory(policy) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
     model = Crossed(LlamaConfig(vocab_size=VOCAB, **sizes))
-    model.set_memory_plan(MemoryPlan.uniform(3, keep))
+    model.set_memory_plan(MemoryPlan.uniform(3, policy))
     memory = torch.randn(BATCH, 70, 20, requires_grad=True)
     simulated = simulate(model, BATCH, SEQ, device=CPU, memory_seq=70)
     real = real_step(model, memory=memory)
@@ -175,7 +175,7 @@ def test_peaks_that_were_measured(triton, preset, batch, seq, measured) -> None:
 
 
 @pytest.mark.parametrize(
-    "keep, numbers, scalars",
+    "policy, numbers, scalars",
     [
         ("all", 2 * 4096 + 6144 + 4096 + 2 * 14336, 2 + 32),
         ("no_gate_up", 2 * 4096 + 6144 + 4096, 1 + 32),
@@ -183,10 +183,10 @@ def test_peaks_that_were_measured(triton, preset, batch, seq, measured) -> None:
         ("input", 4096, 0),
     ],
 )
-def test_bytes_that_a_layer_keeps(triton, keep, numbers, scalars) -> None:
+def test_bytes_that_a_layer_keeps(triton, policy, numbers, scalars) -> None:
     """Of Llama-3-8B, for each token: numbers in bfloat16, and scalars in float32."""
     model = real_size("llama-3-8b")
-    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
     phase = simulate(model, 1, 16384, device=GPU).phases["forward of layer 5"]
     kept = (phase.after - phase.before) / 16384  # with two numbers of the random generator
     assert kept == pytest.approx(2 * numbers + 4 * scalars, abs=0.1)
@@ -215,13 +215,13 @@ def test_the_gradient_of_the_embedding_does_not_set_the_peak(
     assert without.phases["backward of layer 0"].peak == last <= usual.peak_bytes
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_bytes_that_go_to_the_host_and_come_back(triton, keep) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_that_go_to_the_host_and_come_back(triton, policy) -> None:
     model = real_size("llama-3.2-1b")
     count = len(model.layers)
     made = []
     for host in (False, True):
-        plan = MemoryPlan.uniform(count, keep, host=host, host_budget=2**40)
+        plan = MemoryPlan.uniform(count, policy, host=host, host_budget=2**40)
         model.set_memory_plan(plan)
         made.append(simulate(model, 1, 8192, device=GPU))
     kept, offloaded = made

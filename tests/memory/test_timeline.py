@@ -64,7 +64,7 @@ def test_the_costs_are_those_of_the_layers_one_after_the_other(layers: int) -> N
 
 
 def random_choices(draw: np.random.Generator, layers: int) -> Choices:
-    """Four levels, each on the GPU and in host memory."""
+    """Four policies, each on the GPU and in host memory."""
     kept = np.sort(draw.integers(5, 60, (4, layers)), axis=0)[::-1]
     backward = np.sort(draw.integers(10, 30, (4, layers)), axis=0)
     return Choices(

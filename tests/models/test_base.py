@@ -25,7 +25,7 @@ from ligermodels.layers import (
     RotaryEmbedding,
     pre_norm,
 )
-from ligermodels.layers.recompute import KEEPS
+from ligermodels.layers.recompute import POLICIES
 from tests.models.pairs import PAD, TINY, gradients, relative, step, tiny_model, tokens
 
 
@@ -425,7 +425,7 @@ def test_every_memory_plan_has_the_same_gradients(kind: str) -> None:
         options = {"memory": memory, "memory_mask": torch.tensor([[1] * 4 + [0] * 2] * 2)}
         leaves = [memory, *model.parameters()]
     expected = None
-    plans = [MemoryPlan.uniform(len(model.layers), keep) for keep in KEEPS]
+    plans = [MemoryPlan.uniform(len(model.layers), policy) for policy in POLICIES]
     if "twice" in kind:
         plans.append(model.plan_memory(*ids.shape, "1GiB"))
     for plan in (None, *plans):

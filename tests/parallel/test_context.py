@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from examples.shared_keys import SharedKeys, SharedKeysConfig
 from ligermodels import ConfigError, KVCache, MemoryPlan, shard
 from ligermodels.layers import Attention
-from ligermodels.layers.recompute import Keep
+from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.families import OWN, WINDOW
@@ -64,18 +64,18 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, {family}"] = partial(rows, mesh, family, number % 2 == 0)
         for name, inputs in INPUTS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "mistral", False, inputs=inputs)
-        for keep in ("no_gate_up", "attention", "input"):
-            plan = MemoryPlan.of([keep, "all"], mlp_tile=5)
-            found[f"{layout}, keeps {keep}"] = partial(rows, mesh, "llama", True, plan=plan)
+        for policy in ("no_gate_up", "attention", "input"):
+            plan = MemoryPlan.of([policy, "all"], mlp_tile=5)
+            found[f"{layout}, keeps {policy}"] = partial(rows, mesh, "llama", True, plan=plan)
         for name, options in OPTIONS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "llama", False, options=options)
         for name in OUTSIDE if layout == "fsdp and cp" else OUTSIDE[:1]:
             outside.family(name)
             found[f"{layout}, {name}"] = partial(rows, mesh, name, False)
         for build in (both_directions, shared_keys):
-            for keep in ("all", "attention"):
-                found[f"{layout}, {build.__name__}, keeps {keep}"] = partial(
-                    rows, mesh, build, True, inputs=padding, plan=MemoryPlan.uniform(2, keep)
+            for policy in ("all", "attention"):
+                found[f"{layout}, {build.__name__}, keeps {policy}"] = partial(
+                    rows, mesh, build, True, inputs=padding, plan=MemoryPlan.uniform(2, policy)
                 )
         found[f"{layout}, load"] = partial(load, mesh, False)
         if mesh["cp"].size() == 2:  # rows of 12 tokens
@@ -87,9 +87,9 @@ def cases(ranks: int) -> dict[str, Case]:
             found["bytes"] = partial(memory, mesh, "attention")
         if ranks == 4:
             found[f"{layout}, compiled"] = partial(rows, mesh, "llama", True, compiles=True)
-        for keep in ("attention", "input") if layout == "fsdp and cp" else ():
-            plan = MemoryPlan.uniform(2, keep)
-            found[f"{layout}, compiled, keeps {keep}"] = partial(
+        for policy in ("attention", "input") if layout == "fsdp and cp" else ():
+            plan = MemoryPlan.uniform(2, policy)
+            found[f"{layout}, compiled, keeps {policy}"] = partial(
                 rows, mesh, "mistral", True, inputs=documents, plan=plan, compiles=True
             )
     return found
@@ -183,10 +183,12 @@ def rows(
         return result | {"hidden": relative(sharded(ids, **given)[mask], model(ids, **given)[mask])}
 
 
-def memory(mesh: DeviceMesh, keep: Keep, rank: int, folder: Path) -> dict[str, float]:
+def memory(
+    mesh: DeviceMesh, policy: CheckpointingPolicy, rank: int, folder: Path
+) -> dict[str, float]:
     """A simulation predicts the bytes that the step of a rank takes."""
     model = shard(make(True), mesh)
-    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
     # A thread of gloo may hold the tensors of a collective a moment longer.
     return {"bytes": max(0.0, abs(error_of_prediction(model, SEQ, steps=4)) - 0.02)}
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels import ConfigError, MemoryPlan
-from ligermodels.layers.recompute import KEEPS, Keep
+from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.fit import Planner
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
@@ -130,11 +130,13 @@ def compare(
     return result
 
 
-def bytes_of_a_step(mesh: DeviceMesh, keep: Keep, rank: int, folder: Path) -> dict[str, float]:
+def bytes_of_a_step(
+    mesh: DeviceMesh, policy: CheckpointingPolicy, rank: int, folder: Path
+) -> dict[str, float]:
     """A simulation of sharded parameters predicts the bytes that FSDP2's step takes."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard(make(keep == "input"), mesh, mp_policy=policy)
-    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), keep))
+    model = shard(make(policy == "input"), mesh, mp_policy=policy)
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
     # A thread of gloo may hold the tensors of a collective a moment longer.
     return {"bytes": max(0.0, abs(error_of_prediction(model, SEQ, steps=4)) - 0.01)}
 
@@ -197,4 +199,6 @@ def cases(ranks: int) -> dict[str, Case]:
             ),
             f"head outside the model, {head}": partial(head_alone, mesh, tied),
         }
-    return found | {f"bytes, {keep}": partial(bytes_of_a_step, mesh, keep) for keep in KEEPS}
+    return found | {
+        f"bytes, {policy}": partial(bytes_of_a_step, mesh, policy) for policy in POLICIES
+    }

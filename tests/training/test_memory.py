@@ -82,14 +82,14 @@ STEPS = {
 
 
 @pytest.mark.usefixtures("rows_at_once")
-@pytest.mark.parametrize("keep", ["all", "input"])
+@pytest.mark.parametrize("policy", ["all", "input"])
 @pytest.mark.parametrize("name", STEPS)
-def test_what_else_a_step_runs_counts(name: str, keep: str) -> None:
+def test_what_else_a_step_runs_counts(name: str, policy: str) -> None:
     """A teacher's forward and the divergence, the cache of sampled rows, and Medusa's heads."""
     torch.manual_seed(0)
     model = LigerLlama(tiny_config())
     step_module = STEPS[name](model)
-    model.set_memory_plan(MemoryPlan.uniform(2, keep))
+    model.set_memory_plan(MemoryPlan.uniform(2, policy))
     others = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
     for x in (*model.parameters(), *model.buffers()):
         others.pop(id(x))

@@ -121,9 +121,9 @@ def linear_cross_entropy(
         weight_grad_in_forward: whether forward saves the weight gradient in the weight's dtype
             (float16: in float32), and no logits. The heads of one model then keep little at once.
             If max_scratch_bytes cannot hold it beside the float32 sum, backward computes it.
-        return_token_stats: what to return of each token, by name: "log_probs", "entropy",
-            "correct", "sum_sq_probs" and "mean_logits". True means the first three. What is not
-            asked for costs nothing.
+        return_token_stats: the names of the per-token statistics to return: "log_probs",
+            "entropy", "correct", "sum_sq_probs" and "mean_logits". True means the first three.
+            A statistic that is not named costs nothing.
         alternatives: (..., k) int64 classes of each token whose log-probabilities to return. Where
             one is negative, its log-probability is 0.
         top_k: how many of each token's likeliest classes to return, with their log-probabilities.
@@ -276,7 +276,7 @@ def token_log_probs(out: CrossEntropyOutput) -> tuple[Tensor, Tensor | None]:
 
 
 def token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
-    """Return loss and statistics of each token, differentiable with any upstream gradients."""
+    """Return the loss and the statistics of each token; backward takes any upstream gradients."""
     with without_autocast(head.hidden):
         tokens = RecomputeInBackward.apply(*head)
         loss, z_loss, *stats = _scattered(tokens, head, targets)

@@ -51,8 +51,8 @@ def linear_group_loss(
     slice of the batch. tokens is a `CrossEntropyOutput` whose fields that were asked for are
     (sequences, seq), 0 at ignored targets. The slice holds whole groups. The parts of several calls
     are added up, so a mean must be divided by the number of all groups. The function runs in the
-    forward pass, and its tensors of other sequences than the slice must not be used. What it
-    reads besides gets no gradient.
+    forward pass, and its tensors of other sequences than the slice must not be used. Other
+    tensors that it reads get no gradient.
 
     If whole groups fit into the budget or chunk_size, forward and backward take three matrix
     products. Otherwise, for float16, and under torch.compile, loss_function is called once for all
@@ -61,7 +61,8 @@ def linear_group_loss(
     Args:
         hidden: (batch, seq, in), floating point. Groups are group_size neighbours in the batch.
         weight: (vocab, in). bias: (vocab). targets: (batch, seq) int64, aligned with hidden.
-        return_token_stats, alternatives: what loss_function gets, as in `linear_cross_entropy`.
+        return_token_stats, alternatives: the statistics for loss_function, as in
+            `linear_cross_entropy`.
         skip_ignored: whether the matrix products skip ignored targets. It costs two host
             synchronisations.
         ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes: as in

@@ -1,8 +1,8 @@
 """The loss of rows of logits whose classes are split over the ranks of a process group.
 
-Each rank computes the logits of its own classes, and a kernel their logsumexp. One gathering of a
-few numbers for each row makes the loss of all classes from them, the same on all ranks. It runs
-beside the product of the next chunk's logits.
+Each rank computes the logits of its own classes, and a kernel computes their logsumexp. One
+all-gather of a few numbers for each row gives the loss over all classes, the same on all ranks. It
+overlaps with the matrix product of the next chunk's logits.
 """
 
 from collections.abc import Callable
@@ -53,9 +53,9 @@ def wide_copies(options: CrossEntropyOptions, request: TokenRequest) -> int:
 class ShardedRows:
     """The losses of rows of logits, of which each rank has its own classes.
 
-    Making one begins the exchange between the ranks. `losses` waits for it, so what is computed
-    in between runs beside it. All ranks make these in the same order, and call `losses` in the same
-    order.
+    The constructor starts the exchange between the ranks, and `losses` waits for it, so the
+    computation in between overlaps with it. All ranks make these in the same order, and
+    call `losses` in the same order.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ def _fill(
     target_raw: Tensor,
     shard: VocabShard,
 ) -> None:
-    """Fill what is asked of each token; see `TokenStats`.
+    """Fill the requested per-token statistics; see `TokenStats`.
 
     Args: own_log_p: the log-probabilities of this rank's classes; log_p: of the targets; nan: NaN
         for the rows of targets outside the vocabulary, else 0; target_raw: the targets' logits.
