@@ -11,30 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding, pre_norm
-from ligermodels.layers.attention_mask import (
-    AttentionMask,
-    document_ids_from_positions,
-    positions_from_cu_seqlens,
-)
+from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
 
 HIDDEN, SEQ, BATCH, HEAD_DIM = 24, 11, 2, 6
+PLAIN = torch.arange(SEQ)[None]
+PACKED = torch.tensor([[*range(4), 0, 1, 0, *range(4)], [*range(SEQ)]])
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head of x (batch, seq, heads, head_dim) as complex pairs."""
-    pairs = torch.complex(*x.chunk(2, -1)) * torch.complex(cos, sin).unsqueeze(-2)
-    return torch.cat([pairs.real, pairs.imag], -1)
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first elements of each head of x (batch, seq, heads, head_dim)."""
+    first, rest = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
+    a, b = first.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else first.chunk(2, -1)
+    turned = torch.complex(a, b) * torch.complex(cos, sin).unsqueeze(-2)
+    join = (
+        (lambda *x: torch.stack(x, -1).flatten(-2)) if interleaved else lambda *x: torch.cat(x, -1)
+    )
+    return torch.cat((join(turned.real, turned.imag), rest), -1)
 
 
 def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     if norm is None:
         return x
     assert isinstance(norm, RMSNorm)
-    return (
-        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight + norm.offset)
-    )
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x * scale * (norm.weight + norm.offset)
 
 
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
@@ -42,9 +44,10 @@ def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tens
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
     q, k, v = qkv.split([heads, groups, groups], -2)
-    cos, sin = context.cos.to(x.dtype), context.sin.to(x.dtype)
+    cos, sin = (angles.to(x.dtype) for angles in (context.cos, context.sin))
     q, k = normed(attention.q_norm, q), normed(attention.k_norm, k)
-    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    if attention.rotary_dim:
+        q, k = (rotated(x, cos, sin, attention.interleaved_rope) for x in (q, k))
     out = []
     for head in range(heads):
         group = head // (heads // groups)
@@ -56,82 +59,8 @@ def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tens
     return attention.o_proj(torch.cat(out, -1))
 
 
-def causal(seq: int = SEQ) -> Tensor:
-    return torch.ones(seq, seq, dtype=torch.bool).tril()
-
-
-def context_of(positions: Tensor, mask: Any = None) -> AttentionContext:
-    return AttentionContext(*RotaryEmbedding(HEAD_DIM)(positions), mask)
-
-
-def compare(attention: Attention, context: AttentionContext, sees: Tensor) -> None:
-    """Compare the output and all gradients in float32 with the formula in float64."""
-    torch.manual_seed(1)
-    x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
-    upstream = torch.randn(BATCH, SEQ, HIDDEN)
-    rows = sees.any(-1, keepdim=True).expand(BATCH, SEQ, 1)
-    upstream = upstream * rows
-    out = attention(x, context)
-    leaves = [x, *attention.parameters()]
-    grads = torch.autograd.grad(out, leaves, upstream)
-    exact = attention.double()
-    x64 = x.detach().double().requires_grad_()
-    expected = dense(exact, x64, context, sees)
-    wanted = torch.autograd.grad(expected, [x64, *exact.parameters()], upstream.double())
-    assert relative(out * rows, expected * rows) <= 1e-6
-    for grad, want in zip(grads, wanted):
-        assert relative(grad, want) <= 1e-5
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"scale": 0.1}])
-def test_causal(groups: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, groups, HEAD_DIM, **options)
-    assert attention.scale == options.get("scale", HEAD_DIM**-0.5)
-    compare(attention, context_of(torch.arange(SEQ)[None]), causal().expand(BATCH, -1, -1))
-
-
-@pairwise(window=[1, 4, SEQ, 100], softcap=[None, 0.3], packed=[False, True])
-def test_windows_and_soft_caps(window: int, softcap: float | None, packed: bool) -> None:
-    torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, sliding_window=window, softcap=softcap)
-    sees = causal().triu(1 - window).expand(BATCH, -1, -1)
-    mask, positions = None, torch.arange(SEQ)[None]
-    if packed:
-        positions = positions % 6
-        documents = document_ids_from_positions(positions)
-        sees = sees & (documents[:, :, None] == documents[:, None, :])
-        mask = AttentionMask(SEQ, document_ids=documents)
-    compare(attention, context_of(positions, mask), sees)
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 100])
-@pytest.mark.parametrize("options", [{}, {"softcap": 0.3}], ids=str)
-def test_both_directions(window: int | None, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False, sliding_window=window, **options)
-    reach = window or SEQ
-    sees = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1 - reach).tril(reach - 1)
-    context = context_of(torch.arange(SEQ)[None])
-    compare(attention, context, sees.expand(BATCH, -1, -1))
-
-
-def test_a_prefix() -> None:
-    torch.manual_seed(0)
-    prefix = torch.tensor([5, 2])
-    sees = causal() | (torch.arange(SEQ) < prefix[:, None, None])
-    context = context_of(torch.arange(SEQ)[None], AttentionMask(SEQ, prefix_lengths=prefix))
-    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
-
-
-def test_a_cache_needs_causality() -> None:
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False)
-    context = AttentionContext(
-        *RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=GrowingCache()
-    )
-    with pytest.raises(ValueError, match=r"causal=False .* without cache"):
-        attention(torch.randn(1, 3, HIDDEN), context)
+def context_of(positions: Tensor, mask: Any = None, rotary_dim: int = HEAD_DIM) -> AttentionContext:
+    return AttentionContext(*RotaryEmbedding(rotary_dim)(positions), mask)
 
 
 def head_norm(offset: float, seed: int) -> RMSNorm:
@@ -142,14 +71,91 @@ def head_norm(offset: float, seed: int) -> RMSNorm:
     return norm
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("parts", ["both", "q", "k", "differing"])
-def test_norms_of_heads(offset: float, parts: str) -> None:
+# Which norms the heads have, and the offsets of their weights.
+NORMS = {"none": (), "q": (0.0,), "k": (None, 1.0), "both": (1.0, 1.0), "differing": (0.0, 1.0)}
+
+
+@pairwise(
+    groups=[1, 2, 4],
+    window=[None, 1, 4, 100],
+    causal=[True, False],
+    softcap=[None, 0.3],
+    rows=["plain", "packed", "left", "right", "prefix"],
+    norms=NORMS,
+    rope=[(6, False), (6, True), (4, False), (4, True), (0, False)],
+    options=[{}, {"bias": True}, {"scale": 0.1}],
+    fused=[False, True],
+)
+def test_values_and_gradients(
+    groups: int,
+    window: int | None,
+    causal: bool,
+    softcap: float | None,
+    rows: str,
+    norms: str,
+    rope: tuple[int, bool],
+    options: dict[str, Any],
+    fused: bool,
+) -> None:
+    """Compare the output and all gradients in float32 with the formula in float64."""
     torch.manual_seed(0)
-    q_norm = None if parts == "k" else head_norm(offset, 1)
-    k_norm = None if parts == "q" else head_norm(1 - offset if parts == "differing" else offset, 2)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, q_norm=q_norm, k_norm=k_norm)
-    compare(attention, context_of(torch.arange(SEQ)[None]), causal().expand(BATCH, -1, -1))
+    given: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "causal": causal}
+    given |= {"rotary_dim": rope[0], "interleaved_rope": rope[1]} | options
+    for i, (name, offset) in enumerate(zip(("q_norm", "k_norm"), NORMS[norms])):
+        given[name] = None if offset is None else head_norm(offset, i)
+    attention, norm = Attention(HIDDEN, 4, groups, HEAD_DIM, **given), RMSNorm(HIDDEN)
+    assert attention.scale == options.get("scale", HEAD_DIM**-0.5)
+
+    sees = torch.ones(BATCH, SEQ, SEQ, dtype=torch.bool)
+    positions, mask = PLAIN, None
+    if causal:
+        sees = sees.tril()
+    if rows == "prefix":
+        prefix = torch.tensor([5, 2])
+        sees = sees | (torch.arange(SEQ) < prefix[:, None, None])
+        mask = AttentionMask(SEQ, prefix_lengths=prefix)
+    elif rows == "packed":
+        positions, documents = PACKED, document_ids_from_positions(PACKED)
+        sees = sees & (documents[:, :, None] == documents[:, None, :])
+        mask = AttentionMask(SEQ, document_ids=documents)
+    elif rows != "plain":
+        padding = torch.ones(BATCH, SEQ, dtype=torch.int64)
+        padding[0, slice(0, 4) if rows == "left" else slice(7, SEQ)] = 0
+        sees = sees & padding.bool()[:, None, :]
+        mask = AttentionMask(SEQ, padding_mask=padding)
+    reach = window or SEQ
+    sees = sees & torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1 - reach).tril(reach - 1)
+    context = context_of(positions, mask, rope[0] or HEAD_DIM)
+
+    x, upstream = torch.randn(2, BATCH, SEQ, HIDDEN)
+    x.requires_grad_()
+    seen = sees.any(-1, keepdim=True)
+    if fused:
+        out, total = attention(pre_norm(norm, x, x), context)
+        assert torch.equal(total, 2 * x)
+    else:
+        out = attention(x, context)
+    leaves = [x, *attention.parameters()]
+    grads = torch.autograd.grad(out, leaves, upstream * seen)
+    exact, wide = attention.double(), x.detach().double().requires_grad_()
+    fed = normed(norm.double(), 2 * wide) if fused else wide
+    expected = dense(exact, fed, context, sees)
+    wanted = torch.autograd.grad(expected, [wide, *exact.parameters()], upstream.double() * seen)
+    assert relative(out * seen, expected * seen) <= 1e-6
+    for grad, want in zip(grads, wanted):
+        if want.norm() > 1e-9:
+            assert relative(grad, want) <= 1e-5
+        else:  # if a query sees one key alone, its weight is 1 for any score
+            assert grad.norm() < 1e-5
+
+
+def test_a_cache_needs_causality() -> None:
+    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False)
+    context = AttentionContext(
+        *RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=GrowingCache()
+    )
+    with pytest.raises(ValueError, match=r"causal=False .* without cache"):
+        attention(torch.randn(1, 3, HIDDEN), context)
 
 
 def test_biases_apart() -> None:
@@ -188,55 +194,13 @@ def test_head_dim_defaults_to_an_even_share() -> None:
         Attention(24, 4, 3)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(side: str) -> None:
-    torch.manual_seed(0)
-    padding = torch.ones(BATCH, SEQ, dtype=torch.int64)
-    padding[0, slice(0, 4) if side == "left" else slice(7, SEQ)] = 0
-    sees = causal() & padding.bool()[:, None, :]
-    mask = AttentionMask(SEQ, padding_mask=padding)
-    context = context_of(torch.arange(SEQ)[None], mask)
-    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context, sees)
-
-
-def test_packed_documents() -> None:
-    torch.manual_seed(0)
-    positions = torch.tensor(
-        [[0, 1, 2, 3, 0, 1, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
-    )
-    documents = document_ids_from_positions(positions)
-    assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3], [0] * 11]
-    sees = causal() & (documents[:, :, None] == documents[:, None, :])
-    mask = AttentionMask(SEQ, document_ids=documents)
-    compare(Attention(HIDDEN, 4, 2, HEAD_DIM), context_of(positions, mask), sees)
-
-
-def test_packed_documents_equal_separate_runs() -> None:
-    torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM)
-    cu_seqlens = torch.tensor([0, 4, 4, 5, 11])  # the second document is empty
-    positions = positions_from_cu_seqlens(cu_seqlens, 1, 11)
-    assert positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]]
-    x = torch.randn(1, 11, HIDDEN)
-    packed = attention(
-        x,
-        context_of(
-            positions, AttentionMask(11, document_ids=document_ids_from_positions(positions))
-        ),
-    )
-    for start, end in ((0, 4), (4, 5), (5, 11)):
-        alone = attention(x[:, start:end], context_of(torch.arange(end - start)[None]))
-        assert relative(packed[:, start:end], alone) <= 1e-6
-
-
 def test_a_fused_norm_equals_the_parts() -> None:
     torch.manual_seed(0)
     attention, norm = Attention(HIDDEN, 4, 2, HEAD_DIM), RMSNorm(HIDDEN)
     x, residual = torch.randn(2, BATCH, SEQ, HIDDEN)
-    context = context_of(torch.arange(SEQ)[None])
+    context = context_of(PLAIN)
     out, total = attention(pre_norm(norm, x, residual), context)
     assert torch.equal(total, x + residual)
-    torch.testing.assert_close(out, attention(norm(x + residual), context))
     out, total = attention(pre_norm(norm, x), context)
     assert torch.equal(total, x) and total.data_ptr() == x.data_ptr()
     torch.testing.assert_close(out, attention(norm(x), context))
@@ -271,7 +235,7 @@ def test_cache(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     attention = Attention(HIDDEN, 4, 2, HEAD_DIM, layer_index=3, **options)
     x = torch.randn(BATCH, SEQ, HIDDEN)
-    everything = attention(x, context_of(torch.arange(SEQ)[None]))
+    everything = attention(x, context_of(PLAIN))
     cache, outputs = GrowingCache(), []
     for start, end in ((0, 6), (6, 10), (10, 11)):
         angles = RotaryEmbedding(HEAD_DIM)(torch.arange(start, end)[None])
@@ -281,63 +245,8 @@ def test_cache(options: dict[str, Any]) -> None:
     assert relative(torch.cat(outputs, 1), everything) <= 1e-6
 
 
-def test_bfloat16_error_is_no_worse_than_the_parts() -> None:
-    torch.manual_seed(0)
-    attention, norm = Attention(HIDDEN, 4, 2, HEAD_DIM), RMSNorm(HIDDEN)
-    x = torch.randn(BATCH, SEQ, HIDDEN)
-    context = context_of(torch.arange(SEQ)[None])
-    exact = dense(
-        attention.double(),
-        nn.functional.rms_norm(x.double(), (HIDDEN,), eps=norm.eps),
-        context,
-        causal().expand(BATCH, -1, -1),
-    )
-    attention, norm, low = attention.to(torch.bfloat16), norm.to(torch.bfloat16), x.bfloat16()
-    fused, _ = attention(pre_norm(norm, low), context)
-    parts = attention(norm(low), context)
-    assert relative(fused, exact) <= 1.1 * relative(parts, exact)
-
-
-def rotated_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first elements of each head of x (batch, seq, heads, head_dim)."""
-    first, rest = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
-    if not interleaved:
-        return torch.cat((rotated(first, cos, sin), rest), -1)
-    pairs = torch.view_as_complex(first.unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.complex(cos, sin).unsqueeze(-2)
-    return torch.cat((torch.view_as_real(turned).flatten(-2), rest), -1)
-
-
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(
-    ("rotary_dim", "interleaved"), [(0, False), (4, False), (4, True), (6, True)]
-)
-def test_a_part_of_each_head_is_rotated(rotary_dim: int, interleaved: bool, norms: bool) -> None:
-    torch.manual_seed(0)
-    q_norm, k_norm = (RMSNorm(HEAD_DIM), RMSNorm(HEAD_DIM)) if norms else (None, None)
-    options: Any = {"rotary_dim": rotary_dim, "interleaved_rope": interleaved}
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, q_norm=q_norm, k_norm=k_norm, **options).double()
-    x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64)
-    cos, sin = RotaryEmbedding(rotary_dim or HEAD_DIM)(torch.arange(SEQ)[None])
-    cos, sin = cos.double(), sin.double()
-    qkv = attention.qkv_proj(x).unflatten(-1, (8, HEAD_DIM))
-    q, k, v = qkv.split((4, 2, 2), -2)
-    q, k = normed(q_norm, q), normed(k_norm, k)
-    if rotary_dim:
-        q, k = (rotated_part(part, cos, sin, interleaved) for part in (q, k))
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    expected = attention.o_proj(out.transpose(1, 2).flatten(-2))
-    context = AttentionContext(cos, sin)
-    torch.testing.assert_close(attention(x, context), expected)
-    norm = RMSNorm(HIDDEN).double()
-    fused, total = attention(pre_norm(norm, x, x), context)
-    torch.testing.assert_close(fused, attention(norm(2 * x), context))
-    assert torch.equal(total, 2 * x)
-
-
 def test_angles_of_another_size_are_refused() -> None:
-    context = AttentionContext(*RotaryEmbedding(4)(torch.arange(SEQ)[None]))
+    context = AttentionContext(*RotaryEmbedding(4)(PLAIN))
     with pytest.raises(
         ValueError, match=r"rotate 4 elements .* this layer rotates 6; make .*\(6\)"
     ):
@@ -351,8 +260,8 @@ def test_a_context_keeps_one_copy_for_each_device() -> None:
     """The meta device stands for a second GPU."""
     memory = torch.zeros(1, 3, 8)
     context = AttentionContext(
-        *RotaryEmbedding(HEAD_DIM)(torch.arange(SEQ)[None]),
-        causal()[None, None],
+        *RotaryEmbedding(HEAD_DIM)(PLAIN),
+        torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool),
         memory=memory,
         memory_mask=AttentionMask(SEQ, 3),
     )

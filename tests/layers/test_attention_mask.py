@@ -18,17 +18,14 @@ from ligermodels.layers.attention_mask import (
 from ligermodels.parallel.context import SequenceShard
 
 
-def test_document_ids() -> None:
+def test_document_ids_and_positions() -> None:
+    ends = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    assert positions_from_cu_seqlens(ends, 1, 6).tolist() == [[0, 1, 2, 0, 0, 1]]
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [5, 6, 0, 1, 2, 3]])
     assert document_ids_from_positions(positions).tolist() == [
         [0, 0, 0, 1, 2, 2],
         [0, 0, 1, 1, 1, 1],
     ]
-
-
-def test_positions_from_cu_seqlens() -> None:
-    ends = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
-    assert positions_from_cu_seqlens(ends, 1, 6).tolist() == [[0, 1, 2, 0, 0, 1]]
 
 
 def test_dense_pair_by_pair() -> None:
@@ -73,20 +70,10 @@ def test_dense_for_the_key_positions_that_a_cache_holds() -> None:
     mask = AttentionMask(1, 9, padding_mask=tokens)
     dense = mask.dense(4, torch.device("cpu"), key_positions)
     assert dense.tolist() == [[[[True, True, False, True]]]]
+    other = mask.dense(4, torch.device("cpu"), torch.tensor([0, 8]))  # of another layer
+    assert other.tolist() == [[[[False, True]]]]
     assert AttentionMask(1, 9).hides_nothing(4, key_positions)
     assert not AttentionMask(1, 9).hides_nothing(3, key_positions)
-
-
-def test_each_layers_key_positions_have_their_own_mask() -> None:
-    mask, device = AttentionMask(1, 9), torch.device("cpu")
-    for key_positions in (
-        torch.tensor([8, 5, 6, 7]),
-        torch.tensor([0, 8]),
-        torch.tensor([3, 4, 8]),
-    ):
-        assert mask.dense(4, device, key_positions)[0, 0, 0].tolist() == [
-            c > 4 for c in key_positions
-        ]
 
 
 def test_a_mask_given_by_the_caller() -> None:
@@ -108,6 +95,8 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused() -> None:
         ({"mask": torch.ones(4, 4, dtype=torch.bool)}, r"\(batch, 1, 4, 4\) and torch.bool"),
         ({"mask": torch.zeros(2, 1, 4, 4)}, "torch.float32; expected .* True where a query sees"),
         ({"mask": torch.ones(2, 2, 4, 4, dtype=torch.bool)}, r"has shape \(2, 2, 4, 4\)"),
+        ({"padding_mask": torch.zeros(1, 4)}, r"padding_mask .* expected .* integers or bools"),
+        ({"padding_mask": [1, 1, 1, 1]}, "padding_mask is a list; expected a tensor"),
         ({"padding_mask": integers[:, :3]}, r"padding_mask has shape \(2, 3\).*\(batch, 4\)"),
         ({"document_ids": integers.float()}, "document_ids .* torch.float32; expected .* integers"),
         ({"prefix_lengths": integers}, r"prefix_lengths has shape \(2, 4\).*\(batch,\)"),
@@ -194,15 +183,6 @@ def test_padding_between_tokens_is_a_fault_for_documents() -> None:
         mask.varlen_seqlens(2, tokens.device)
         assert mask.fault is not None and mask.fault.isnan(), row
         assert mask.to(torch.device("cpu")).padding_at_ends
-
-
-def test_a_padding_mask_to_be_added_to_scores_is_refused() -> None:
-    """Its 0 and -inf would be read as the opposite."""
-    for given in (torch.zeros(1, 4), torch.full((1, 4), -torch.inf)):
-        with pytest.raises(ValueError, match=r"padding_mask .* expected .* integers or bools"):
-            AttentionMask(4, padding_mask=given)
-    with pytest.raises(ValueError, match="padding_mask is a list; expected a tensor"):
-        AttentionMask(4, padding_mask=[1, 1, 1, 1])  # type: ignore[arg-type]
 
 
 def test_block_masks_are_the_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:

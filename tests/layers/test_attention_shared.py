@@ -17,6 +17,7 @@ from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.memory.test_offload import LateCopies
 from tests.models.pairs import gradients, relative, tokens
+from tests.pairwise import pairwise
 
 HIDDEN, LAYERS = 24, 6
 # The layer whose keys and values each layer takes. Two owners run before the first taker.
@@ -77,13 +78,10 @@ def step(model: Sharing, plan: MemoryPlan | None = None, **inputs: Any) -> tuple
     return loss.detach(), gradients(model)
 
 
-def test_only_owners_have_keys_and_values(model: Sharing) -> None:
-    rows = [layer.self_attn.qkv_proj.out_features for layer in model.layers]
-    assert rows == [24 if owner is not None else 48 for owner in KV_FROM]
-
-
 def test_values_and_gradients_are_those_of_the_formula(model: Sharing) -> None:
     """A layer with the owner's rows for keys and values, applied to the owner's normed input."""
+    rows = [layer.self_attn.qkv_proj.out_features for layer in model.layers]
+    assert rows == [24 if owner is not None else 48 for owner in KV_FROM]
     ids, labels = tokens()
     loss, found = step(model)
     wide = model.double()
@@ -126,30 +124,32 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("inputs", ["plain", "packed", "padded"])
-def test_every_plan_has_the_gradients_of_none(model: Sharing, inputs: str) -> None:
+@pairwise(
+    inputs=["plain", "packed", "padded"],
+    frozen=[None, "layers.0.", "layers.2.", "qkv_proj"],
+    host=[False, True],
+)
+def test_every_plan_has_the_gradients_of_none(
+    model: Sharing, inputs: str, frozen: str | None, host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
     given: dict[str, Tensor] = {}
     if inputs == "packed":
         given = {"position_ids": torch.arange(20)[None] % 8}
     elif inputs == "padded":
         given = {"attention_mask": (torch.arange(20) > torch.tensor([[3], [-1]])).long()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen is None or frozen not in name)
     loss, expected = step(model, **given)
     for plan in PLANS:
+        if host:
+            layers = (LayerPlan(layer.policy, i != 3) for i, layer in enumerate(plan.layers))
+            plan = MemoryPlan(tuple(layers), host_budget=64 * 2**20)
+            store = Offloader("cpu", plan.host_budget, copies=LateCopies())
+            model._offloaders[torch.device("cpu")] = store
         found_loss, found = step(model, plan, **given)
+        assert not host or store.stats().peak > 0
         assert torch.equal(found_loss, loss), plan
-        assert all(torch.equal(found[name], expected[name]) for name in expected), plan
-
-
-def test_kept_tensors_in_host_memory(model: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
-    _, expected = step(model)
-    for plan in PLANS:
-        layers = (LayerPlan(layer.policy, i != 3) for i, layer in enumerate(plan.layers))
-        plan = MemoryPlan(tuple(layers), host_budget=64 * 2**20)
-        store = Offloader("cpu", plan.host_budget, copies=LateCopies())
-        model._offloaders[torch.device("cpu")] = store
-        _, found = step(model, plan)
-        assert store.stats().peak > 0
         assert all(torch.equal(found[name], expected[name]) for name in expected), plan
 
 
@@ -192,16 +192,6 @@ def test_compiled(model: Sharing, per_block: bool, policy: Any) -> None:
         assert relative(grad, expected[name]) < 1e-5, name
 
 
-def test_frozen_owners_and_frozen_takers(model: Sharing) -> None:
-    for frozen in ("layers.0.", "layers.2.", "qkv_proj"):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(frozen not in name)
-        _, expected = step(model)
-        for plan in PLANS:
-            _, found = step(model, plan)
-            assert all(torch.equal(found[name], expected[name]) for name in expected), plan
-
-
 def test_generation_is_the_whole_pass_token_by_token(model: Sharing) -> None:
     ids = tokens(1, 9)[0]
     found = model.generate(ids, max_new_tokens=12, eos_token_id=[])
@@ -211,16 +201,6 @@ def test_generation_is_the_whole_pass_token_by_token(model: Sharing) -> None:
             logits = model.head.logits(model(ids)[:, -1])
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(found, ids)
-
-
-def test_a_step_is_simulated(model: Sharing) -> None:
-    from ligermodels.memory.simulate import simulate
-
-    kept = {}
-    for policy in ("all", "input"):
-        model.set_memory_plan(MemoryPlan.uniform(LAYERS, policy))
-        kept[policy] = simulate(model, 2, 20, device=torch.device("cpu")).kept_bytes
-    assert kept["input"] < kept["all"]
 
 
 def test_what_cannot_be_right_is_refused() -> None:

@@ -63,15 +63,6 @@ def test_values_and_gradients(options: dict[str, Any], padded: bool) -> None:
         assert relative(grad, want) <= 1e-5
 
 
-def test_a_fused_norm_equals_the_parts() -> None:
-    torch.manual_seed(0)
-    layer, norm = CrossAttention(HIDDEN, 4), RMSNorm(HIDDEN)
-    x, residual, memory = torch.randn(3, BATCH, SEQ, HIDDEN)
-    out, total = layer(pre_norm(norm, x, residual), memory)
-    assert torch.equal(total, x + residual)
-    torch.testing.assert_close(out, layer(norm(x + residual), memory))
-
-
 class Block(nn.Module):
     """A layer that looks at a memory, which its context holds."""
 

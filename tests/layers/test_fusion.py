@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -18,58 +20,49 @@ from ligermodels.layers.fusion import (
 )
 
 
+class Mine(nn.Linear):
+    pass
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+def changed(change: Callable[[nn.Linear], object]) -> nn.Linear:
+    linear = nn.Linear(2, 3)
+    change(linear)
+    return linear
+
+
 def test_plain() -> None:
-    assert is_plain(nn.Linear(2, 3), nn.Linear)
+    assert is_plain(nn.Linear(2, 3), nn.Linear) and is_plain(RMSNorm(3), RMSNorm)
     assert is_plain(nn.Linear(2, 3, device="meta"), nn.Linear)
-    assert is_plain(RMSNorm(3), RMSNorm)
+    quantised = nn.Parameter(torch.randn(3, 2).as_subclass(Quantised))
+    for other in (
+        nn.Identity(),
+        Mine(2, 3),
+        changed(lambda x: parametrize.register_parametrization(x, "weight", nn.Identity())),
+        changed(lambda x: setattr(x, "weight", quantised)),
+        changed(lambda x: setattr(x, "forward", abs)),  # as accelerate and quantisers do
+    ):
+        assert not is_plain(other, nn.Linear)
     assert not is_plain(nn.RMSNorm(3), RMSNorm)
-    assert not is_plain(nn.Identity(), nn.Linear)
 
 
-def test_subclasses_are_not() -> None:
-    class Mine(nn.Linear):
-        pass
-
-    assert not is_plain(Mine(2, 3), nn.Linear)
+HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    ],
-)
-def test_hooked_are_not_until_the_hook_is_gone(register: str) -> None:
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("of_all", [False, True])
+def test_no_module_is_plain_while_it_has_a_hook(hook: str, of_all: bool) -> None:
     linear = nn.Linear(2, 3)
-    handle = getattr(linear, register)(lambda *args: None)
-    assert not is_plain(linear, nn.Linear)
-    handle.remove()
+    owner, name = (nn.modules.module, "register_module_") if of_all else (linear, "register_")
+    handle = getattr(owner, name + hook)(lambda *args: None)
+    try:
+        assert not is_plain(linear, nn.Linear)
+    finally:
+        handle.remove()
     assert is_plain(linear, nn.Linear)
-
-
-def test_parametrised_are_not() -> None:
-    linear = nn.Linear(2, 3)
-    parametrize.register_parametrization(linear, "weight", nn.Identity())
-    assert not is_plain(linear, nn.Linear)
-
-
-def test_tensor_subclasses_are_not() -> None:
-    class Quantised(torch.Tensor):
-        pass
-
-    linear = nn.Linear(2, 3)
-    linear.weight = nn.Parameter(torch.randn(3, 2).as_subclass(Quantised))
-    assert not is_plain(linear, nn.Linear)
-
-
-def test_an_instance_whose_forward_was_replaced_is_not() -> None:
-    """accelerate and several quantisers replace `forward` of an instance."""
-    linear = nn.Linear(2, 3)
-    linear.forward = lambda x: x  # type: ignore[method-assign]
-    assert not is_plain(linear, nn.Linear)
 
 
 @pytest.mark.parametrize("residual", [None, torch.ones(4, 6)])
@@ -78,6 +71,7 @@ def test_called_equals_fused(residual: torch.Tensor | None) -> None:
     norm, linear, x = RMSNorm(6), nn.Linear(6, 5), torch.randn(4, 6)
     pending = pre_norm(norm, x, residual)
     assert isinstance(pending, PendingNorm)
+    assert not any(isinstance(part, nn.Module) for part in pending)  # tools would move it
     fused, total = norm_then_linear(pending, linear)
     handle = linear.register_forward_hook(lambda *args: None)
     called, called_total = norm_then_linear(pending, linear)
@@ -119,28 +113,3 @@ def test_where_norms_stand_by_their_names() -> None:
     for other in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
         names = pre_norm_names(block("post_attention_layernorm", other))
         assert names == ("input_layernorm", "pre_feedforward_layernorm")
-
-
-def test_no_module_travels_in_a_pending_norm() -> None:
-    """Tools that move arguments to a device would also move the module's weights."""
-    for part in pre_norm(RMSNorm(6), torch.ones(2, 6), torch.ones(2, 6)):
-        assert not isinstance(part, nn.Module)
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_module_forward_hook",
-        "register_module_forward_pre_hook",
-        "register_module_full_backward_hook",
-        "register_module_full_backward_pre_hook",
-    ],
-)
-def test_no_module_is_while_a_hook_of_all_modules_is_registered(register: str) -> None:
-    linear = nn.Linear(2, 3)
-    handle = getattr(torch.nn.modules.module, register)(lambda *args: None)
-    try:
-        assert not is_plain(linear, nn.Linear)
-    finally:
-        handle.remove()
-    assert is_plain(linear, nn.Linear)

@@ -66,16 +66,22 @@ def check_updates(window, chunks):
         cache.reset()
 
 
-def test_a_layer_with_a_window_holds_no_more_than_it():
-    cache = KVCache(config(4, None, 100), 1, 50)
-    k = torch.zeros(1, 2, 30, 8)
-    for layer in range(3):
-        cache.update(layer, k, k)
-    lengths = [buffer.shape[2] for buffer in (*cache.keys, *cache.values)]
-    assert lengths == [4, 50, 50] * 2
-    assert [buffer.untyped_storage().nbytes() for buffer in cache.keys] == [
-        2 * length * 8 * 4 for length in (4, 50, 50)
-    ]
+def test_buffers_and_their_dtype():
+    cache = KVCache(None, 1, 4, sliding_windows=[None, 2])
+    assert cache.update(0, *tokens(3, 1, heads=2))[0].shape == (1, 2, 3, 4)
+    assert cache.update(1, *tokens(3, 1, heads=1, size=6))[0].shape == (1, 1, 3, 6)
+    assert [buffer.shape for buffer in cache.keys] == [(1, 2, 4, 4), (1, 1, 2, 6)]
+    k = torch.ones(1, 2, 3, 4)
+    # With a window of two, `update` returns a copy of three keys.
+    for window in (None, 2):
+        cache = KVCache(config(window), 1, 4, dtype=torch.bfloat16, device="cpu")
+        found, _ = cache.update(0, k, k)
+        assert found.dtype == torch.bfloat16 and found.shape == (1, 2, 3, 4)
+        cache = KVCache(config(window), 1, 4)
+        cache.update(0, k, k)
+        cache.advance(3)
+        found, _ = cache.update(0, k[:, :, :1].bfloat16(), k[:, :, :1].bfloat16())
+        assert found.dtype == torch.float32
 
 
 def test_one_new_token_copies_no_others():
@@ -87,28 +93,6 @@ def test_one_new_token_copies_no_others():
             assert k.data_ptr() == cache.keys[layer].data_ptr()
             assert v.data_ptr() == cache.values[layer].data_ptr()
         cache.advance(1)
-
-
-def test_dtype_and_device_are_those_given_or_the_first_keys():
-    k = torch.ones(1, 2, 3, 4)
-    # With a window of two, `update` returns a copy of three keys.
-    for window in (None, 2):
-        cache = KVCache(config(window), 1, 4, dtype=torch.bfloat16, device="cpu")
-        found, _ = cache.update(0, k, k)
-        assert found.dtype == torch.bfloat16 and found.shape == (1, 2, 3, 4)
-        cache = KVCache(config(window), 1, 4)
-        found, _ = cache.update(0, k, k)
-        assert found.dtype == torch.float32
-        cache.advance(3)
-        found, _ = cache.update(0, k[:, :, :1].bfloat16(), k[:, :, :1].bfloat16())
-        assert found.dtype == torch.float32
-
-
-def test_layers_may_differ_in_heads_and_the_windows_may_be_given():
-    cache = KVCache(None, 1, 4, sliding_windows=[None, 2])
-    assert cache.update(0, *tokens(3, 1, heads=2))[0].shape == (1, 2, 3, 4)
-    assert cache.update(1, *tokens(3, 1, heads=1, size=6))[0].shape == (1, 1, 3, 6)
-    assert [buffer.shape for buffer in cache.keys] == [(1, 2, 4, 4), (1, 1, 2, 6)]
 
 
 def test_a_cache_of_the_layers_of_a_model():

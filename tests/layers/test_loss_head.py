@@ -1,98 +1,189 @@
-"""The loss and gradients of the loss head, with its own, a tied or a replaced projection."""
+"""The loss head against formulas in float64, with its own, a tied or a replaced projection."""
 
 from __future__ import annotations
 
+import copy
+import io
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ligermodels import LigerLlama
 from ligermodels.layers import HeadOutput, LossHead, loss_head
-from tests.layers.heads import (
-    BATCH,
-    HIDDEN,
-    KINDS,
-    SEQ,
-    VOCAB,
-    assert_compiled_equals_eager,
-    build,
-    data,
-    dense,
-    make,
-)
+from ligermodels.models.llama import LlamaConfig
+from tests.layers.heads import HIDDEN, KINDS, VOCAB, build, data, make
 from tests.models.pairs import relative
-from tests.pairwise import pairwise
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "label smoothing": {"label_smoothing": 0.2},
-    "z-loss": {"z_loss": 0.05},
-    "softcap": {"softcap": 3.0},
-    "scale": {"logit_scale": 0.3},
-    "class weights": {"class_weights": torch.linspace(0.1, 2.0, VOCAB)},
-    "all": {
-        "label_smoothing": 0.1,
-        "z_loss": 0.02,
-        "softcap": 4.0,
-        "logit_scale": 1.7,
-    },
+STATS = ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits")
+CLASS_WEIGHTS = torch.linspace(0.1, 2.0, VOCAB)
+# The options that change the logits; `log_probs` and `from_log_probs` take them, too.
+OF_LOGITS: dict[str, list[Any]] = {
+    "softcap": [None, 3.0],
+    "logit_scale": [1.0, 0.3],
+    "temperature": [1.0, 0.7],
+    "ignore_index": [-100, 0],
+}
+OF_LOSS: dict[str, list[Any]] = {
+    "reduction": ["mean", "sum", "none"],
+    "label_smoothing": [0.0, 0.2],
+    "z_loss": [0.0, 0.05],
+    "class_weights": [None, CLASS_WEIGHTS],
+    "weight_grad_in_forward": [False, True],
 }
 
 
-@pairwise(kind=KINDS, options=OPTIONS, reduction=["mean", "sum", "none"])
-def test_equals_the_dense_loss(kind: str, options: str, reduction: str) -> None:
-    """Compare the loss and its gradients in chunks of five rows, for a random upstream gradient."""
-    given = OPTIONS[options]
-    head, weight, bias = build(kind)
-    hidden, targets = data()
-    out = head(hidden, targets, reduction=reduction, chunk_size=5, return_token_loss=True, **given)
+def expected(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    alternatives: Tensor,
+    given: dict[str, Any],
+) -> dict[str, Tensor]:
+    """Return what a head says, from all logits at once."""
+    t = given["logit_scale"] * F.linear(hidden, weight, bias)
+    if (cap := given["softcap"]) is not None:
+        t = cap * torch.tanh(t / cap)
+    t = t / given["temperature"]
+    valid = targets != given["ignore_index"]
+    weights = given["class_weights"]
+    loss = F.cross_entropy(
+        t.flatten(0, -2),
+        targets.flatten(),
+        None if weights is None else weights.double(),
+        ignore_index=given["ignore_index"],
+        label_smoothing=given["label_smoothing"],
+        reduction="none",
+    ).view_as(valid)
+    z_loss = given["z_loss"] * t.logsumexp(-1).square() * valid
+    factors = given.get("token_weights", torch.ones(()))
+    loss, z_loss = (x * torch.where(valid, factors, 0.0) for x in (loss + z_loss, z_loss))
+    divisor = valid.sum() if weights is None else weights.double()[targets[valid]].sum()
+    divisor = given.get("normalizer") or divisor
+    log_p, seen = t.log_softmax(-1), valid[..., None]
+    found = {
+        "token_loss": loss,
+        "token_log_probs": log_p.gather(-1, (targets * valid)[..., None])[..., 0] * valid,
+        "token_entropy": -(log_p.exp() * log_p).sum(-1) * valid,
+        "token_correct": (t.argmax(-1) == targets) & valid,
+        "token_sum_sq_probs": log_p.exp().square().sum(-1) * valid,
+        "token_mean_logits": t.mean(-1) * valid,
+        "token_alternative_log_probs": log_p.gather(-1, alternatives.clamp(min=0))
+        * (seen & (alternatives >= 0)),
+        "token_top_log_probs": log_p.topk(2).values * seen,
+    }
+    if given["reduction"] != "none":
+        loss, z_loss = loss.sum(), z_loss.sum()
+    if given["reduction"] == "mean":
+        loss, z_loss = loss / divisor, z_loss / divisor
+    return found | {"loss": loss, "z_loss": z_loss}
+
+
+def assert_close(
+    found: Tensor, wanted: Tensor, leaves: list[Tensor], wide: list[Tensor], case: Any
+) -> None:
+    """Compare two results and, if they have any, their gradients for a random upstream one."""
+    assert found.shape == wanted.shape, case
+    assert relative(found, wanted) <= 2e-6, case
+    taken = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    if not found.requires_grad or not taken:
+        return
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    grads = torch.autograd.grad(found, [leaves[i] for i in taken], upstream, retain_graph=True)
+    exact = torch.autograd.grad(
+        wanted, [wide[i] for i in taken], upstream.double(), retain_graph=True
+    )
+    for grad, want in zip(grads, exact):
+        assert relative(grad, want) <= 1e-5, case
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_with_options_drawn_at_random(kind: str, seed: int) -> None:
+    """Losses, statistics and gradients do not depend on chunks, skipped rows or frozen parts."""
+    draw = random.Random(f"{kind} {seed}")
+    of_logits = {name: draw.choice(values) for name, values in OF_LOGITS.items()}
+    given = of_logits | {name: draw.choice(values) for name, values in OF_LOSS.items()}
+    hidden, targets = data(seed)
+    targets = targets.masked_fill(targets == -100, given["ignore_index"])
+    valid = targets != given["ignore_index"]
+    alternatives = torch.stack((targets.clamp(min=0), targets * 0 + 5, targets * 0 - 1), -1)
+    if given["reduction"] == "mean" and draw.random() < 0.5:
+        given["normalizer"] = draw.choice([40, torch.tensor(40)])
+    if draw.random() < 0.5:
+        weights = torch.linspace(-1, 1, targets.numel()).view_as(targets)
+        given["token_weights"] = weights.masked_fill(~valid, torch.nan)  # not looked at
+    how: dict[str, Any] = {"chunk_size": draw.choice([None, 1, 5, 1000])}
+    if draw.random() < 0.5:
+        how |= {"skip_ignored": True, "max_valid": draw.choice([None, 25])}
+    asked = {"return_token_stats": STATS, "alternatives": alternatives, "top_k": 2}
+    case = given, how
+
+    # Options may be defaults of the constructor.
+    defaults = {name: given[name] for name in OF_LOGITS | OF_LOSS if draw.random() < 0.5}
+    of_logits = {name: x for name, x in of_logits.items() if name not in defaults}
+    of_call = {name: x for name, x in given.items() if name not in defaults}
+    head, weight, bias = build(kind, **defaults)
+    leaves = [hidden, weight, *([] if bias is None else [bias])]
+    for frozen in draw.sample(leaves, draw.choice([0, 0, 1, len(leaves)])):
+        frozen.requires_grad_(False)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    rows = wide[0], wide[1], None if bias is None else wide[2]
+    wanted = expected(*rows, targets, alternatives, given)
+    out = head(hidden, targets, **asked, **how, **of_call)
     assert isinstance(out, HeadOutput)
-
-    exact = hidden.detach().double().requires_grad_()
-    weight64 = weight.detach().double().requires_grad_()
-    bias64 = None if bias is None else bias.detach().double().requires_grad_()
-    loss, z = dense(exact, weight64, targets, bias64, **given)
-    valid = targets != -100
-    divisor = valid.sum().double()
-    if "class_weights" in given:
-        divisor = given["class_weights"].double()[targets[valid]].sum()
-    expected, expected_z = loss, z
-    if reduction != "none":
-        expected, expected_z = loss.sum(), z.sum()
-    if reduction == "mean":
-        expected, expected_z = expected / divisor, expected_z / divisor
-
-    assert out.num_valid.item() == valid.sum().item()
-    assert out.num_valid.shape == ()
-    assert out.loss.shape == expected.shape
-    assert relative(out.loss, expected) <= 1e-6
-    assert relative(out.z_loss, expected_z) <= 1e-6
-    assert out.token_loss is not None
-    assert relative(out.token_loss, loss) <= 1e-6
+    assert out.num_valid == valid.sum() and out.num_valid.dtype == torch.int64
     assert not out.z_loss.requires_grad
-    upstream = torch.randn(out.loss.shape, generator=torch.Generator().manual_seed(2))
-    leaves, wanted = [hidden, weight], [exact, weight64]
-    if bias is not None and bias64 is not None:
-        leaves, wanted = [*leaves, bias], [*wanted, bias64]
-    grads = torch.autograd.grad(out.loss, leaves, upstream)
-    reference = torch.autograd.grad(expected, wanted, upstream.double())
-    for grad, want in zip(grads, reference):
-        assert relative(grad, want) <= 2e-6
+    trains = any(x.requires_grad for x in leaves)
+    assert out.loss.requires_grad == trains
+    assert out.token_log_probs.requires_grad == (trains and given["reduction"] == "none")
+    assert torch.equal(out.token_correct, wanted.pop("token_correct"))
+    top = head.logits(hidden)[valid].topk(2).indices
+    assert torch.equal(out.token_top_ids[valid], top)
+    for name, want in wanted.items():
+        assert_close(getattr(out, name), want, leaves, wide, (name, case))
+
+    log_probs, entropy = wanted["token_log_probs"], wanted["token_entropy"]
+    options = of_logits | how
+    found = head.log_probs(hidden, targets, entropy=True, **options)
+    assert_close(found[0], log_probs, leaves, wide, case)
+    assert_close(found[1], entropy, leaves, wide, case)
+    whole = head.from_log_probs(
+        hidden,
+        targets,
+        lambda tokens, _: tokens.log_probs.square().sum() + tokens.entropy.sum(),
+        return_token_stats=("log_probs", "entropy"),
+        **options,
+    )
+    assert_close(whole, log_probs.square().sum() + entropy.sum(), leaves, wide, case)
 
 
-def test_the_output_holds_nothing_unasked() -> None:
-    head, _ = make()
-    out = head(*data())
-    for x in (out.token_loss, out.token_log_probs, out.token_entropy, out.token_correct):
-        assert x is None
-    assert out.loss.shape == out.z_loss.shape == out.num_valid.shape == ()
-    assert out.num_valid.dtype == torch.int64
-    assert out.z_loss.item() == 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_unasked_and_nothing_valid(kind: str) -> None:
+    head, weight, _ = build(kind)
+    hidden, targets = data()
+    out = head(hidden, targets)
+    assert [x for x in out if x is not None] == [out.loss, out.z_loss, out.num_valid]
+    assert head.log_probs(hidden, targets)[1] is None
+    for options in ({"reduction": "none"}, {"reduction": "sum"}, {}, {"normalizer": 0}):
+        out = head(hidden, torch.full_like(targets, -100), z_loss=0.1, **options)
+        assert out.num_valid == 0
+        for x in (out.loss, *torch.autograd.grad(out.loss.sum(), [hidden, weight])):
+            assert x.abs().sum() == 0, options
+    if "replaced" in kind:  # only the rows that count are computed, in chunks
+        head.proj.rows.clear()
+        loss = head(hidden, targets, skip_ignored=True, chunk_size=10).loss
+        loss.backward()
+        assert max(head.proj.rows) <= 10 and sum(head.proj.rows) == 2 * 24
+    with pytest.raises(ValueError, match="max_valid=23, but 24 targets"):
+        head(hidden, targets, skip_ignored=True, max_valid=23)
 
 
 def test_the_output_is_a_tuple_with_the_loss_first() -> None:
@@ -103,46 +194,23 @@ def test_the_output_is_a_tuple_with_the_loss_first() -> None:
     leaves, structure = tree_flatten(out)
     assert [x is y for x, y in zip(leaves, out)] == [True] * len(out)
     assert isinstance(tree_unflatten(leaves, structure), HeadOutput)
-    torch._dynamo.reset()
-    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
-    assert isinstance(compiled(*data()), HeadOutput)
 
 
-@pairwise(kind=KINDS, frozen=["body", "head", "both"], reduction=["mean", "none"])
-def test_gradients_only_where_required(kind: str, frozen: str, reduction: str) -> None:
-    head, weight, bias = build(kind)
-    hidden, targets = data()
-    options = {"reduction": reduction, "chunk_size": 5}
-    parameters = [weight] if bias is None else [weight, bias]
-    full = head(hidden, targets, **options).loss.sum()
-    wanted = torch.autograd.grad(full, [hidden, *parameters])
-    hidden = hidden.detach().requires_grad_(frozen == "head")
-    for parameter in parameters:
-        parameter.requires_grad_(frozen == "body")
-    loss = head(hidden, targets, **options).loss.sum()
-    assert loss.item() == pytest.approx(full.item(), rel=1e-6)
-    if frozen == "both":
-        assert not loss.requires_grad
-        return
-    loss.backward()
-    for tensor, want in zip([hidden, *parameters], wanted):
-        if tensor.requires_grad:
-            assert relative(tensor.grad, want) <= 1e-6
-        else:
-            assert tensor.grad is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_result_does_not_depend_on_the_chunk(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["own", "tied", "replaced, bias"])
+def test_compiled_equals_eager(kind: str) -> None:
     head, weight, _ = build(kind)
+    if "replaced" in kind:
+        head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
     hidden, targets = data()
+    options = {"chunk_size": 14, "label_smoothing": 0.1, "z_loss": 0.01}
+    torch._dynamo.reset()
     results = []
-    for chunk in (1, 4, BATCH * SEQ, 1000, None):
-        loss = head(hidden, targets, chunk_size=chunk).loss
-        results.append((loss, *torch.autograd.grad(loss, [hidden, weight])))
-    for result in results[1:]:
-        for a, b in zip(result, results[0]):
-            assert relative(a, b) <= 1e-6
+    for each in (head, torch.compile(head, fullgraph=True, backend="aot_eager")):
+        out = each(hidden, targets, **options)
+        assert isinstance(out, HeadOutput)
+        results.append([out.loss, *torch.autograd.grad(out.loss, [hidden, weight])])
+    for found, wanted in zip(*results):
+        assert relative(found, wanted) <= 1e-6
 
 
 def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
@@ -158,83 +226,45 @@ def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
     monkeypatch.setattr(loss_head, "linear_loss", recorded)
     head, _, _ = build("own")
     hidden, targets = data()
-    wanted = head(hidden, targets).loss
+    head(hidden, targets)
     head.planned_chunk_size = 3
-    assert relative(head(hidden, targets).loss, wanted) <= 1e-6
-    head(hidden, targets, chunk_size=4)
-    head(hidden, targets, max_scratch_bytes=2**20)
+    for options in ({}, {"chunk_size": 4}, {"max_scratch_bytes": 2**20}):
+        head(hidden, targets, **options)
     assert used == [(None, None), (3, None), (4, None), (None, 2**20)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_accumulation_with_a_normalizer_equals_one_batch(kind: str) -> None:
-    head, weight, _ = build(kind)
-    hidden, targets = data()
-    big = head(hidden, targets)
-    wanted = torch.autograd.grad(big.loss, [hidden, weight])
-    counts: tuple[Any, ...] = (big.num_valid, int(big.num_valid))
-    for count in counts:
-        total = torch.zeros(())
-        hidden.grad = weight.grad = None
-        for row in range(BATCH):  # the first row has fewer valid targets
-            loss = head(hidden[row], targets[row], normalizer=count).loss
-            loss.backward()
-            total += loss.detach()
-        assert total.item() == pytest.approx(big.loss.item(), rel=1e-6), count
-        for leaf, want in zip((hidden, weight), wanted):
-            assert relative(leaf.grad, want) <= 1e-6, count
-
-
-@pytest.mark.parametrize("normalizer", [0, torch.tensor(0)], ids=str)
-def test_a_normalizer_of_nothing(normalizer: int | torch.Tensor) -> None:
-    """If no micro-batch of a step has targets, the loss is 0, not 0 / 0."""
-    output = LossHead(8, 5)(torch.randn(3, 8), torch.full((3,), -100), normalizer=normalizer)
-    assert output.loss == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_targets_ignored(kind: str) -> None:
-    head, weight, _ = build(kind)
-    for reduction in ("mean", "sum", "none"):
-        hidden, targets = data()
-        weight.grad = None
-        out = head(hidden, torch.full_like(targets, -100), reduction=reduction, z_loss=0.1)
-        out.loss.sum().backward()
-        assert out.num_valid == 0, reduction
-        for x in (out.loss, hidden.grad, weight.grad):
-            assert x.abs().sum() == 0, reduction
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["own, bias", "tied", "replaced"])
 def test_autocast(kind: str) -> None:
+    """The products are in bfloat16; values and gradients are in float32, and as near as eager's."""
     head, weight, bias = build(kind)
     hidden, targets = data()
-    exact = head(hidden, targets).loss
-    wanted = torch.autograd.grad(exact, [hidden, weight])
+    options = {"softcap": 3.0, "temperature": 0.7, "chunk_size": 5}  # logits of order one
+    asked = {"return_token_stats": STATS, "top_k": 2, "reduction": "none"}
+
+    def values() -> list[Tensor]:
+        out = head(hidden, targets, **asked, **options)
+        whole = head.from_log_probs(
+            hidden, targets, lambda t, _: t.log_probs.square().sum(), **options
+        )
+        return [whole, *(x for x in out if x is not None and x.requires_grad)]
+
+    exact, loss = values(), head(hidden, targets).loss
     with torch.autocast("cpu", torch.bfloat16):
-        out = head(hidden, targets)
+        made, low = values(), head(hidden, targets).loss
         logits = F.linear(hidden, weight, bias).float()
         eager = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert out.loss.dtype == torch.float32
-    grads = torch.autograd.grad(out.loss, [hidden, weight])
-    theirs = torch.autograd.grad(eager, [hidden, weight])
-    assert abs(out.loss - exact) <= 1.2 * abs(eager - exact) + 1e-3
-    for grad, their, want in zip(grads, theirs, wanted):
-        assert grad.dtype == torch.float32
-        assert relative(grad, want) <= 1.2 * relative(their, want)
+    assert abs(low - loss) <= 1.2 * abs(eager - loss) + 1e-3
+    for x, y in zip(made, exact, strict=True):
+        assert x.dtype == torch.float32 and relative(x, y) <= 1e-2
+    pairs = [
+        torch.autograd.grad(sum(x.square().sum() for x in each), [hidden, weight])
+        for each in (made, exact)
+    ]
+    for grad, want in zip(*pairs):
+        assert grad.dtype == torch.float32 and relative(grad, want) <= 2e-2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_equals_eager(kind: str) -> None:
-    head, weight, _ = build(kind)
-    if "replaced" in kind:
-        head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
-    hidden, targets = data()
-    options = {"chunk_size": 14, "label_smoothing": 0.1, "z_loss": 0.01}
-    assert_compiled_equals_eager(head, weight, hidden, targets, **options)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["own", "replaced"])
 def test_the_targets_are_counted_once(kind: str) -> None:
     class Sums(TorchDispatchMode):
         count = 0
@@ -247,11 +277,9 @@ def test_the_targets_are_counted_once(kind: str) -> None:
             return func(*args, **kwargs or {})
 
     head, _, _ = build(kind)
-    hidden, targets = data()
     with Sums() as sums:
-        output = head(hidden, targets)
+        head(*data())
     assert sums.count == 1
-    assert output.num_valid == (targets != -100).sum()
 
 
 @pytest.mark.parametrize("kind", ["own", "replaced"])
@@ -259,20 +287,105 @@ def test_numbers_of_numpy_are_numbers(kind: str) -> None:
     head, _, _ = build(kind)
     hidden, targets = data()
     targets = targets.masked_fill(targets == -100, 2)
-    numbers = {
-        "label_smoothing": 0.25,
-        "z_loss": 0.5,
-        "softcap": 2.0,
-        "logit_scale": 0.5,
-        "normalizer": 3.0,
-        "ignore_index": 2,
-        "chunk_size": 5,
-    }
+    numbers = {"z_loss": 0.5, "softcap": 2.0, "normalizer": 3.0, "ignore_index": 2, "chunk_size": 5}
     for name, value in numbers.items():
         made = np.int64(value) if isinstance(value, int) else np.float32(value)
-        expected, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
-        assert torch.equal(found, expected), name
+        wanted, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
+        assert torch.equal(found, wanted), name
         if name != "normalizer":
             options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
-            assert options == {name: value}
-            assert type(options[name]) is type(value)
+            assert options == {name: value} and type(options[name]) is type(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits(kind: str) -> None:
+    """A plain projection computes them in any dtype; the weights need not have it."""
+    head, weight, bias = build(kind, softcap=2.0, logit_scale=0.7)
+    hidden, _ = data()
+    wide = [None if x is None else x.double() for x in (hidden, weight, bias)]
+    wanted = 2.0 * torch.tanh(0.7 * F.linear(*wide) / 2.0)
+    logits = head.logits(hidden[:, -1], dtype=torch.float64)
+    assert logits.dtype == torch.float64 and head.logits(hidden).dtype == torch.float32
+    assert relative(logits, wanted[:, -1]) <= (1e-6 if "replaced" in kind else 1e-14)
+    assert relative(head.logits(hidden), wanted) <= 1e-6
+    if kind == "own":
+        head.proj = nn.Sequential(head.proj)  # which has no weight
+        assert relative(head.logits(hidden), wanted) <= 1e-6
+
+
+def test_a_tie_follows_the_embedding() -> None:
+    """The tie survives loading with assign, conversion, copies and pickles."""
+    head, embedding = make(tied=True)
+    assert not list(head.parameters()) and not head.state_dict() and not list(head.children())
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
+    assert list(model.state_dict()) == ["embedding.weight"]
+    model.load_state_dict({"embedding.weight": torch.ones(VOCAB, HIDDEN)}, assign=True)
+    assert head.weight is embedding.weight
+    model.to(torch.bfloat16)
+    assert head.weight.dtype == torch.bfloat16
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert twin["head"].weight is twin["embedding"].weight is not head.weight
+    other = nn.Embedding(VOCAB, HIDDEN)
+    head.tie(other)
+    assert head.weight is other.weight
+    with pytest.raises(ValueError, match="no bias"):
+        LossHead(HIDDEN, VOCAB, bias=True, tied_to=embedding)
+    with pytest.raises(ValueError, match=rf"weight of \({VOCAB}, .*expected \({VOCAB + 1}, "):
+        LossHead(HIDDEN, VOCAB + 1, tied_to=embedding)
+
+
+def test_the_outputs_of_trl() -> None:
+    """The values that TRL's trainers take from a model, against TRL's own code."""
+    theirs = pytest.importorskip("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    head, weight, bias = build("own, bias", softcap=3.0, logit_scale=1.3, temperature=0.7)
+    hidden, targets = data()
+    out = head(hidden, targets, reduction="none", return_token_stats=STATS)
+    valid = targets != -100
+    wanted = theirs.apply(hidden[valid], weight, bias, targets[valid], 0.7, 16, 3.0, 1.3)
+    squares = out.token_sum_sq_probs.clamp(min=1e-30).log()
+    ours = out.token_log_probs, out.token_entropy, squares, out.token_mean_logits
+    for a, b in zip(ours, wanted):
+        assert relative(a[valid], b) <= 1e-6
+    assert torch.equal(out.token_correct[valid], wanted[-1])
+
+
+def test_statistics_and_a_loss_function_through_a_model() -> None:
+    """The layers' own loss stays apart, as with reduction "none", and a plan's chunk is used."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = LigerLlama(config)
+    block = model.layers[0].forward
+    model.layers[0].forward = lambda *args, **kwargs: (*block(*args, **kwargs), torch.tensor(0.5))
+    model.head.planned_chunk_size = 14
+    ids = torch.randint(0, VOCAB, (4, 7), generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def of_rows(tokens, rows):
+        seen.append(rows)
+        return tokens.log_probs.sum(1).square().sum() + tokens.entropy.sum()
+
+    stats = ("log_probs", "entropy")
+    out = model(ids, labels=ids, loss_function=of_rows, group_size=2, return_token_stats=stats)
+    assert seen == [slice(0, 2), slice(2, 4)]
+    assert out.auxiliary_loss == 0.5 and out.num_valid == 24 and out.token_log_probs is None
+    tokens = model(ids, labels=ids, reduction="none", return_token_stats=stats)
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    log_probs, entropy = model.head.log_probs(model(ids), targets, entropy=True)
+    assert relative(tokens.token_log_probs, log_probs) <= 1e-6
+    assert relative(tokens.token_entropy, entropy) <= 1e-6
+    want = tokens.token_log_probs.sum(1).square().sum() + tokens.token_entropy.sum()
+    assert relative(out.loss, want) <= 1e-6
+    parameters = list(model.parameters())
+    for grad, exact in zip(*(torch.autograd.grad(x, parameters) for x in (out.loss, want))):
+        assert relative(grad, exact) <= 1e-5

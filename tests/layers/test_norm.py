@@ -44,14 +44,15 @@ def test_equals_transformers(family: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, **tolerance)
 
 
-def test_residual() -> None:
-    torch.manual_seed(0)
-    norm = filled(RMSNorm(24))
-    x, residual = torch.randn(2, 3, 5, 24)
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_residual_and_device(kind: type) -> None:
+    norm, (x, residual) = kind(24), torch.randn(2, 3, 5, 24)
+    torch.nn.init.normal_(norm.weight)
     y, total = norm(x, residual)
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(y, norm(x + residual))
-    assert isinstance(norm(x), torch.Tensor)
+    weight = kind(8, device="meta", dtype=torch.bfloat16).weight
+    assert weight.is_meta and weight.dtype == torch.bfloat16
 
 
 def test_is_an_rms_norm_of_torch() -> None:
@@ -70,12 +71,6 @@ def test_starts_as_a_factor_of_one(offset: float) -> None:
     norm.weight.data.fill_(3.0)
     norm.reset_parameters()
     assert torch.equal(norm.weight + offset, torch.ones(8))
-
-
-def test_meta_device_and_dtype() -> None:
-    norm = RMSNorm(8, device="meta", dtype=torch.bfloat16)
-    assert norm.weight.is_meta
-    assert norm.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("affine, bias", [(True, True), (True, False), (False, True)])
@@ -99,16 +94,6 @@ def test_layer_norm_is_that_of_torch(dtype: torch.dtype, affine: bool, bias: boo
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for mine, expected in zip(*results):
         torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_layer_norm_with_a_residual() -> None:
-    torch.manual_seed(0)
-    norm = LayerNorm(24)
-    x, residual = torch.randn(2, 3, 5, 24)
-    y, total = norm(x, residual)
-    assert torch.equal(total, x + residual)
-    torch.testing.assert_close(y, norm(x + residual))
-    assert LayerNorm(8, device="meta", dtype=torch.bfloat16).weight.is_meta
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])

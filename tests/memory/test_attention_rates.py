@@ -82,16 +82,3 @@ def test_the_attention_of_the_layers_is_measured(
     rows = 1 if kind.backend == "varlen" else 64 // kind.length
     assert [shape for shape, _ in calls] == 3 * [(rows, 4, 64 // rows, 16)]
     assert all(o["window"] == kind.window and o["softcap"] == kind.softcap for _, o in calls)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cap", [None, 50.0])
-def test_rates_on_a_gpu(cap: float | None) -> None:
-    from ligermodels.memory.rates import rates_of
-
-    device = torch.device("cuda")
-    rate = rates_of(device, torch.bfloat16).attention
-    assert callable(rate)
-    kind = AttentionKind("sdpa" if cap is None else "flex", 16, 8, 256, 4096, None, cap)
-    forward, backward = rate(kind, "forward"), rate(kind, "backward")
-    assert 2e13 < backward < 1.2 * forward < 1e15

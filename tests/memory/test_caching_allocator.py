@@ -51,16 +51,6 @@ def test_one_block(size, allocated, reserved) -> None:
     assert (allocator.allocated, allocator.reserved) == (0, reserved)
 
 
-def test_the_smallest_block_that_fits_is_taken() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(size * MIB) for size in (40, 20, 30)]
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.allocate(18 * MIB).address == blocks[1].address
-    assert allocator.allocate(25 * MIB).address == blocks[2].address
-    assert allocator.reserved == 90 * MIB
-
-
 def requests(seed: int, steps: int = 2000):
     """Yield random requests: ("allocate", index, size) and ("free", index, 0)."""
     generator, live = random.Random(seed), []

@@ -24,6 +24,7 @@ from ligermodels.models.base import DecoderModel
 from tests.families import OWN
 from tests.models.pairs import gradients
 from tests.models.test_families import batch, make
+from tests.pairwise import pairwise
 
 GARBAGE = 255  # a byte; float32 numbers of it are NaN
 
@@ -200,32 +201,76 @@ def test_each_storage_leaves_once_and_returns_a_layer_ahead() -> None:
     assert visits == [(4, 2), (3, 4), (2, 6), (1, 8), (0, 8)]
 
 
-@pytest.mark.parametrize("host", [lambda i: True, lambda i: i % 2 == 0, lambda i: i < 3])
-def test_gradients_are_exact_and_memory_is_constant(host: Callable, wiped: None) -> None:
-    chain, offloader = Chain(), make_offloader()
-    found = []
-    for step in range(5):
-        x = X + step
-        grads = torch.autograd.grad(chain(x, offloader, host), list(chain.weights))
-        assert_equal(grads, chain.expected(x))
-        assert offloader.stats().in_use == 0
-        found.append(offloader.stats())
-    assert len(set(found)) == 1 and found[0].peak > 0
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_drawn_at_random_have_exact_gradients_and_leave_nothing(
+    seed: int, wiped: None
+) -> None:
+    """Passes overlap, fail or have no backward; backward visits some layers, in any thread."""
+    draw = random.Random(seed)
+    width = draw.choice([1000, 75_000])
+    chain, x = Chain(layers=draw.randint(1, 6), width=width), torch.linspace(-1, 1, width)
+    count = len(chain.weights)
+    offloader = make_offloader(draw.choice([MIB, 64 * MIB]), hold=draw.randint(1, 3))
+    hosts = [draw.random() < 0.7 for _ in range(count)]
+    waiting: list[tuple[Tensor, list[Tensor]]] = []  # losses, and their gradients
+    for step in range(12):
+        kind = draw.choice(["forward", "forward", "fails", "evaluates", "some", "all", "all"])
+        given = x + step
+        if kind == "forward":
+            expected = chain.expected(given)
+            waiting.append((chain(given, offloader, hosts.__getitem__), expected))
+        elif kind == "evaluates":
+            with torch.no_grad():
+                chain(given, offloader)
+            assert chain.on_device() == []
+        elif kind == "fails":
+            last = draw.randrange(count)
 
+            def fails(i: int, last: int = last) -> bool:
+                if i == last:
+                    raise KeyError
+                return hosts[i]
 
-def test_backward_may_run_again(wiped: None) -> None:
-    chain, offloader = Chain(), make_offloader()
-    loss = chain(X, offloader)
-    expected = chain.expected(X)
-    loss = chain(X, offloader)
-    copies = weakref.WeakSet(offloader._pass.stored.values())
-    for retain in (True, True, False):
-        grads = torch.autograd.grad(loss, list(chain.weights), retain_graph=retain)
-        assert_equal(grads, expected)
-        returned = [stored.index for stored in copies if stored.resident is not None]
-        assert set(returned) <= {0, 1}, "what was used is still on the GPU"
+            with pytest.raises(KeyError):
+                chain(given, offloader, fails)
+        elif waiting:
+            loss, expected = waiting[draw.randrange(len(waiting))]
+            some = draw.sample(range(count), draw.randint(1, count) if kind == "some" else count)
+            weights, found = [chain.weights[i] for i in some], []
+
+            def backward(loss: Tensor = loss, weights: Any = weights, found: Any = found) -> None:
+                found += torch.autograd.grad(loss, weights, retain_graph=True)
+
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+            assert_equal(found, [expected[i] for i in some])
+            if draw.random() < 0.5:
+                waiting = [each for each in waiting if each[0] is not loss]
+            del loss, backward, thread
+    waiting.clear()
+    stats = offloader.stats()
+    assert stats.in_use == 0 and stats.peak <= stats.pinned
+    loss = chain(x, offloader)
+    torch.autograd.grad(loss, list(chain.weights))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, list(chain.weights))
+    assert offloader.stats().in_use == 0
+
+
+def test_what_was_used_leaves_the_gpu_again_and_an_unused_pass_is_freed() -> None:
+    chain, offloader = Chain(), make_offloader()
+    loss, products = chain(X, offloader), chain.products
+    copies = weakref.WeakSet(offloader._pass.stored.values())
+    for _ in range(2):
+        torch.autograd.grad(loss, list(chain.weights), retain_graph=True)
+        returned = [stored.index for stored in copies if stored.resident is not None]
+        assert set(returned) <= {0, 1}, "what was used is still on the GPU"
+    with torch.no_grad():
+        chain(X, offloader)
+    assert all(product() is None for product in products), "the next forward did not release it"
+    assert offloader.stats().in_use > 0
+    del loss
     assert offloader.stats().in_use == 0
 
 
@@ -249,71 +294,6 @@ def test_a_tensor_that_backward_overwrote_is_loaded_again() -> None:
     for _ in range(3):
         (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         assert torch.equal(grad, 2 * x)
-
-
-def test_passes_may_overlap(wiped: None) -> None:
-    chain, offloader = Chain(), make_offloader()
-    first, second = X + 1, X + 2
-    losses = [chain(first, offloader), chain(second, offloader)]
-    assert_equal(
-        torch.autograd.grad(sum(losses), list(chain.weights)), chain.expected(first, second)
-    )
-    losses = [chain(first, offloader), chain(second, offloader)]
-    for loss, x in zip(losses, (first, second)):
-        assert_equal(torch.autograd.grad(loss, list(chain.weights)), chain.expected(x))
-    assert offloader.stats().in_use == 0
-
-
-def test_a_forward_without_backward_leaves_nothing() -> None:
-    chain, offloader = Chain(), make_offloader()
-    loss = chain(X, offloader)
-    products = chain.products
-    with torch.no_grad():
-        chain(X, offloader)
-    assert chain.on_device() == [], "an evaluation keeps a tensor"
-    assert all(product() is None for product in products), "the next forward did not release it"
-    assert_equal(torch.autograd.grad(loss, list(chain.weights)), chain.expected(X))
-    loss = chain(X, offloader)
-    assert offloader.stats().in_use > 0
-    del loss
-    assert offloader.stats().in_use == 0
-
-
-def test_an_exception_leaves_nothing() -> None:
-    chain, offloader = Chain(), make_offloader()
-
-    def fails(x: Tensor, weight: Tensor) -> Tensor:
-        if weight is chain.weights[3]:
-            raise KeyError
-        return Chain.run(chain, x, weight)
-
-    chain.run = fails
-    with pytest.raises(KeyError):
-        chain(X, offloader)
-    assert offloader.stats().in_use == 0 and chain.on_device() == []
-    del chain.run
-    assert_equal(torch.autograd.grad(chain(X, offloader), list(chain.weights)), chain.expected(X))
-
-
-def test_backward_may_visit_some_layers_only(wiped: None) -> None:
-    chain, offloader = Chain(), make_offloader()
-    expected = chain.expected(X)
-    loss = chain(X, offloader)
-    for some in ([4], [2, 3], [0], [1, 4]):
-        grads = torch.autograd.grad(loss, [chain.weights[i] for i in some], retain_graph=True)
-        assert_equal(grads, [expected[i] for i in some])
-    del loss
-    assert offloader.stats().in_use == 0
-
-
-def test_backward_may_run_in_another_thread() -> None:
-    chain, offloader = Chain(), make_offloader()
-    expected = chain.expected(X)
-    loss = chain(X, offloader)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert_equal([weight.grad for weight in chain.weights], expected)
 
 
 @pytest.mark.parametrize("host", [True, False])
@@ -361,8 +341,7 @@ def test_what_all_layers_save_leaves_and_returns_once() -> None:
         with offloader.layer(index):
             out = out * common
     (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    assert torch.allclose(grad, common**5)
-    assert copied == [True, False]
+    assert torch.allclose(grad, common**5) and copied == [True, False]
 
 
 def test_views_share_one_copy_and_keep_their_form() -> None:
@@ -387,6 +366,8 @@ def test_views_share_one_copy_and_keep_their_form() -> None:
 def test_what_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_LEAST_BYTES", 4000)
     offloader = make_offloader()
+    outside = torch.randn(1000)
+    assert offloader.unpack(offloader.pack(outside)).data_ptr() == outside.data_ptr()
     angles, half = torch.randn(1000), torch.randn(1000)
     offloader.forward_pass(shared=[angles])
     weight = nn.Parameter(torch.randn(10, 100), requires_grad=False)
@@ -406,13 +387,6 @@ def test_what_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         found = offloader.unpack(kept)
         assert found.data_ptr() == tensor.data_ptr() if not tensor.is_sparse else True
     assert torch.equal(offloader.unpack(handle), half)
-
-
-def test_outside_of_a_layer_nothing_leaves() -> None:
-    offloader = make_offloader()
-    x = torch.randn(1000)
-    assert offloader.unpack(offloader.pack(x)).data_ptr() == x.data_ptr()
-    assert offloader.stats().pinned == 0
 
 
 def test_what_exceeds_the_budget_stays(wiped: None) -> None:
@@ -438,19 +412,16 @@ def test_what_exceeds_the_budget_stays(wiped: None) -> None:
     assert offloader.stats().refused == 2 * MIB, "the same tensor is counted twice"
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="cuda has no pinned host memory"):
+        Offloader("cuda", MIB)
     with pytest.raises(ConfigError, match="cpu has no pinned host memory"):
         Offloader("cpu", MIB)
     with pytest.raises(ConfigError, match="host_budget=1000 bytes"):
         make_offloader(1000)
     with pytest.raises(ValueError, match="hold=0"):
         make_offloader(hold=0)
-
-
-def test_without_a_gpu_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="cuda has no pinned host memory"):
-        Offloader("cuda", MIB)
 
 
 def run_with(
@@ -475,40 +446,6 @@ MIXED = MemoryPlan.of(
 PLANS = [MemoryPlan.uniform(3, policy, host=True) for policy in POLICIES] + [MIXED]
 
 
-@pytest.mark.parametrize("family", OWN)
-def test_gradients_of_models_are_bitwise_equal(
-    family: str, wiped: None, subtests: pytest.Subtests
-) -> None:
-    model = make(family)
-    draw = random.Random(family)
-    drawn = [
-        MemoryPlan.of(
-            [LayerPlan("all", True)]
-            + [LayerPlan(draw.choice(POLICIES), draw.random() < 0.5) for _ in range(2)]
-        )
-        for _ in range(2)
-    ]
-    for name, inputs in (("plain", {}), ("packed", PACKED)):
-        expected = run_with(model, MemoryPlan.uniform(3, "all"), None, **inputs)
-        for plan in (*PLANS, *drawn):
-            with subtests.test(f"{name} {plan.layers[0]}, {plan.layers[1]}"):
-                offloader = make_offloader()
-                for _ in range(3):
-                    found = run_with(model, plan, offloader, **inputs)
-                    assert_equal(list(found.values()), list(expected.values()))
-                    stats = offloader.stats()
-                    assert stats.in_use == 0 < stats.peak <= stats.pinned
-
-
-def test_autocast(wiped: None) -> None:
-    model = make("llama")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = run_with(model, MemoryPlan.uniform(3, "all"), None)
-        for plan in PLANS:
-            found = run_with(model, plan, make_offloader())
-            assert_equal(list(found.values()), list(expected.values()))
-
-
 @pytest.mark.parametrize("budget", [64 * MIB, MIB])
 def test_a_simulation_copies_the_same_bytes_in_the_same_order(budget: int) -> None:
     found = []
@@ -524,6 +461,23 @@ def test_a_simulation_copies_the_same_bytes_in_the_same_order(budget: int) -> No
         loss.backward()
         found.append((counted, on_device, stats, offloader.stats()))
     assert found[0] == found[1] and found[0][0]
+
+
+@pairwise(family=OWN, inputs=[{}, PACKED], autocast=[False, True])
+def test_gradients_of_models_are_bitwise_equal(
+    family: str, inputs: dict[str, Tensor], autocast: bool, wiped: None
+) -> None:
+    model, draw = make(family), random.Random(family)
+    drawn = [LayerPlan(draw.choice(POLICIES), draw.random() < 0.5) for _ in range(2)]
+    plans = [*PLANS, MemoryPlan.of([LayerPlan("all", True), *drawn])]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = run_with(model, MemoryPlan.uniform(3, "all"), None, **inputs)
+        for plan in plans:
+            offloader = make_offloader()
+            for _ in range(2):
+                found = run_with(model, plan, offloader, **inputs)
+                assert_equal(list(found.values()), list(expected.values()))
+            assert offloader.stats().in_use == 0 < offloader.stats().peak
 
 
 def test_a_model_on_meta_tensors() -> None:

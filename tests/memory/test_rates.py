@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -55,9 +56,9 @@ def test_data_sheets() -> None:
         gpu_bytes("another")
 
 
-def test_a_time_is_the_median_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10**6))
-    waited = []
+def fake_events(monkeypatch: pytest.MonkeyPatch, elapsed: Callable[[int], float]) -> list[str]:
+    """Replace the events of a GPU; return a list of what happens to them, in order."""
+    clock, order = iter(range(10**6)), []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -65,38 +66,28 @@ def test_a_time_is_the_median_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch
 
         def record(self) -> None:
             self.at = next(clock)
-
-        def synchronize(self) -> None:
-            waited.append(self.at)
-
-        def elapsed_time(self, end: Event) -> float:
-            return 20.0 * end.at  # milliseconds; each round takes longer than the one before
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    runs: list[int] = []
-    seconds = rates._seconds(lambda: runs.append(1))
-    # The rounds take 20, 60, 100, 140, 180 and 220 ms; then 0.6 s are over.
-    assert waited == [1, 3, 5, 7, 9, 11] and len(runs) == 6 * 10
-    assert seconds == pytest.approx(0.018)
-
-
-def test_other_work_runs_between_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-
-        def record(self) -> None:
             order.append("event")
 
-        def synchronize(self) -> None: ...
+        def synchronize(self) -> None:
+            order.append(f"waited for {self.at}")
 
         def elapsed_time(self, end: Event) -> float:
-            return 400.0
+            return elapsed(end.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    return order
+
+
+def test_a_time_is_the_median_of_the_last_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = fake_events(monkeypatch, lambda at: 20.0 * at)  # milliseconds; each takes longer
+    seconds = rates._seconds(lambda: order.append("run"))
+    # The rounds take 20, 60, 100, 140, 180 and 220 ms; then 0.6 s are over.
+    waited = [x for x in order if x.startswith("waited")]
+    assert waited == [f"waited for {at}" for at in (1, 3, 5, 7, 9, 11)]
+    assert order.count("run") == 6 * 10 and seconds == pytest.approx(0.018)
+    order = fake_events(monkeypatch, lambda at: 400.0)
     rates._seconds(lambda: order.append("run"), between=lambda: order.append("other"))
-    assert order[-22:] == ["other"] * 10 + ["event"] + ["run"] * 10 + ["event"]
+    assert order[-23:-1] == ["other"] * 10 + ["event"] + ["run"] * 10 + ["event"]
 
 
 def test_a_measurement_counts_what_each_run_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,6 +21,7 @@ from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
 from tests.memory.step_bytes import error_of_prediction
+from tests.pairwise import pairwise
 from tests.tiny_models import random_model
 
 pytestmark = pytest.mark.usefixtures("rows_at_once")
@@ -37,64 +38,15 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def sharded(mesh: DeviceMesh, root: dict[str, Any] | None = None, **options: Any) -> Any:
+def sharded(mesh: DeviceMesh, **options: Any) -> Any:
     model = random_model("llama", num_hidden_layers=4, tie_word_embeddings=False).train()
     for module in [*model.layers, model.head]:
         fully_shard(module, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options, **(root or {}))
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def step(model: Any, **options: Any) -> Simulation:
     return simulate(model, 2, 24, device=CPU, **options)
-
-
-def test_each_rank_holds_a_part_and_gathers_a_layer_at_a_time(mesh: DeviceMesh) -> None:
-    whole = step(random_model("llama", num_hidden_layers=4, tie_word_embeddings=False).train())
-    model = sharded(mesh)
-    part = step(model)
-    padded = 4 * RANKS * sum(p.numel() // p.shape[0] for p in model.parameters())
-    for ours, all_bytes in (
-        (part.weight_bytes, whole.weight_bytes),
-        (part.grad_bytes, whole.grad_bytes),
-    ):
-        assert all_bytes / RANKS <= ours <= all_bytes / RANKS + padded
-    assert part.peak_bytes < whole.peak_bytes
-    # Three quarters of the layers' weights are not there at any time.
-    layer = sum(p.numel() * 4 for p in model.layers[0].parameters())
-    kept = step(sharded(mesh, reshard_after_forward=False))
-    assert kept.peak_bytes - part.peak_bytes > 2 * layer
-
-
-def test_mixed_precision_gathers_half_the_bytes_and_reduces_in_float32(mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(mesh, mp_policy=policy)
-    found = Sharding(model).parameters["layers.1.mlp.down_proj.weight"]
-    assert (found.dtype, found.gathered_dtype) == (torch.float32, torch.bfloat16)
-    assert found.reduced_dtype == torch.float32 and found.shape == (32, 48)
-    mixed, plain = step(model), step(sharded(mesh))
-    assert mixed.weight_bytes == plain.weight_bytes and mixed.grad_bytes == plain.grad_bytes
-    assert mixed.kept_bytes < plain.kept_bytes
-
-
-@pytest.mark.parametrize("gradients", ["kept", "freed"])
-def test_gradients_that_exist_before_or_never_all_exist(mesh: DeviceMesh, gradients: Any) -> None:
-    model = sharded(mesh)
-    new, other = step(model), step(model, gradients=gradients)
-    assert other.grad_bytes == (new.grad_bytes if gradients == "kept" else 0)
-    forwards = [s.phases["forward of layer 0"].before for s in (new, other)]
-    assert forwards[1] - forwards[0] == other.grad_bytes
-
-
-def test_frozen_parameters_are_gathered_and_not_reduced(mesh: DeviceMesh) -> None:
-    model = random_model("llama", num_hidden_layers=4, tie_word_embeddings=False).train()
-    model.layers[:2].requires_grad_(False)
-    model.embed_tokens.requires_grad_(False)
-    for module in [*model.layers, model.head, model]:
-        fully_shard(module, mesh=mesh)
-    found = step(model)
-    trained = sum(p.to_local().nbytes for p in model.parameters() if p.requires_grad)
-    assert found.grad_bytes == trained
-    assert "backward of layer 0" not in found.phases
 
 
 def test_the_model_is_as_before(mesh: DeviceMesh) -> None:
@@ -105,36 +57,49 @@ def test_the_model_is_as_before(mesh: DeviceMesh) -> None:
     assert all(hasattr(p, "full_tensor") for p in model.parameters())
 
 
-def test_levels_and_plans(mesh: DeviceMesh) -> None:
-    model = sharded(mesh)
-    peaks = []
-    for policy in POLICIES:
-        model.set_memory_plan(MemoryPlan.uniform(4, policy))
-        peaks.append(step(model).peak_bytes)
-    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+LAYOUTS = [
+    {"dp_shard": 4},
+    {"dp_replicate": 4},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_replicate": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2},
+]
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"dp_shard": 4},
-        {"dp_replicate": 4},
-        {"dp_replicate": 2, "dp_shard": 2},
-        {"dp_shard": 2, "tp": 2},
-        {"dp_replicate": 2, "tp": 2},
-        {"dp_shard": 2, "cp": 2},
-    ],
-    ids=" ".join,
+@pairwise(
+    sizes=LAYOUTS,
+    mixed=[False, True],
+    reshards=[False, True],
+    frozen=[False, True],
+    policy=POLICIES,
 )
 def test_predicted_bytes_are_those_of_a_real_step(
-    mesh: DeviceMesh, sizes: dict[str, int], mixed: bool
+    mesh: DeviceMesh,
+    sizes: dict[str, int],
+    mixed: bool,
+    reshards: bool,
+    frozen: bool,
+    policy: Any,
 ) -> None:
     layout = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
     model = random_model("llama", num_hidden_layers=2, tie_word_embeddings=mixed).train()
+    if frozen:
+        model.layers[0].requires_grad_(False)
+        model.embed_tokens.requires_grad_(False)
     compute_dtype = torch.bfloat16 if mixed else None
-    shard(model, layout, compute_dtype=compute_dtype, reshard_after_forward=mixed)
+    shard(model, layout, compute_dtype=compute_dtype, reshard_after_forward=reshards)
+    model.set_memory_plan(MemoryPlan.uniform(2, policy))
     assert abs(error_of_prediction(model)) < 0.005
+
+
+@pytest.mark.parametrize("gradients", ["kept", "freed"])
+def test_gradients_that_exist_before_or_never_all_exist(mesh: DeviceMesh, gradients: Any) -> None:
+    model = sharded(mesh)
+    new, other = step(model), step(model, gradients=gradients)
+    assert other.grad_bytes == (new.grad_bytes if gradients == "kept" else 0)
+    forwards = [s.phases["forward of layer 0"].before for s in (new, other)]
+    assert forwards[1] - forwards[0] == other.grad_bytes
 
 
 def test_the_bytes_of_a_forward_that_gathers_ahead(mesh: DeviceMesh) -> None:
