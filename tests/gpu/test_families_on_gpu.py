@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,14 +12,6 @@ from tests.models import parity
 from tests.models.parity import RecordProperty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("registry")]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("name", outside.NAMES)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 
@@ -20,15 +17,6 @@ pytestmark = [
 COMPILED = ("basic", "window, packed", "left padding")
 
 OLD_LONGROPE = Version(transformers.__version__) < Version("5.22")
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-    torch.cuda.empty_cache()
 
 
 @cases_of("logits", zoo.REAL, kinds=("maths", "numbers", "input"))

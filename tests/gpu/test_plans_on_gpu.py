@@ -1,4 +1,4 @@
-"""Memory plans on a GPU: exact with deterministic attention, and by several ranks of one host."""
+"""Memory plans on a GPU are exact with deterministic attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import exact_plans, offload_ranks
-from tests.parallel.ranks import check, run_ranks
+from tests.gpu import exact_plans
 
 pytestmark = pytest.mark.gpu
 
@@ -32,11 +31,3 @@ def test_plans_change_no_bit_where_attention_is_deterministic() -> None:
     found = json.loads(line.removeprefix("RESULT"))
     same: dict[str, list[str]] = {name: [] for name in ("no plan", *exact_plans.plans())}
     assert found == dict.fromkeys(FAMILIES, same)
-
-
-def test_two_ranks_of_one_gpu_keep_their_own_parts_of_host_memory(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    report = run_ranks(offload_ranks.__name__, 2, tmp_path)
-    assert len(report) == 2 * len(offload_ranks.cases(2))
-    check(report, subtests)

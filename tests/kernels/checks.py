@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -48,11 +49,17 @@ def expanded(x: Tensor, number: int = 0) -> Tensor:
     return x[:1].expand_as(x) if x.ndim > 2 else x
 
 
+def heads_first(x: Tensor, number: int = 0) -> Tensor:
+    """Return the values stored with heads before tokens, as attention stores them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim > 3 else x
+
+
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "contiguous": lambda x, number: x.contiguous(),
     "strided": strided,
     "transposed": transposed,
     "sliced": sliced,
+    "heads first": heads_first,
     "expanded": expanded,
 }
 
@@ -72,7 +79,7 @@ def compare(
     frozen: Collection[str] = (),
     constant: Collection[str] = (),
     layout: str = "contiguous",
-    outputs: int | None = None,
+    used: int | None = None,
     exact_place: str = "cpu",
     autocast: torch.dtype | None = None,
     backward_inside: bool = False,
@@ -86,7 +93,7 @@ def compare(
         frozen: names of inputs that require no gradient and must get none.
         constant: names of inputs that have no gradient and stay in float32, such as angles.
         layout: the layout of the inputs and of the upstream gradients.
-        outputs: compare only this many outputs; None compares all.
+        used: the only output that is compared and has a gradient; None takes all.
         autocast: run the op, and the formula in place's dtype, under torch.autocast with this
             dtype. The tolerance is then that of this dtype.
         backward_inside: run backward under autocast as well.
@@ -126,7 +133,8 @@ def compare(
         made = prepare(kind)
         before = {k: v.detach().clone() for k, v in made.items() if isinstance(v, Tensor)}
         with under_autocast(kind):
-            result = as_tuple(function(**made))[:outputs]
+            result = as_tuple(function(**made))
+        result = result if used is None else result[used : used + 1]
         if kind == "ours":
             for i, x in enumerate(result):
                 upstream = random(*x.shape, seed=7 + i)
@@ -147,7 +155,12 @@ def compare(
         if pairs and wanted:
             with under_autocast(kind, backward_inside):
                 torch.autograd.backward([x for x, _ in pairs], [y for _, y in pairs])
-            grads[kind] = {name: leaf.grad for name, leaf in wanted.items()}
+            # Where an output does not depend on an input, ours may be zero.
+            zero = torch.zeros_like if used is not None else lambda leaf: None
+            grads[kind] = {
+                name: zero(leaf) if leaf.grad is None else leaf.grad
+                for name, leaf in wanted.items()
+            }
         if kind == "ours":
             for name, value in before.items():
                 assert torch.equal(made[name], value), f"{name} was overwritten"
@@ -163,31 +176,19 @@ def compare(
         assert_close(f"gradient of {name}", ours, eager.to(low), exact)
 
 
-def check_repeatable(
-    op: Callable[..., Any], inputs: dict[str, Any], place: Any, constant: Collection[str] = ()
-) -> None:
+def check_repeatable(op: Callable[..., Any], made: dict[str, Any], dtype: torch.dtype) -> None:
     """Check that a second backward gives the same gradients and a second derivative raises."""
-    import pytest
-
-    device, dtype = place
-    wide = torch.promote_types(dtype, torch.float32)
-    made = {
-        k: v.to(device, wide if k in constant else dtype).requires_grad_(k not in constant)
-        if isinstance(v, Tensor) and v.is_floating_point()
-        else (v.to(device) if isinstance(v, Tensor) else v)
-        for k, v in inputs.items()
-    }
-    wanted = [v for v in made.values() if isinstance(v, Tensor) and v.requires_grad]
+    wanted = [x for x in made.values() if isinstance(x, Tensor) and x.requires_grad]
     outputs = [x for x in as_tuple(op(**made)) if x.requires_grad]
-    upstreams = [random(*x.shape, seed=3).to(x.dtype).to(device) for x in outputs]
-    first = torch.autograd.grad(outputs, wanted, upstreams, retain_graph=True, allow_unused=True)
-    first = [None if g is None else g.clone() for g in first]
-    twice = [2 * upstream for upstream in upstreams]
-    again = torch.autograd.grad(outputs, wanted, twice, retain_graph=True, allow_unused=True)
-    for a, b in zip(first, again):
-        if a is not None:
-            torch.testing.assert_close(
-                2 * a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
-            )
+    upstreams = [random(*x.shape, seed=3).to(x) for x in outputs]
+
+    def gradients(factor: int, **options: bool) -> tuple[Tensor | None, ...]:
+        given = [factor * upstream for upstream in upstreams]
+        return torch.autograd.grad(outputs, wanted, given, allow_unused=True, **options)
+
+    first = [None if x is None else 2 * x for x in gradients(1, retain_graph=True)]
+    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for once, again in zip(first, gradients(2, retain_graph=True)):
+        torch.testing.assert_close(once, again, rtol=rtol, atol=1e-6)
     with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(outputs, wanted, upstreams, create_graph=True, allow_unused=True)
+        gradients(1, create_graph=True)

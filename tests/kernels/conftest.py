@@ -38,32 +38,18 @@ FLOAT32_PLACES = places(FLOAT32, gpu=(FLOAT32,))
 COMPILED_PLACES = places(FLOAT32, BFLOAT16, gpu=(BFLOAT16,))
 
 
-def with_triton(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Return the place; in a process with TRITON_INTERPRET=1, run its ops in Triton."""
+def running(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a place; in a process with TRITON_INTERPRET=1, let the ops run in Triton there."""
     if INTERPRETING:
         monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
-    return place
+    return request.param
 
 
-@pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The device and the dtype with which a test of a single op runs."""
-    return with_triton(request.param, monkeypatch)
-
-
-@pytest.fixture(params=EVERY_PLACE)
-def every_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The device and the dtype, float16 included, with which a test of all ops runs."""
-    return with_triton(request.param, monkeypatch)
-
-
-@pytest.fixture(params=FLOAT32_PLACES)
-def float32_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The device of a test that does not depend on the dtype, with float32."""
-    return with_triton(request.param, monkeypatch)
-
-
-@pytest.fixture(params=COMPILED_PLACES)
-def compiled_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The device and the dtype of a slow test, float32 or bfloat16."""
-    return with_triton(request.param, monkeypatch)
+place = pytest.fixture(params=PLACES, name="place")(running)
+"""The device and the dtype with which a test of a single op runs."""
+every_place = pytest.fixture(params=EVERY_PLACE, name="every_place")(running)
+"""The device and the dtype, float16 included, with which a test of all ops runs."""
+float32_place = pytest.fixture(params=FLOAT32_PLACES, name="float32_place")(running)
+"""The device of a test that does not depend on the dtype, with float32."""
+compiled_place = pytest.fixture(params=COMPILED_PLACES, name="compiled_place")(running)
+"""The device and the dtype of a slow test, float32 or bfloat16."""

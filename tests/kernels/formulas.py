@@ -5,6 +5,8 @@ In float64 a formula gives the exact result. In a test's dtype, its error sets t
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,25 +92,20 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
+swiglu = glu
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    return glu(gate_up, "gelu_tanh")
+
+
 def norm_linear(x, residual, norm_weight, weight, bias=None, **options) -> tuple[Tensor, Tensor]:
     s = x if residual is None else x + residual
     return F.linear(rms_norm(s, norm_weight, **options), weight, bias), s
 
 
-def norm_qkv_rope(
-    x,
-    residual,
-    norm_weight,
-    weight,
-    bias,
-    cos,
-    sin,
-    num_heads,
-    num_kv_heads,
-    interleaved=False,
-    **options,
-) -> tuple[Tensor, ...]:
-    qkv, s = norm_linear(x, residual, norm_weight, weight, bias, **options)
+def norm_qkv_rope(cos, sin, num_heads, num_kv_heads, interleaved=False, **linear) -> tuple:
+    qkv, s = norm_linear(**linear)
     return *rope(qkv, cos, sin, num_heads, num_kv_heads, interleaved), s
 
 
@@ -116,6 +113,11 @@ def glu_linear(
     gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
 ) -> Tensor:
     return F.linear(glu(gate_up, activation), weight, bias)
+
+
+def capped(logits: Tensor, softcap: float | None = None, scale: float = 1.0) -> Tensor:
+    t = widened(logits) * scale
+    return t if softcap is None else softcap * torch.tanh(t / softcap)
 
 
 def cross_entropy(
@@ -132,40 +134,51 @@ def cross_entropy(
     temperature: float = 1.0,
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    shape = targets.shape
-    t = widened(logits).reshape(-1, logits.shape[-1]) * logit_scale
-    flat = targets.reshape(-1)
-    if softcap is not None:
-        t = softcap * torch.tanh(t / softcap)
-    t = t / temperature
+    return_token_stats: bool | Collection[str] = (),
+    alternatives: Tensor | None = None,
+    top_k: int = 0,
+) -> tuple[Tensor, ...]:
+    """Return loss, z-loss, the loss of each token, and what is asked of each, except classes."""
+    t = capped(logits, softcap, logit_scale) / temperature
     weights = None if class_weights is None else class_weights.to(t.dtype)
+    valid = targets != ignore_index
     loss = F.cross_entropy(
-        t,
-        flat,
+        t.reshape(-1, t.shape[-1]),
+        targets.reshape(-1),
         weights,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction="none",
-    )
-    valid = flat != ignore_index
+    ).view(targets.shape)
     z = z_loss * torch.logsumexp(t, -1).square() * valid
     loss = loss + z
     if token_weights is not None:
-        loss, z = (x * token_weights.reshape(-1) for x in (loss, z))
+        loss, z = loss * token_weights, z * token_weights
+
+    log_p = torch.log_softmax(t, -1)
+    log_probs, entropy, _ = token_stats(t, targets, ignore_index=ignore_index)
+    stats = {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "sum_sq_probs": log_p.exp().square().sum(-1) * valid,
+        "mean_logits": t.mean(-1) * valid,
+    }
+    if return_token_stats is True:
+        return_token_stats = ("log_probs", "entropy")
+    asked = [x for name, x in stats.items() if name in (return_token_stats or ())]
+    if alternatives is not None:
+        kept = (alternatives >= 0) & valid[..., None]
+        asked.append(log_p.gather(-1, torch.where(kept, alternatives, 0)) * kept)
+    if top_k:
+        asked.append(log_p.topk(top_k).values * valid[..., None])
     if reduction == "none":
-        return loss.view(shape), z.view(shape)
+        return loss, z, loss, *asked
     divisor: float | Tensor = 1.0
-    if reduction == "mean":
-        if normalizer is not None:
-            divisor = normalizer
-        elif weights is not None:
-            divisor = weights[flat[valid]].sum()
-        else:
-            divisor = valid.sum()
-        if normalizer is None and not valid.any():
-            divisor = 1.0
-    return loss.sum() / divisor, z.sum() / divisor
+    if normalizer is not None:
+        divisor = normalizer
+    elif reduction == "mean" and valid.any():
+        divisor = valid.sum() if weights is None else weights[targets[valid]].sum()
+    return loss.sum() / divisor, z.sum() / divisor, loss.detach(), *(x.detach() for x in asked)
 
 
 def token_stats(
@@ -178,8 +191,7 @@ def token_stats(
     **_,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the target's log-probability, the entropy, and whether the target is the argmax."""
-    scaled = widened(logits) * logit_scale
-    t = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+    scaled, t = widened(logits) * logit_scale, capped(logits, softcap, logit_scale)
     valid = targets != ignore_index
     index = torch.where(valid, targets, 0)
     log_p = torch.log_softmax(t, -1)
@@ -190,55 +202,35 @@ def token_stats(
     return torch.where(valid, picked, zero), torch.where(valid, entropy, zero), correct
 
 
-def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    entropy: bool = False,
-    **options,
-) -> tuple[Tensor, ...]:
-    made = token_stats(F.linear(hidden, weight, bias), targets, **options)
-    return made[:2] if entropy else made[:1]
+CHUNK_OPTIONS = ("chunk_size", "max_scratch_bytes", "skip_ignored", "max_valid")
+"""Options that do not change a result."""
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, **options
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
+    options = {name: value for name, value in options.items() if name not in CHUNK_OPTIONS}
     return cross_entropy(F.linear(hidden, weight, bias), targets, **options)
 
 
+def linear_log_probs(*args, entropy: bool = False, **options) -> tuple[Tensor, ...]:
+    stats = ("log_probs", "entropy") if entropy else ("log_probs",)
+    return linear_cross_entropy(*args, reduction="none", return_token_stats=stats, **options)[3:]
+
+
 def linear_divergence(
-    hidden,
-    weight,
-    teacher_hidden,
-    teacher_weight,
-    bias=None,
-    teacher_bias=None,
-    *,
-    beta=0.5,
-    mask=None,
-    token_weights=None,
-    reduction="mean",
-    normalizer=None,
-    temperature=1.0,
-    softcap=None,
-    logit_scale=1.0,
-    teacher_softcap=None,
-    teacher_scale=1.0,
+    hidden, weight, teacher_hidden, teacher_weight, bias=None, teacher_bias=None, **options
 ) -> Tensor:
-    def log_probs(logits: Tensor, cap: float | None, scale: float) -> Tensor:
-        t = widened(logits) * scale
-        t = t if cap is None else cap * torch.tanh(t / cap)
-        return torch.log_softmax(t / temperature, -1)
+    given = options.get
+    temperature, beta, mask = given("temperature", 1.0), given("beta", 0.5), given("mask")
+    logits = capped(F.linear(hidden, weight, bias), given("softcap"), given("logit_scale", 1.0))
+    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)
+    teacher = capped(teacher, given("teacher_softcap"), given("teacher_scale", 1.0))
+    log_p, log_q = (torch.log_softmax(t / temperature, -1) for t in (logits, teacher))
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
 
-    log_p = log_probs(F.linear(hidden, weight, bias), softcap, logit_scale)
-    teacher = F.linear(teacher_hidden, teacher_weight, teacher_bias)
-    log_q = log_probs(teacher, teacher_softcap, teacher_scale)
     if beta is None:
         each = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
     elif beta in (0, 1):
@@ -248,9 +240,10 @@ def linear_divergence(
         each = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
     if mask is not None:
         each = torch.where(mask, each, torch.zeros_like(each))
-    if token_weights is not None:
-        each = each * token_weights
+    if given("token_weights") is not None:
+        each = each * options["token_weights"]
+    reduction = given("reduction", "mean")
     if reduction != "mean":
         return each if reduction == "none" else each.sum()
     count = each.numel() if mask is None else int(mask.sum())
-    return each.sum() / (normalizer or max(count, 1))
+    return each.sum() / (given("normalizer") or max(count, 1))

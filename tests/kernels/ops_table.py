@@ -8,7 +8,7 @@ architecture at the sizes of models. `test_grid.py` fails for an op that has no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ class Case(NamedTuple):
     inputs: Callable[..., Inputs]  # takes the leading dimensions and the length of a row
     sizes: tuple[Inputs, ...]  # arguments of `inputs` for sizes of models; the largest is the last
     constant: tuple[str, ...] = ()  # names of float32 inputs that have no gradient
-    outputs: int | None = None  # compare only this many outputs; None compares all
     flags: tuple[Inputs, ...] = ()  # arguments of `inputs` that change a kernel; the last sets all
 
     @property
@@ -40,7 +39,10 @@ class Case(NamedTuple):
         return getattr(kernels, self.op)
 
 
-def norm(leading: tuple[int, ...], width: int, residual: bool = False, **options: Any) -> Inputs:
+def norm(
+    leading: tuple[int, ...], width: int, residual: bool | None = False, **options: Any
+) -> Inputs:
+    """Make inputs of a norm, with a residual, without the argument, or with a residual of None."""
     made = {
         "x": random(*leading, width, seed=1, scale=3.0),
         "weight": random(width, seed=2),
@@ -48,21 +50,15 @@ def norm(leading: tuple[int, ...], width: int, residual: bool = False, **options
         "eps": 1e-5 if width > 1 else 1.0,
         **options,
     }
-    return made | {"residual": random(*leading, width, seed=3)} if residual else made
-
-
-def norm_without_residual(leading: tuple[int, ...], width: int) -> Inputs:
-    return norm(leading, width) | {"residual": None}
+    given = random(*leading, width, seed=3) if residual else None
+    return made if residual is False else made | {"residual": given}
 
 
 def layer_norm(
     leading: tuple[int, ...], width: int, residual: bool = False, affine: str = "weight bias"
 ) -> Inputs:
     made = norm(leading, width, residual) | {"bias": random(width, seed=4)}
-    for name in ("weight", "bias"):
-        if name not in affine:
-            made[name] = None
-    return made
+    return made | {name: None for name in ("weight", "bias") if name not in affine}
 
 
 def angles(leading: tuple[int, ...], half: int, each_row: bool = False) -> Inputs:
@@ -136,9 +132,10 @@ def norm_qkv_rope(
     heads: int = 3,
     kv_heads: int = 2,
     full: bool = True,
+    **options: Any,
 ) -> Inputs:
     out = (heads + 2 * kv_heads) * 2 * half
-    made = norm_linear(batch_and_seq(leading), width, out, full)
+    made = norm_linear(batch_and_seq(leading), width, out, full, **options)
     return made | angles(leading, half) | {"num_heads": heads, "num_kv_heads": kv_heads}
 
 
@@ -150,45 +147,33 @@ def targets(leading: tuple[int, ...], vocab: int, ignore_index: int = -100) -> T
     return made.view(leading)
 
 
-def loss_options(vocab: int) -> Inputs:
-    """Return a value for every option that changes the loss."""
-    return {
-        "label_smoothing": 0.2,
-        "z_loss": 0.02,
-        "softcap": 4.0,
-        "logit_scale": 1.7,
+def cross_entropy(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
+    """Make inputs. An option that is True and needs a tensor gets one that fits."""
+    rows = torch.Size(leading).numel()
+    # Some alternatives are equal, some are the target, and some are padding.
+    first, likely = torch.arange(rows) * 5 % vocab, targets(leading, vocab).flatten()
+    second = (first + torch.arange(rows) % 2) % vocab
+    tensors = {
         "class_weights": random(vocab, seed=10).abs() + 0.1,
+        "token_weights": random(*leading, seed=14),
+        "alternatives": torch.stack((first, second, likely), -1).view(*leading, 3),
     }
-
-
-def cross_entropy(
-    leading: tuple[int, ...], vocab: int, given: Collection[str] = (), **options: Any
-) -> Inputs:
-    """Make inputs with the loss options that `given` names."""
-    made = {
+    return {
         "logits": random(*leading, vocab, seed=11, scale=2.0),
-        "targets": targets(leading, vocab),
+        "targets": targets(leading, vocab, options.get("ignore_index", -100)),
         **options,
+        **{name: x for name, x in tensors.items() if options.get(name) is True},
     }
-    if "alternatives" in options:  # how many
-        made["alternatives"] = torch.arange(options["alternatives"]).expand(*leading, -1) % vocab
-    return made | {k: value for k, value in loss_options(vocab).items() if k in given}
 
 
 def linear_cross_entropy(
-    leading: tuple[int, ...], vocab: int, given: Collection[str] = (), **options: Any
+    leading: tuple[int, ...], vocab: int, width: int = 32, bias: bool = True, **options: Any
 ) -> Inputs:
     """Make inputs with few hidden columns, which the op processes in several chunks."""
-    hidden = 32
-    made = cross_entropy(leading, vocab, given, **options)
+    made = cross_entropy(leading, vocab, **{"chunk_size": 2} | options)
     del made["logits"]
-    made["hidden"] = random(*leading, hidden, seed=12)
-    return made | linear(hidden, vocab, bias=bool(given)) | {"chunk_size": 2}
-
-
-def linear_log_probs(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
-    made = linear_cross_entropy(leading, vocab, **options)
-    return made | linear(made["hidden"].shape[-1], vocab)
+    made["hidden"] = random(*leading, width, seed=12)
+    return made | linear(width, vocab, bias)
 
 
 def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> Inputs:
@@ -205,11 +190,6 @@ def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> I
         **masked,
         **options,
     }
-
-
-def without_chunks(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a formula accept the op's chunk_size; the formula computes all rows at once."""
-    return lambda *, chunk_size=None, **kwargs: formula(**kwargs)
 
 
 def each(name: str, *values: int) -> tuple[Inputs, ...]:
@@ -235,31 +215,38 @@ HEADS = tuple(
     )
 )
 
-ANGLES, GEMMA = ("cos", "sin"), {"casting_mode": "gemma", "offset": 1.0}
-WEIGHTS = ("class_weights",)
-LOSS_OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale", *WEIGHTS)
+ANGLES, WEIGHTS = ("cos", "sin"), ("class_weights",)
+GEMMA = {"casting_mode": "gemma", "offset": 1.0}
+ALONE, QUERIES = {"affine": ""}, {"kv_heads": 0}
+LOSS_OPTIONS = {
+    "label_smoothing": 0.2,
+    "z_loss": 0.02,
+    "softcap": 4.0,
+    "logit_scale": 1.7,
+    "class_weights": True,
+}
 # The kernel has variants for these options. The table has all combinations of them, and the
 # statistics of each row with no option and with all.
 LOSS_FLAGS = tuple(
-    {"given": given}
+    {name: LOSS_OPTIONS[name] for name in given}
     for count in range(4)
     for given in combinations(("label_smoothing", "softcap", "class_weights"), count)
 )
 TOKEN_FLAGS = tuple(
-    {"reduction": reduction, "return_token_stats": True, "given": given}
-    for given in ((), LOSS_OPTIONS)
+    {"reduction": reduction, "return_token_stats": True, **given}
+    for given in ({}, LOSS_OPTIONS)
     for reduction in ("none", "mean")
 )
 # What can be asked of each token by name, one at a time and all at once.
 ASKED_FLAGS = (
     *({"reduction": "none", "return_token_stats": (name,)} for name in TOKEN_STATS[3:]),
-    {"reduction": "none", "alternatives": 3},
+    {"reduction": "none", "alternatives": True},
     {
         "reduction": "none",
         "return_token_stats": TOKEN_STATS,
-        "alternatives": 3,
+        "alternatives": True,
         "top_k": 1,
-        "given": LOSS_OPTIONS,
+        **LOSS_OPTIONS,
     },
 )
 TEACHER = ("teacher_hidden", "teacher_weight")
@@ -268,156 +255,122 @@ DIVERGENCE_FLAGS = tuple(
     for options in ({}, {"softcap": 4.0, "teacher_softcap": 5.0, "masked": True})
     for beta in (0.0, 1.0, None, 0.3)
 )
-LINEAR_LOG_PROBS = without_chunks(formulas.linear_log_probs)
-LINEAR_CROSS_ENTROPY = without_chunks(formulas.linear_cross_entropy)
 
-# A case whose kernels need fewer resources than those of another case of the op has only the
-# largest size.
+
+def cases(
+    op: str,
+    inputs: Callable[..., Inputs],
+    sizes: tuple[Inputs, ...],
+    variants: dict[str, Inputs] | None = None,
+    **fields: Any,
+) -> dict[str, Case]:
+    """Return the case of an op, and one for each variant, by name.
+
+    A variant's kernels need no more resources than those of the first case, so it has only the
+    largest size.
+
+    Args: variants: for each name, the arguments of `inputs`; fields: further fields of the cases.
+    """
+    formula = getattr(formulas, op)
+    made = {op: Case(op, formula, inputs, sizes, **fields)}
+    for name, options in (variants or {}).items():
+        size, given = {**sizes[-1], **options}, partial(inputs, **options)
+        made[f"{op} {name}"] = Case(op, formula, given, (size,), fields.get("constant", ()))
+    return made
+
+
+EACH_ROW = {**LOSS_OPTIONS, "reduction": "none"}
 CASES = {
-    "rms_norm": Case("rms_norm", formulas.rms_norm, norm, HIDDEN),
-    "rms_norm of Gemma": Case("rms_norm", formulas.rms_norm, partial(norm, **GEMMA), HIDDEN[-1:]),
-    "add_rms_norm": Case(
-        "add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True), HIDDEN
+    **cases("rms_norm", norm, HIDDEN, {"of Gemma": GEMMA}),
+    **cases(
+        "add_rms_norm",
+        partial(norm, residual=True),
+        HIDDEN,
+        {"without residual": {"residual": None}, "of Gemma": GEMMA},
     ),
-    "add_rms_norm without residual": Case(
-        "add_rms_norm", formulas.add_rms_norm, norm_without_residual, HIDDEN[-1:]
+    **cases(
+        "layer_norm",
+        layer_norm,
+        HIDDEN,
+        {
+            "without bias": {"affine": "weight"},
+            "without weight": {"affine": "bias"},
+            "alone": ALONE,
+        },
     ),
-    "add_rms_norm of Gemma": Case(
-        "add_rms_norm", formulas.add_rms_norm, partial(norm, residual=True, **GEMMA), HIDDEN[-1:]
+    **cases("add_layer_norm", partial(layer_norm, residual=True), HIDDEN, {"alone": ALONE}),
+    **cases("glu", partial(glu, activation="gelu"), INTERMEDIATE),
+    **cases("swiglu", glu, INTERMEDIATE),
+    **cases("geglu", glu, INTERMEDIATE),
+    **cases(
+        "rope",
+        rope,
+        HEADS,
+        {
+            "with angles of each row": {"each_row": True},
+            "of a part": {"rest": 32},
+            "of a part, interleaved": {"rest": 32, "interleaved": True},
+            "interleaved": {"interleaved": True},
+            "of queries alone": QUERIES,
+        },
+        constant=ANGLES,
     ),
-    "layer_norm": Case("layer_norm", formulas.layer_norm, layer_norm, HIDDEN),
-    "layer_norm without bias": Case(
-        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="weight"), HIDDEN[-1:]
-    ),
-    "layer_norm without weight": Case(
-        "layer_norm", formulas.layer_norm, partial(layer_norm, affine="bias"), HIDDEN[-1:]
-    ),
-    "layer_norm alone": Case(
-        "layer_norm", formulas.layer_norm, partial(layer_norm, affine=""), HIDDEN[-1:]
-    ),
-    "add_layer_norm": Case(
-        "add_layer_norm", formulas.add_layer_norm, partial(layer_norm, residual=True), HIDDEN
-    ),
-    "add_layer_norm alone": Case(
-        "add_layer_norm",
-        formulas.add_layer_norm,
-        partial(layer_norm, residual=True, affine=""),
-        HIDDEN[-1:],
-    ),
-    "glu": Case("glu", formulas.glu, partial(glu, activation="gelu"), INTERMEDIATE),
-    "swiglu": Case("swiglu", formulas.glu, glu, INTERMEDIATE),
-    "geglu": Case("geglu", partial(formulas.glu, activation="gelu_tanh"), glu, INTERMEDIATE),
-    "rope": Case("rope", formulas.rope, rope, HEADS, ANGLES),
-    "rope with angles of each row": Case(
-        "rope", formulas.rope, partial(rope, each_row=True), HEADS[-1:], ANGLES
-    ),
-    "rope of a part, interleaved": Case(
-        "rope", formulas.rope, partial(rope, rest=32, interleaved=True), HEADS[-1:], ANGLES
-    ),
-    "rope of queries alone": Case(
-        "rope", formulas.rope, partial(rope, kv_heads=0), ({"half": 64, "heads": 32},), ANGLES
-    ),
-    "qk_norm_rope": Case("qk_norm_rope", formulas.qk_norm_rope, qk_norm_rope, HEADS, ANGLES),
-    "qk_norm_rope of Gemma": Case(
-        "qk_norm_rope", formulas.qk_norm_rope, partial(qk_norm_rope, **GEMMA), HEADS[-1:], ANGLES
-    ),
-    "norm_linear": Case("norm_linear", formulas.norm_linear, norm_linear, HIDDEN),
-    "norm_linear of Gemma": Case(
-        "norm_linear", formulas.norm_linear, partial(norm_linear, **GEMMA), HIDDEN[-1:]
-    ),
-    "norm_linear alone": Case(
-        "norm_linear", formulas.norm_linear, partial(norm_linear, full=False), HIDDEN
-    ),
-    "norm_qkv_rope": Case("norm_qkv_rope", formulas.norm_qkv_rope, norm_qkv_rope, QKV, ANGLES),
-    "norm_qkv_rope alone": Case(
+    **cases("qk_norm_rope", qk_norm_rope, HEADS, {"of Gemma": GEMMA}, constant=ANGLES),
+    **cases("norm_linear", norm_linear, HIDDEN, {"of Gemma": GEMMA, "alone": {"full": False}}),
+    **cases(
         "norm_qkv_rope",
-        formulas.norm_qkv_rope,
-        partial(norm_qkv_rope, full=False),
+        norm_qkv_rope,
         QKV,
-        ANGLES,
+        {
+            "alone": {"full": False},
+            "of Gemma": GEMMA,
+            "interleaved": {"interleaved": True},
+            "of queries alone": QUERIES,
+        },
+        constant=ANGLES,
     ),
-    "norm_qkv_rope of queries alone": Case(
-        "norm_qkv_rope",
-        formulas.norm_qkv_rope,
-        partial(norm_qkv_rope, kv_heads=0),
-        ({"width": 4096, "half": 64, "heads": 32},),
-        ANGLES,
-    ),
-    "glu_linear": Case("glu_linear", formulas.glu_linear, glu_linear, INTERMEDIATE),
-    "glu_linear with gelu": Case(
-        "glu_linear", formulas.glu_linear, partial(glu_linear, activation="gelu"), INTERMEDIATE[-1:]
-    ),
-    "glu_linear with gelu_tanh": Case(
+    **cases(
         "glu_linear",
-        formulas.glu_linear,
-        partial(glu_linear, bias=False, activation="gelu_tanh"),
-        INTERMEDIATE[-1:],
+        glu_linear,
+        INTERMEDIATE,
+        {
+            "with gelu": {"activation": "gelu"},
+            "with gelu_tanh": {"activation": "gelu_tanh", "bias": False},
+        },
     ),
-    "cross_entropy": Case(
+    **cases(
         "cross_entropy",
-        formulas.cross_entropy,
         cross_entropy,
         VOCAB,
-        outputs=2,
+        {"of each row": EACH_ROW},
+        constant=WEIGHTS,
         flags=LOSS_FLAGS + TOKEN_FLAGS + ASKED_FLAGS,
     ),
-    "cross_entropy of each row": Case(
-        "cross_entropy",
-        formulas.cross_entropy,
-        partial(cross_entropy, given=LOSS_OPTIONS, reduction="none"),
-        VOCAB,
-        WEIGHTS,
-        outputs=2,
-    ),
-    "linear_cross_entropy": Case(
+    **cases(
         "linear_cross_entropy",
-        LINEAR_CROSS_ENTROPY,
         linear_cross_entropy,
         VOCAB,
-        outputs=2,
+        {"with options": LOSS_OPTIONS, "of each row": EACH_ROW},
+        constant=WEIGHTS,
         flags=LOSS_FLAGS + TOKEN_FLAGS + ASKED_FLAGS,
     ),
-    "linear_cross_entropy with options": Case(
-        "linear_cross_entropy",
-        LINEAR_CROSS_ENTROPY,
-        partial(linear_cross_entropy, given=LOSS_OPTIONS),
-        VOCAB,
-        WEIGHTS,
-        outputs=2,
-    ),
-    "linear_cross_entropy of each row": Case(
-        "linear_cross_entropy",
-        LINEAR_CROSS_ENTROPY,
-        partial(linear_cross_entropy, given=LOSS_OPTIONS, reduction="none"),
-        VOCAB[-1:],
-        WEIGHTS,
-        outputs=2,
-    ),
-    "linear_log_probs": Case(
+    **cases(
         "linear_log_probs",
-        LINEAR_LOG_PROBS,
-        partial(linear_log_probs, entropy=True, softcap=4.0, logit_scale=1.7),
+        linear_cross_entropy,
         VOCAB,
+        {"and entropy": {"entropy": True, "softcap": 4.0, "logit_scale": 1.7}},
     ),
-    "linear_log_probs without entropy": Case(
-        "linear_log_probs", LINEAR_LOG_PROBS, linear_log_probs, VOCAB[-1:], outputs=1
-    ),
-    "linear_divergence": Case(
+    **cases(
         "linear_divergence",
-        without_chunks(formulas.linear_divergence),
         linear_divergence,
         VOCAB,
-        TEACHER,
+        {"of each token": {"reduction": "none", "masked": True, "softcap": 4.0}},
+        constant=TEACHER,
         flags=DIVERGENCE_FLAGS,
     ),
-    "linear_divergence of each token": Case(
-        "linear_divergence",
-        without_chunks(formulas.linear_divergence),
-        partial(linear_divergence, reduction="none", masked=True, softcap=4.0),
-        VOCAB[-1:],
-        TEACHER,
-    ),
 }
+FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()
+"""The first case of each op."""
 # split_qkv returns views and computes nothing. linear_group_loss takes a function; test_groups.py
 # tests it.
 NOT_FUSED = {"split_qkv", "linear_group_loss"}

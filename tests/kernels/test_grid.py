@@ -18,6 +18,7 @@ from tests.kernels.conftest import (
 )
 from tests.kernels.ops_table import (
     CASES,
+    FIRST,
     NOT_FUSED,
     SIZES,
     differentiable,
@@ -34,8 +35,9 @@ for _name, _case in CASES.items():
         if len(_keys) > 1:
             FROZEN[_name][f"all but {_key}"] = [key for key in _keys if key != _key]
 
-FIRST = set({case.op: name for name, case in reversed(CASES.items())}.values())
-"""The first case of each op. It meets every size; the op's further cases meet the usual ones."""
+# Ops with several outputs that have a gradient, of which a caller may use one alone.
+OUTPUTS = {"add_rms_norm": 2, "add_layer_norm": 2, "norm_linear": 2, "norm_qkv_rope": 4}
+OUTPUTS |= {"rope": 3, "qk_norm_rope": 3}
 
 # The interpreter truncates to bfloat16, while a GPU rounds.
 LOW_DTYPES = [torch.float16] if INTERPRETING else [torch.bfloat16, torch.float16]
@@ -50,11 +52,12 @@ def frozen_fits_the_case(name: str, frozen: str, size: str) -> bool:
 
 
 def layout_fits_the_size(layout: str, size: str) -> bool:
-    sizes = ("batch",) if layout == "expanded" else LONG_ROWS
+    sizes = ("batch",) if layout in ("expanded", "heads first") else LONG_ROWS
     return layout == "contiguous" or size in sizes
 
 
 def size_fits_the_case(name: str, size: str) -> bool:
+    """The first case of each op meets every size; the op's further cases meet the usual ones."""
     return name in FIRST or size not in UNUSUAL
 
 
@@ -86,8 +89,15 @@ def test_precision(every_place, name, size, layout, frozen) -> None:
         frozen=FROZEN[name][frozen],
         constant=case.constant,
         layout=layout,
-        outputs=case.outputs,
     )
+
+
+@pytest.mark.parametrize("name, used", [(op, i) for op, n in OUTPUTS.items() for i in range(n)])
+def test_one_output_used(float32_place, name, used) -> None:
+    """An output that nothing reads adds no gradient and raises no error."""
+    case = CASES[name]
+    made = case.inputs(*SIZES["batch"])
+    compare(case.function, case.formula, made, float32_place, used=used, constant=case.constant)
 
 
 @pairwise(
@@ -107,7 +117,6 @@ def test_autocast(float32_place, name, dtype, backward) -> None:
         case.inputs(*SIZES["odd"]),
         float32_place,
         constant=case.constant,
-        outputs=case.outputs,
         autocast=dtype,
         backward_inside=backward == "backward inside",
     )
@@ -117,8 +126,8 @@ def test_autocast(float32_place, name, dtype, backward) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_twice_over_a_retained_graph(place, name) -> None:
     case = CASES[name]
-    made = case.inputs(*SIZES["batch"])
-    check_repeatable(case.function, made, place, case.constant)
+    made = leaves(case, case.inputs(*SIZES["batch"]), place)
+    check_repeatable(case.function, made, place.dtype)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import linear_log_probs
 from ligermodels.kernels.loss_options import (
     ChunkOptions,
     CrossEntropyOptions,
@@ -49,8 +48,3 @@ def test_what_no_call_accepts_is_refused() -> None:
             LossOptions.of(**wrong)
     with pytest.raises(ValueError, match="max_valid=3"):
         LossOptions.of(max_valid=3)
-    hidden, weight, targets = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2).long()
-    with pytest.raises(ValueError, match="entropy=1; expected True or False"):
-        linear_log_probs(hidden, weight, targets, entropy=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the vocabulary has 0 classes; expected 1 or more"):
-        linear_log_probs(hidden, weight[:0], targets)

@@ -1,43 +1,29 @@
+"""Rotary embedding, alone and after the norms of queries and keys: numbers of heads, and memory.
+
+`test_grid.py` tests parts of a head, neighbouring pairs, layouts and outputs used alone.
+"""
+
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
 from ligermodels.kernels import qk_norm_rope, rope, split_qkv
 from ligermodels.kernels.dispatch import select
-from tests.kernels import formulas
-from tests.kernels.checks import compare, random
+from tests.kernels.checks import compare
+from tests.kernels.ops_table import ANGLES, CASES, leaves
+from tests.pairwise import pairwise
 
-# Each shape is (batch, seq, heads, kv heads, head_dim).
-SHAPES = [(2, 5, 4, 2, 8), (1, 1, 1, 1, 2), (3, 2, 3, 3, 6), (1, 7, 9, 3, 16), (0, 4, 2, 1, 4)]
-
-
-def inputs(batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, rows: int = 1) -> dict:
-    angles = random(rows, seq, head_dim // 2, seed=5, scale=3.0)
-    return {
-        "qkv": random(batch, seq, (heads + 2 * kv_heads) * head_dim, seed=4),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-    }
+# The leading dimensions, half of a head's size, and the numbers of heads.
+SHAPES = [((1, 1), 1, 1, 1), ((3, 2), 3, 3, 3), ((1, 7), 32, 9, 3), ((2, 0), 2, 2, 1)]
 
 
-CONSTANT = ("cos", "sin")
-# The part of a head that is rotated, and whether its pairs are neighbours.
-PARTS = [(4, False), (4, True), (6, True), (8, True)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rope(float32_place, shape) -> None:
-    compare(rope, formulas.rope, inputs(*shape), float32_place, constant=CONSTANT)
-
-
-@pytest.mark.parametrize(("rotated", "interleaved"), PARTS, ids=str)
-def test_a_part_of_each_head_and_neighbouring_pairs(float32_place, rotated, interleaved) -> None:
-    made = inputs(2, 5, 4, 2, 8) | {"interleaved": interleaved}
-    made |= {name: made[name][..., : rotated // 2] for name in CONSTANT}
-    compare(rope, formulas.rope, made, float32_place, constant=CONSTANT, layout="sliced")
+@pairwise(name=["rope", "qk_norm_rope", "qk_norm_rope of Gemma"], shape=SHAPES)
+def test_numbers_of_heads(float32_place, name, shape) -> None:
+    case, (leading, half, heads, kv_heads) = CASES[name], shape
+    made = case.inputs(leading, half, heads=heads, kv_heads=kv_heads)
+    compare(case.function, case.formula, made, float32_place, constant=ANGLES)
 
 
 def test_nothing_is_rotated() -> None:
@@ -46,25 +32,11 @@ def test_nothing_is_rotated() -> None:
         assert torch.equal(ours, want) and ours.data_ptr() == want.data_ptr()
 
 
-def test_gradients_in_the_layout_of_attention(place) -> None:
-    """Upstream gradients have the layout of SDPA's, heads before tokens, or are expanded."""
-    made = inputs(2, 3, 2, 1, 4)
-    qkv = made["qkv"].to(place.dtype).to(place.device).requires_grad_()
-    angles = [made[k].float().to(place.device) for k in CONSTANT]
-    q, k, v = rope(qkv, *angles, 2, 1)
-    (q.transpose(1, 2).contiguous().sum() + k.sum() + 2 * v.sum()).backward()
-    exact = made["qkv"].requires_grad_()
-    q, k, v = formulas.rope(exact, made["cos"], made["sin"], 2, 1)
-    (q.sum() + k.sum() + 2 * v.sum()).backward()
-    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(qkv.grad.double().cpu(), exact.grad, rtol=tolerance, atol=tolerance)
-
-
 def test_in_place(place) -> None:
     """In place, the packed buffer is overwritten except v, and the result is the same."""
-    made = inputs(2, 5, 4, 2, 8)
+    made = CASES["rope"].inputs((2, 5), 4, heads=4)
     qkv = made["qkv"].to(place.dtype).to(place.device)
-    angles = [made[k].float().to(place.device) for k in CONSTANT]
+    angles = [made[k].float().to(place.device) for k in ANGLES]
     ops = select("rope", qkv)
     for half, interleaved in ((4, False), (3, False), (4, True), (3, True)):
         some = [x[..., :half] for x in angles]
@@ -84,69 +56,25 @@ def test_the_launcher_does_not_rotate_a_strided_buffer_in_place() -> None:
         launchers.rope_forward(qkv, cos, cos, 2, 1, True)
 
 
-def test_minus_sin_undoes_the_rotation(compiled_place) -> None:
-    place = compiled_place
-    made = inputs(1, 6, 3, 1, 8)
-    qkv = made["qkv"].to(place.dtype).to(place.device)
-    cos, sin = (made[k].float().to(place.device) for k in CONSTANT)
-    packed = torch.cat([x.flatten(-2) for x in rope(qkv, cos, sin, 3, 1)], -1)
-    back = torch.cat([x.flatten(-2) for x in rope(packed, cos, -sin, 3, 1)], -1)
-    tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(back, qkv, rtol=tolerance, atol=tolerance)
-
-
-def test_refusals() -> None:
-    cos = torch.ones(1, 3, 4)
-    with pytest.raises(ValueError, match="packed rows have"):
-        rope(torch.ones(2, 3, 33), cos, cos, 2, 1)
-    with pytest.raises(ValueError, match="2 rows of 5 tokens"):
-        rope(torch.ones(2, 5, 32), cos, cos, 2, 1)
-    with pytest.raises(ValueError, match="4 rows of 3 tokens"):
-        rope(torch.ones(4, 3, 32), cos.expand(2, 3, 4), cos.expand(2, 3, 4), 2, 1)
-
-
-def test_integers_are_refused() -> None:
-    made = inputs(2, 5, 4, 2, 8)
-    made["qkv"] = made["qkv"].long()
-    with pytest.raises(ValueError, match=r"rope: qkv is torch\.int64; expected a floating point"):
-        rope(**made)
-    weight = torch.ones(8)
-    with pytest.raises(ValueError, match=r"is torch\.int64; expected a floating point"):
-        qk_norm_rope(**made, q_weight=weight, k_weight=weight)
-
-
-@pytest.mark.parametrize("op", [rope, qk_norm_rope])
-def test_head_counts_are_refused(op) -> None:
-    """They are refused even if they add up to the columns; a kernel would write out of bounds."""
-    made = inputs(2, 5, 2, 1, 8)
-    weights = {} if op is rope else {"q_weight": torch.ones(8), "k_weight": torch.ones(8)}
-    for heads, kv_heads, option in (
-        (6, -1, "num_kv_heads=-1"),
-        (-2, 3, "num_heads=-2"),
-        (2.0, 1, "num_heads=2.0"),
-    ):
-        complaint = rf"rope: {option}; expected an integer of [01] or more"
-        with pytest.raises(ValueError, match=complaint):
-            op(**made | weights | {"num_heads": heads, "num_kv_heads": kv_heads})
-
-
-def test_numpys_integers_are_head_counts(float32_place) -> None:
-    place = float32_place
-    numpy = pytest.importorskip("numpy")
-    made = inputs(2, 5, 2, 1, 8)
-    qkv, cos, sin = (made[k].to(place.device, place.dtype) for k in ("qkv", "cos", "sin"))
-    expected = rope(qkv, cos, sin, 2, 1)
-    for ours, want in zip(rope(qkv, cos, sin, numpy.int64(2), numpy.int32(1)), expected):
+def test_numpys_integers_are_head_counts() -> None:
+    made = CASES["rope"].inputs((2, 5), 4)
+    counts = {"num_heads": numpy.int64(3), "num_kv_heads": numpy.int32(2)}
+    for ours, want in zip(rope(**made | counts), rope(**made)):
         assert torch.equal(ours, want)
 
 
-def test_angles_that_do_not_fit_are_refused() -> None:
-    """With a sine shorter than the cosine, a kernel would read out of bounds."""
-    made = inputs(2, 5, 4, 2, 8)
-    for sin in (made["sin"][:, :1], made["sin"][..., :2], made["sin"].expand(2, -1, -1)):
-        with pytest.raises(ValueError, match="differ in shape"):
-            rope(**made | {"sin": sin})
-    with pytest.raises(ValueError, match="expected"):
-        rope(**made | {"qkv": made["qkv"][0]})
-    with pytest.raises(ValueError, match="have 0 columns"):
-        rope(torch.ones(2, 5, 0), *[made["cos"][..., :0]] * 2, 2, 1)
+def test_v_is_a_view_and_qkv_is_all_that_is_kept(float32_place) -> None:
+    case = CASES["qk_norm_rope"]
+    made = leaves(case, case.inputs((2, 3), 4), float32_place)
+    kept = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        q, _, v = qk_norm_rope(**made)
+    assert v.untyped_storage().data_ptr() == made["qkv"].untyped_storage().data_ptr()
+    assert q.untyped_storage().data_ptr() != made["qkv"].untyped_storage().data_ptr()
+    small = sum(made[name].nbytes for name in ("q_weight", "k_weight", *ANGLES))
+    assert sum(kept.values()) <= made["qkv"].nbytes + small

@@ -74,19 +74,24 @@ def test_a_plan_keeps_its_budget() -> None:
             assert plan.block_chunk_size >= 1, case
 
 
-def test_one_chunk_where_all_rows_fit() -> None:
+def test_plans_at_the_edges() -> None:
     sizes = head(1000, 64, 5000)
     enough = 64 * 1000 + 2 * 1000 * 5000 + 2 * 5000 * 64
-    assert plan_chunks(sizes, enough) == ChunkPlan(1000)
+    # The logits of few rows are small, but a single chunk also holds a whole weight gradient.
+    few = head(16, 4096, 128256)
+    frozen = head(10000, 512, 32000)._replace(accumulator_bytes=0, saved_weight_bytes=0)
+    for given, budget, plan in (
+        (sizes, enough, ChunkPlan(1000)),
+        (sizes, None, ChunkPlan(1000)),
+        (few._replace(saved_weight_bytes=0), 100 * MIB, ChunkPlan(16)),
+        (frozen, 64 * 10000 + 2 * 32000 * 5, ChunkPlan(5)),
+        (Sizes(10, 2**30, 2), None, ChunkPlan(1)),  # a row larger than the default
+        (head(0, 64, 1000), None, ChunkPlan(1)),
+        (head(0, 64, 1000), 10**6, ChunkPlan(1)),
+    ):
+        assert plan_chunks(given, budget) == plan, (given, budget)
     assert plan_chunks(sizes, enough - 1) != ChunkPlan(1000)
-    assert plan_chunks(sizes, None) == ChunkPlan(1000)
-
-
-def test_the_gradient_held_for_backward_counts() -> None:
-    """The logits of few rows are small, but a single chunk also holds a whole weight gradient."""
-    sizes = head(16, 4096, 128256)
-    assert plan_chunks(sizes, 100 * MIB).vocab_block is not None
-    assert plan_chunks(sizes._replace(saved_weight_bytes=0), 100 * MIB) == ChunkPlan(16)
+    assert plan_chunks(few, 100 * MIB).vocab_block is not None
 
 
 def test_gradients_wait_for_backward_where_forward_could_not_keep_them() -> None:
@@ -108,11 +113,6 @@ def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
         fewer = -(-10000 // plan.chunk_size) - 1
         longer = -(-10000 // (128 * fewer)) * 128
         assert scratch(sizes, ChunkPlan(longer)) > budget
-
-
-def test_no_weight_gradient_needs_no_second_loop() -> None:
-    sizes = head(10000, 512, 32000)._replace(accumulator_bytes=0, saved_weight_bytes=0)
-    assert plan_chunks(sizes, 64 * 10000 + 2 * 32000 * 5) == ChunkPlan(5)
 
 
 def test_default() -> None:
@@ -155,10 +155,6 @@ def test_no_piece_is_much_shorter_than_the_rest() -> None:
             assert last > 0.8 * length or budget == 300 * MIB, case
 
 
-def test_a_row_larger_than_the_default_still_works() -> None:
-    assert plan_chunks(Sizes(10, 2**30, 2), None) == ChunkPlan(1)
-
-
 def test_logits_may_take_the_memory_of_a_later_weight_gradient() -> None:
     """Without a budget, a chunk of Gemma-2-9B's head may take more than the default."""
     rounded = 2 * 3584 * 256000
@@ -187,11 +183,6 @@ def test_chunks_hold_every_row_once_and_none_is_longer_than_planned() -> None:
         made = chunks(rows, size)
         assert [row for part in made for row in range(rows)[part]] == list(range(rows))
         assert all(part.stop - part.start <= size for part in made), (rows, size)
-
-
-def test_nothing_to_do() -> None:
-    assert plan_chunks(head(0, 64, 1000), None) == ChunkPlan(1)
-    assert plan_chunks(head(0, 64, 1000), 10**6) == ChunkPlan(1)
 
 
 def test_two_chunks_of_a_split_vocabulary_exist_at_once() -> None:

@@ -9,31 +9,29 @@ from ligermodels.kernels import linear_cross_entropy
 from tests.kernels import formulas
 from tests.kernels.checks import random
 from tests.kernels.conftest import FLOAT32_PLACES
-from tests.kernels.linear_cross_entropy.test_functions import WIDTH, inputs, small_budget
-from tests.kernels.test_cross_entropy import targets_for
+from tests.kernels.linear_cross_entropy.head import (
+    VOCAB,
+    WIDTH,
+    head_loss,
+    inputs,
+    least_budget,
+    on,
+)
+from tests.kernels.ops_table import targets
 from tests.pairwise import pairwise
 
 
 def test_float16_gradients_do_not_underflow(float32_place) -> None:
     """In a mean over many tokens, the loss scale must be applied before 1 / tokens."""
-    place = float32_place  # the tensors below are float16 everywhere
-    made = inputs((32,), 8, 16, bias=False)
+    half = on(float32_place._replace(dtype=torch.float16), inputs((32,), 8, 16, normalizer=2.0**20))
     exact = {
-        k: v.half().double() if v.is_floating_point() else v
-        for k, v in made.items()
-        if v is not None
+        k: x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x
+        for k, x in half.items()
     }
-    half = {
-        k: v.half().to(place.device) if v.is_floating_point() else v.to(place.device)
-        for k, v in made.items()
-        if v is not None
-    }
-    for leaves in (exact, half):
-        leaves["hidden"].requires_grad_()
-    normalizer, loss_scale = 2.0**20, 2.0**16
-    (formulas.linear_cross_entropy(**exact, normalizer=normalizer)[0] * loss_scale).backward()
-    (linear_cross_entropy(**half, normalizer=normalizer)[0] * loss_scale).backward()
-    grad = half["hidden"].grad.double().cpu()
+    exact["hidden"].requires_grad_()
+    for op, made in ((formulas.linear_cross_entropy, exact), (head_loss, half)):
+        (op(**made)[0] * 2.0**16).backward()
+    grad = half["hidden"].grad.double()
     torch.testing.assert_close(grad, exact["hidden"].grad, rtol=2e-2, atol=1e-4)
 
 
@@ -97,24 +95,25 @@ def test_float16_gradients_for_any_class_weights(float32_place, name, cut, label
             random(rows, width, seed=seed, scale=0.3).half().to(place.device)
             for rows, seed in ((tokens, 1), (CLASSES, 2))
         )
-        targets = targets_for((tokens,), CLASSES).to(place.device)
-        made = {"hidden": hidden, "weight": weight, "targets": targets}
+        classes = targets((tokens,), CLASSES).to(place.device)
+        made = {"hidden": hidden, "weight": weight, "targets": classes}
         made |= {"class_weights": class_weights}
         cuts = {"one chunk": {}, "rows": {"chunk_size": 9}}
         if cut == "columns":
             half = place._replace(dtype=torch.float16)
-            cuts[cut] = {"max_scratch_bytes": small_budget(made, half, **options)}
+            least = least_budget(on(half, made | options), linear_cross_entropy)
+            cuts[cut] = {"max_scratch_bytes": least + 12 * VOCAB * 2}
         grads = []
         for kind in ("float64", "ours", "eager"):
             dtype = torch.float64 if kind == "float64" else torch.float16
             leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
             if kind == "ours":
                 loss = linear_cross_entropy(
-                    *leaves, targets, class_weights=class_weights, **options, **cuts[cut]
+                    *leaves, classes, class_weights=class_weights, **options, **cuts[cut]
                 ).loss
             else:
                 logits = (leaves[0] @ leaves[1].t()).to(torch.promote_types(dtype, torch.float32))
-                loss = F.cross_entropy(logits, targets, class_weights.to(logits), **options)
+                loss = F.cross_entropy(logits, classes, class_weights.to(logits), **options)
             grads.append([x.double() for x in torch.autograd.grad(loss * 4096, leaves)])
         exact, *found = grads
         for leaf, true, *results in zip(("hidden", "weight"), exact, *found):
@@ -123,23 +122,15 @@ def test_float16_gradients_for_any_class_weights(float32_place, name, cut, label
     assert max(errors.values()) < 2, errors
 
 
-def test_float16_gradients_with_large_weights_of_tokens() -> None:
+def test_float16_gradients_with_large_weights_of_tokens(float32_place) -> None:
     """Forward scales the gradients by the largest weight, so that they fit into float16."""
-    made = inputs((32,), 8, 16, bias=False)
-    made = {k: v for k, v in made.items() if isinstance(v, torch.Tensor)}
-    weights, found = torch.linspace(-3e5, 3e5, 32), []
+    found = []
     for dtype in (torch.float16, torch.float64):
-        leaves = {k: v.half().to(dtype) if v.is_floating_point() else v for k, v in made.items()}
-        leaves["hidden"].requires_grad_()
+        made = inputs((32,), 8, 16, bias=False)
+        made |= {k: made[k].half() for k in ("hidden", "weight")}
+        leaves = on(float32_place._replace(dtype=dtype), made)
+        weights = torch.linspace(-3e5, 3e5, 32, device=float32_place.device)
         loss = linear_cross_entropy(**leaves, token_weights=weights).loss
         (loss / 1e4).backward()
         found.append(leaves["hidden"].grad.double())
     torch.testing.assert_close(*found, rtol=2e-2, atol=1e-3)
-
-
-def test_float16_without_tokens() -> None:
-    hidden = torch.zeros(0, 8, dtype=torch.float16, requires_grad=True)
-    weight = torch.ones(5, 8, dtype=torch.float16, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64)).loss
-    loss.backward()
-    assert loss == 0 and not weight.grad.any() and hidden.grad.shape == (0, 8)

@@ -1,0 +1,380 @@
+"""What a head computes and holds: its plan, its products, what it saves, and its peak memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
+from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
+from tests.kernels import formulas
+from tests.kernels.checks import check_repeatable, random
+from tests.kernels.conftest import BFLOAT16, INTERPRETING, PLACES, places
+from tests.kernels.linear_cross_entropy.head import (
+    CUTS,
+    LEAVES,
+    ROWS,
+    VOCAB,
+    WIDTH,
+    cut_inputs,
+    head_loss,
+    inputs,
+    least_budget,
+    on,
+    spy_on_the_plan,
+)
+from tests.kernels.ops_table import LOSS_OPTIONS, outputs_and_gradients
+from tests.kernels.scratch import peak_scratch
+from tests.pairwise import pairwise
+
+outside_kernels = pytest.mark.skipif(
+    INTERPRETING, reason="this happens outside the kernels, whose tensors the interpreter copies"
+)
+NO_BIAS = inputs(bias=False)
+
+
+def test_budget_reaches_the_chunks(compiled_place, monkeypatch) -> None:
+    made = on(compiled_place, inputs((40,)))
+    least = least_budget(made, head_loss)
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        linear_cross_entropy(**made | {"max_scratch_bytes": least - 1})
+    plans = spy_on_the_plan(monkeypatch)
+    for given in (
+        {"max_scratch_bytes": least},
+        {"max_scratch_bytes": 2**40},
+        {"max_scratch_bytes": 1, "chunk_size": 9},
+    ):
+        linear_cross_entropy(**made | given)
+    assert plans[0].chunk_size == 1 and plans[0].vocab_block is not None
+    assert plans[1:] == [ChunkPlan(40), ChunkPlan(9)]
+
+
+# The counter sees a registered op and not the product within it. These formulas are not in the
+# package because the counter imports triton.
+@register_flop_formula(torch.ops.ligermodels.wide_product)
+def _wide_product_flop(a, b, **_) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@register_flop_formula(torch.ops.ligermodels.accumulate_product)
+def _accumulate_product_flop(_, a, b, **__) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+# The op, its options, which inputs are frozen, and how many products it makes.
+PRODUCTS: list[tuple[Any, dict[str, Any], tuple[str, ...], int]] = [
+    # One product for the logits (two for "none") and one for each gradient.
+    *(
+        (head_loss, options, frozen, 1 + gradients + again * (gradients > 0))
+        for options, again in (
+            ({}, 0),
+            ({"width": 40}, 0),
+            ({"chunk_size": 9}, 0),
+            ({"token_weights": True}, 0),
+            ({"token_weights": True, "chunk_size": 9}, 0),
+            ({"reduction": "none"}, 1),
+            ({"reduction": "none", "width": 40}, 1),
+        )
+        for frozen, gradients in (
+            ((), 2),
+            (("hidden",), 1),
+            (("weight",), 1),
+            (("hidden", "weight"), 0),
+        )
+    ),
+    # Blocks of the vocabulary take the logits again, and so does a backward of its own. The least
+    # budget has no room for the gradient of hidden between the passes.
+    *(
+        (head_loss, {"budget": 0, "reduction": reduction}, frozen, products)
+        for reduction in ("mean", "none")
+        for frozen, products in (
+            ((), 5),
+            (("hidden",), 3),
+            (("weight",), 3),
+            (("hidden", "weight"), 1),
+        )
+    ),
+    (head_loss, {"budget": 14, "max_valid": 16}, (), 4),
+    (head_loss, {"max_valid": None}, (), 3),
+    (head_loss, {"max_valid": 18}, (), 3),
+    (head_loss, {"max_valid": 1000}, (), 3),
+    (linear_log_probs, {}, (), 4),
+    (linear_log_probs, {"entropy": True, "chunk_size": 9}, (), 4),
+    (linear_log_probs, {"max_valid": None}, (), 4),
+]
+
+
+@outside_kernels
+def test_number_of_products(float32_place) -> None:
+    for op, given, frozen, products in PRODUCTS:
+        options = dict(given)
+        budget, rows = options.pop("budget", None), ROWS
+        if "max_valid" in options:
+            options["skip_ignored"] = True
+            rows = min(options["max_valid"] or 16, ROWS)
+        made = on(float32_place, inputs(bias=False, **options), frozen)
+        if budget is not None:
+            least = least_budget(made, op)
+            made["max_scratch_bytes"] = least + budget * VOCAB * 4
+        with FlopCounterMode(display=False) as counter:
+            loss = op(**made)[0]
+            if loss.requires_grad:
+                loss.sum().backward()
+        one = 2 * rows * options.get("width", WIDTH) * VOCAB
+        assert counter.get_total_flops() == products * one, (op, given, frozen)
+
+
+def test_registered_products(place) -> None:
+    """Their results are float32 sums; `test_torch_compile.py` checks their registration."""
+    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
+    wide = torch.promote_types(place.dtype, torch.float32)
+    total = random(5, 3, seed=4).to(place.device, wide)
+    expected = a.to(wide) @ b.to(wide)
+    product = torch.ops.ligermodels.wide_product(a, b)
+    assert product.dtype == wide
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
+    before = total.clone()
+    torch.ops.ligermodels.accumulate_product(total, a, b)
+    torch.testing.assert_close(total, before + expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:
+    """The sum of the first chunk needs more digits than bfloat16 has; the second takes 1 away."""
+    small, low = 2.0**-9, torch.bfloat16
+    hidden, weight = torch.ones(3, 2, dtype=low), torch.ones(4, 2, dtype=low)
+    sums = GradSums(hidden, weight, None, NeedsGrad(bias=True), one_chunk=False)
+    for rows, values in ((slice(0, 2), [1.0, small]), (slice(2, 3), [-1.0])):
+        grad_logits = torch.tensor(values, dtype=low)[:, None].expand(-1, 4)
+        sums.add(rows, hidden[rows], grad_logits)
+    assert torch.equal(sums.bias, torch.full((4,), small))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+@pytest.mark.parametrize("place", places(BFLOAT16, gpu=(BFLOAT16,)), indirect=True)
+def test_weight_gradient_is_accumulated_in_float32(place, cut) -> None:
+    """In bfloat16, many chunks are no further from float64 than one. A bfloat16 sum would be."""
+    made = inputs((256,), 16, 8, bias=False)
+    exact = {
+        k: x.bfloat16().double() if k in LEAVES and x is not None else x for k, x in made.items()
+    }
+    exact["weight"].requires_grad_()
+    formulas.linear_cross_entropy(**exact)[0].backward()
+    # With the least budget, each product covers few columns of the gradient and few rows.
+    least = {"max_scratch_bytes": least_budget(on(place, made), head_loss)}
+    errors = []
+    for options in ({"chunk_size": 256}, {"chunk_size": 4} if cut == "rows" else least):
+        leaves = on(place, made | options)
+        linear_cross_entropy(**leaves).loss.backward()
+        grad = leaves["weight"].grad.double().cpu()
+        errors.append(float((grad - exact["weight"].grad).square().mean().sqrt()))
+    assert errors[1] <= 1.1 * errors[0]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_twice_over_a_retained_graph(compiled_place, cut) -> None:
+    for options in ({}, {"reduction": "none", "skip_ignored": True, "max_valid": 18}):
+        made = cut_inputs(cut, compiled_place, head_loss, **options)
+        check_repeatable(head_loss, on(compiled_place, made), compiled_place.dtype)
+
+
+@outside_kernels
+@pairwise(indirect=["place"], place=PLACES, cut=CUTS, reduction=["none", "mean"])
+def test_bitwise_the_same_from_run_to_run(place, cut, reduction) -> None:
+    options = LOSS_OPTIONS | {"reduction": reduction, "return_token_stats": True}
+    options |= {"skip_ignored": True, "max_valid": 18} if cut == "chunks" else {}
+    made = on(place, cut_inputs(cut, place, head_loss, **options))
+    for again, expected in zip(*(outputs_and_gradients(head_loss, made) for _ in range(2))):
+        assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("cut", ["one chunk", "few rows"])
+def test_targets_may_change_before_backward(float32_place, cut) -> None:
+    """A caller may write the next batch's targets into the same buffer between the two passes."""
+    made = on(float32_place, inputs(**CUTS[cut]))
+    leaves = [made[name] for name in LEAVES]
+    expected = torch.autograd.grad(linear_cross_entropy(**made).loss, leaves)
+    loss = linear_cross_entropy(**made).loss
+    made["targets"].zero_()
+    for grad, wanted in zip(torch.autograd.grad(loss, leaves), expected):
+        assert torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("cut", ["one chunk", "chunks", "few rows"])
+def test_selective_checkpointing_may_keep_the_logits(float32_place, cut) -> None:
+    """Its second forward gets the stored logits, so their gradient does not take their place."""
+    made = on(float32_place, inputs(**CUTS[cut]))
+    leaves = [made[name] for name in LEAVES]
+    aten = torch.ops.aten
+    kept = partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
+
+    def loss() -> torch.Tensor:
+        return linear_cross_entropy(**made).loss
+
+    expected = torch.autograd.grad(loss(), leaves)
+    again = checkpoint(loss, use_reentrant=False, context_fn=kept)
+    assert all(map(torch.equal, torch.autograd.grad(again, leaves), expected))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_loss_whose_gradient_is_dropped(float32_place, reduction) -> None:
+    """A function of the user's after the loss may return None as its gradient."""
+    for cut in CUTS:
+        made = on(float32_place, cut_inputs(cut, float32_place, head_loss, reduction=reduction))
+        logits = (made["hidden"] @ made["weight"].t()).detach().requires_grad_()
+        plain = cross_entropy(logits, made["targets"], reduction=reduction).loss
+        for each in (linear_cross_entropy(**made).loss, plain):
+            (_NoGradient.apply(each).sum() + made["hidden"].sum() + logits.sum()).backward()
+        for x in (made["hidden"], logits):
+            torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+        assert made["weight"].grad is None and made["bias"].grad is None
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weight_gradient_in_forward(dtype, chunk_size) -> None:
+    """Forward saves it in the weight's dtype, and no logits. The gradients stay what they were."""
+    made = {"chunk_size": chunk_size, "targets": NO_BIAS["targets"]}
+    made |= {k: NO_BIAS[k].detach().to(dtype).requires_grad_() for k in LEAVES[:2]}
+    saved: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    grads = []
+    for option in (False, True):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = linear_cross_entropy(**made, weight_grad_in_forward=option).loss
+        grads.append(torch.autograd.grad(loss, [made["hidden"], made["weight"]]))
+    kept = torch.float32 if dtype == torch.float16 else dtype
+    assert [x.dtype for x in saved if x.shape == (VOCAB, WIDTH)] == [kept]
+    assert all(x.shape[-1:] != (VOCAB,) for x in saved)
+    rtol = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(*grads):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=1e-5)
+
+
+def large_head(dtype: torch.dtype, rows: int, width: int, vocab: int = 2000) -> dict[str, Any]:
+    """Return a head that is large beside 64 bytes a token."""
+    made = inputs((rows,), width, vocab, bias=False, chunk_size=None)
+    leaves = {name: made[name].to(dtype).requires_grad_() for name in LEAVES[:2]}
+    return {"targets": made["targets"], **leaves}
+
+
+LOSS = {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 0.1}
+
+
+# What a step holds depends on all of these, so `make test-long` tests their product.
+@outside_kernels
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "dtype, rows, width",
+    [
+        (torch.float32, 64, 32),
+        (torch.bfloat16, 30, 100),
+        pytest.param(torch.float64, 64, 32, marks=pytest.mark.long),
+        pytest.param(torch.float16, 30, 100, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_plain_pytorch_stays_in_the_budget(dtype, rows, width, reduction, stats) -> None:
+    """The budget includes the copies of a chunk that plain PyTorch makes."""
+    made = large_head(dtype, rows, width) | LOSS
+    made |= {"reduction": reduction, "return_token_stats": stats}
+
+    def forward() -> torch.Tensor:
+        out = linear_cross_entropy(**made)
+        with_entropy = stats and reduction == "none"
+        return torch.stack((out.loss, out.entropy)) if with_entropy else out.loss
+
+    for i, budget in enumerate((200_000, 500_000, 1_500_000, 20_000_000)):
+        # Each budget meets both values in some case.
+        made.update(skip_ignored=(i + stats) % 2 == 0, max_scratch_bytes=budget)
+        held = peak_scratch(forward, (made["hidden"], made["weight"]))
+        assert max(held) <= budget, f"forward and backward hold {held} of {budget}"
+
+
+def test_few_rows_take_no_copy_of_the_weight_gradient(compiled_place) -> None:
+    """Backward computes the weight gradient with its final scale, so it needs no scaled copy."""
+    made = on(compiled_place, inputs((4,), 1024, 2000, bias=False))
+
+    def forward() -> torch.Tensor:
+        return linear_cross_entropy(**made).loss
+
+    scratch = max(peak_scratch(forward, (made["hidden"], made["weight"])))
+    assert scratch < made["weight"].nbytes / 2
+
+
+@outside_kernels
+@pairwise(
+    frozen=[None, "hidden", "weight"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    reduction=["mean", "none"],
+    sizes=[(60, 500, 400), (800, 900, 5)],
+)
+def test_backward_of_one_chunk_stays_in_the_budget(
+    monkeypatch, sizes, reduction, dtype, frozen
+) -> None:
+    """Budgets go from the size of the logits to 30 times that, planned as for the kernels."""
+    module = import_module("ligermodels.kernels.linear_cross_entropy.chunk_plan")
+    monkeypatch.setattr(module, "wide_copies", lambda *_: (0, 0))
+    plans = spy_on_the_plan(monkeypatch)
+    rows, _, vocab = sizes
+    made = large_head(dtype, *sizes) | {"reduction": reduction}
+    if frozen is not None:
+        made[frozen] = made[frozen].detach()
+    logits = rows * vocab * dtype.itemsize
+    held = 0
+
+    def forward() -> torch.Tensor:
+        return linear_cross_entropy(**made).loss
+
+    for percent in (100, 140, 180, 240, 300, 1000, 3000):
+        budget = made["max_scratch_bytes"] = logits * percent // 100 + 64 * rows
+        plans.clear()
+        _, backward = peak_scratch(forward, (made["hidden"], made["weight"]))
+        if plans[0].vocab_block is None and plans[0].chunk_size >= rows:
+            held += 1
+            # If backward computes the logits again, plain PyTorch makes copies of them.
+            again = reduction == "none" or not plans[0].grads_in_forward
+            copies = 8 * 4 * rows * vocab if again else 0
+            assert backward <= budget + copies, f"backward holds {backward} of {budget} bytes"
+    assert held
+
+
+@outside_kernels
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_budget_with_a_weight_in_column_order(compiled_place, reduction) -> None:
+    """The weight gradient has the layout of the weight; otherwise autograd would copy it."""
+    made = on(compiled_place, inputs((200,), 64, 3000, bias=False, reduction=reduction))
+    weight = made["weight"] = made["weight"].detach().t().contiguous().t().requires_grad_()
+    budget = made["max_scratch_bytes"] = 60 * weight.nbytes // 100
+
+    def forward() -> torch.Tensor:
+        return linear_cross_entropy(**made).loss
+
+    assert max(peak_scratch(forward, (made["hidden"], weight))) <= budget
+    assert weight.grad.stride() == weight.stride()
+    loss = linear_cross_entropy(**made | {"weight": weight.contiguous()}).loss.sum()
+    torch.testing.assert_close(weight.grad, *torch.autograd.grad(loss, weight))

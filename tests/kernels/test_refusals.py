@@ -1,0 +1,186 @@
+"""What the ops refuse: each error names the op or the head, the argument, and what is expected.
+
+A kernel would read out of bounds, or PyTorch would broadcast, what is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from ligermodels.kernels import geglu, linear_group_loss
+from tests.kernels.ops_table import CASES, differentiable
+
+X = torch.float64  # of the inputs
+ONES = {n: torch.ones(n, dtype=X) for n in (1, 3, 4, 6, 8)}
+MATRIX = torch.ones(5, 8, dtype=X)
+ANGLES = torch.ones(1, 3, 8, dtype=X)
+INF = float("inf")
+
+# For each op, with inputs of (2, 3) rows of 8 (for rope, of 8 pairs): changed arguments, and the
+# error.
+REFUSALS: dict[str, list[tuple[dict, str]]] = {
+    "rms_norm": [
+        ({"weight": ONES[3]}, r"rms_norm: weight \(3,\) does not fit x .* expected \(8,\)"),
+        ({"weight": ONES[8].to(torch.float8_e4m3fn)}, "rms_norm: weight is torch.float8_e4m3fn"),
+        ({"casting_mode": "hf"}, "casting_mode='hf'; expected 'llama' or 'gemma'"),
+        ({"x": torch.tensor(1.0)}, "rms_norm: x is 0-dimensional"),
+    ],
+    "add_rms_norm": [({"residual": torch.ones(2, 3, 1, dtype=X)}, "differ in shape")],
+    "layer_norm": [
+        ({"weight": ONES[3]}, r"weight \(3,\) does not fit .* expected \(8,\)"),
+        ({"bias": torch.ones(1, 8, dtype=X)}, r"bias \(1, 8\) does not fit"),
+    ],
+    "add_layer_norm": [({"residual": torch.ones(2, 3, 1, dtype=X)}, "differ in shape")],
+    "glu": [
+        ({"gate_up": torch.ones(2, 3)}, "even last dimension"),
+        ({"gate_up": torch.tensor(1.0)}, r"gate_up \(\) needs an even last dimension"),
+        ({"activation": "relu"}, "glu: activation='relu'; expected one of 'silu'"),
+    ],
+    "rope": [
+        ({"qkv": torch.ones(2, 3, 33)}, "packed rows have 33 columns; expected a multiple of 7"),
+        ({"qkv": torch.ones(2, 5, 112)}, "does not fit 2 rows of 5 tokens"),
+        ({"qkv": torch.ones(3, 112)}, r"packed rows \(3, 112\) and cos .*; expected"),
+        ({"qkv": torch.ones(2, 3, 0)}, "have 0 columns"),
+        ({"cos": ANGLES.expand(4, 3, 8), "sin": ANGLES.expand(4, 3, 8)}, "does not fit 2 rows"),
+        ({"cos": torch.ones(1, 3, 9), "sin": torch.ones(1, 3, 9)}, "rotates 18 elements of a head"),
+        ({"sin": ANGLES[:, :1]}, "differ in shape"),
+        ({"sin": ANGLES[..., :2]}, "differ in shape"),
+        ({"sin": ANGLES.to(torch.complex64)}, "rope: sin is torch.complex64"),
+        # These add up to the columns.
+        ({"num_heads": 9, "num_kv_heads": -1}, "num_kv_heads=-1; expected an integer of 0 or more"),
+        ({"num_heads": -1, "num_kv_heads": 4}, "num_heads=-1; expected an integer of 1 or more"),
+        ({"num_heads": 3.0}, "num_heads=3.0; expected an integer"),
+    ],
+    "qk_norm_rope": [
+        ({"k_weight": ONES[4]}, r"qk_norm_rope: k_weight \(4,\) does not fit k .*\(16,\)"),
+        ({"casting_mode": "hf"}, "casting_mode='hf'"),
+        ({"cos": ANGLES[..., :4], "sin": ANGLES[..., :4]}, "rotates 8 elements .*; expected 8 ang"),
+    ],
+    "norm_linear": [
+        ({"norm_weight": ONES[3]}, r"norm_weight \(3,\) does not fit .* expected \(8,\)"),
+        ({"weight": MATRIX[:, 1:]}, r"norm_linear: weight \(5, 7\) does not fit x \(2, 3, 8\)"),
+        ({"weight": MATRIX[:, 0]}, r"norm_linear: weight \(5,\) does not fit x .*\(out, 8\)"),
+        ({"bias": ONES[1]}, r"norm_linear: bias \(1,\) .*; expected \(5,\)"),
+        ({"bias": ONES[6]}, r"norm_linear: bias \(6,\) .*; expected \(5,\)"),
+        ({"bias": torch.ones(5)}, "bias .* torch.float32 does not fit weight"),
+        ({"residual": torch.ones(1, 3, 8, dtype=X)}, "differ in shape"),
+    ],
+    "norm_qkv_rope": [
+        ({"num_heads": 5}, "packed rows have 56 columns"),
+        ({"weight": MATRIX[:, 1:]}, "norm_qkv_rope: weight .* does not fit x"),
+    ],
+    "glu_linear": [
+        ({"weight": MATRIX[:, 1:]}, r"glu_linear: weight .* does not fit gate_up .*\(out, 8\)"),
+        ({"bias": ONES[1]}, r"glu_linear: bias \(1,\) .*; expected \(5,\)"),
+        ({"activation": "relu"}, "activation='relu'"),
+    ],
+    "cross_entropy": [
+        ({"targets": torch.zeros(3).long()}, r"targets \(3,\) do not fit .* expected \(2, 3\)"),
+        ({"targets": torch.zeros(2, 3).int()}, "torch.int32; expected torch.int64"),
+        ({"logits": torch.tensor(1.0)}, "logits are 0-dimensional"),
+        ({"class_weights": ONES[4]}, r"class_weights \(4,\); expected \(8,\)"),
+        ({"class_weights": ONES[8].to(torch.complex64)}, "class_weights are torch.complex64"),
+        ({"reduction": "avg"}, "reduction='avg'; expected one of"),
+        ({"reduction": "sum", "normalizer": 2}, "normalizer requires reduction='mean'"),
+        *(
+            ({"normalizer": wrong}, "normalizer.*; expected a number")
+            for wrong in (True, -1, INF, torch.ones(1), torch.tensor(1j))
+        ),
+        *(
+            ({"ignore_index": wrong}, "ignore_index=.*; expected an integer of 64 bits")
+            for wrong in (2**70, 1.0, True)
+        ),
+        *(
+            ({name: wrong}, f"^cross entropy: {name}")
+            for name in ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature")
+            for wrong in (INF, -1.0, True, torch.tensor(0.5))
+        ),
+        ({"softcap": 0.0}, "softcap=0.0 must be positive"),
+        ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be in \[0, 1\]"),
+        ({"top_k": 9}, "top_k=9; expected at most the vocabulary, 8"),
+        ({"alternatives": torch.zeros(2, 3).long()}, r"alternatives \(2, 3\) do not fit targets"),
+        ({"alternatives": torch.zeros(2, 3, 2)}, "alternatives are torch.float32"),
+    ],
+    "linear_cross_entropy": [
+        ({"hidden": torch.ones(2, 3, 31)}, "loss head: hidden .* expected the same last dimension"),
+        ({"hidden": torch.ones(2, 3, 0), "weight": torch.ones(8, 0)}, "of 1 or more"),
+        ({"hidden": torch.tensor(1.0)}, r"loss head: hidden \(\) and weight .*; expected \("),
+        ({"weight": ONES[8]}, r"loss head: hidden .* and weight \(8,\); expected \("),
+        ({"weight": torch.ones(0, 32, dtype=X)}, "the vocabulary has 0 classes; expected 1"),
+        ({"hidden": torch.ones(2, 3, 32)}, "float32 and weight is torch.float64; cast one$"),
+        # A product with a meta tensor would return uninitialised memory.
+        ({"weight": torch.ones(8, 32, device="meta")}, "weight is on meta and hidden is on cpu"),
+        ({"bias": ONES[1]}, "bias .* does not fit weight"),
+        ({"bias": torch.ones(8)}, "bias .* does not fit weight"),
+        ({"token_weights": ONES[3]}, r"loss head: token_weights \(3,\) on cpu do not fit"),
+        ({"max_valid": 3}, "max_valid=3 bounds the rows taken under skip"),
+        *(
+            ({name: wrong, "skip_ignored": True}, f"loss head: {name}=.*; expected an integer")
+            for name in ("chunk_size", "max_scratch_bytes", "max_valid")
+            for wrong in ("3", 2.0, True, -1, torch.tensor(3))
+        ),
+    ],
+    "linear_log_probs": [
+        ({"hidden": torch.ones(2, 3, 31)}, "^loss head: hidden .* expected the same"),
+        ({"softcap": -1.0}, "^cross entropy: softcap"),
+        ({"entropy": 1}, "entropy=1; expected True or False"),
+        ({"chunk_size": 0}, "^loss head: chunk_size=0"),
+        ({"chunk_size": None, "max_scratch_bytes": 1}, "max_scratch_bytes=1 is too small"),
+    ],
+    "linear_divergence": [
+        ({"beta": 1.5}, "beta=1.5; expected a number in"),
+        ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \(3,\) does not fit"),
+        ({"mask": torch.ones(2, 3)}, "mask is torch.float32; expected torch.bool"),
+        ({"teacher_hidden": torch.ones(5, 16, dtype=X)}, "expected the same tokens"),
+        ({"teacher_hidden": torch.ones(2, 3, 3, dtype=X)}, r"teacher_hidden .* and teacher_weight"),
+        ({"weight": torch.ones(9, 32, dtype=X), "bias": None}, "the same vocabulary"),
+        ({"hidden": torch.ones(2, 3, 32)}, "hidden is torch.float32 and weight"),
+        ({"temperature": 0}, "temperature=0 must be positive"),
+        ({"chunk_size": None, "max_scratch_bytes": 100}, "max_scratch_bytes=100 is too small"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name) -> None:
+    case = CASES[name]
+    made = case.inputs((2, 3), 8)
+    for key in differentiable(case):
+        made[key].requires_grad_()
+    for changes, complaint in REFUSALS[name]:
+        with pytest.raises(ValueError, match=complaint):
+            case.function(**made | changes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_integers_are_refused(name) -> None:
+    """The ops of a head also name a dtype that does not fit the others."""
+    case = CASES[name]
+    made = case.inputs((2, 3), 8)
+    for key in differentiable(case):
+        with pytest.raises(ValueError, match=rf"\b{key}\b.*{re.escape('torch.int64')}"):
+            case.function(**made | {key: made[key].long()})
+
+
+def test_other_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="approximate='erf'"):
+        geglu(torch.ones(2, 4), "erf")
+    head = CASES["linear_cross_entropy"]
+    made = head.inputs((8, 6), 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match=r"float64 and weight is torch\.float32; cast one$"):
+            head.function(**made | {"weight": made["weight"].float()})
+    with pytest.raises(ValueError, match=r"cast one, or run under autocast$"):
+        head.function(**made | {"hidden": made["hidden"].half(), "weight": made["weight"].float()})
+    for given, complaint in (
+        ({"group_size": 3}, r"hidden \(8, 6, 32\); expected \(batch, seq, in\)"),
+        ({"loss_function": lambda tokens, _: tokens.log_probs}, r"loss_function returned \(8, 6\)"),
+        ({"loss_function": lambda *_: 0.0}, "loss_function returned float; expected a scalar"),
+        ({"return_token_stats": ("p",)}, "return_token_stats"),
+    ):
+        options = {"loss_function": lambda tokens, _: tokens.log_probs.sum()} | given
+        with pytest.raises(ValueError, match=complaint):
+            linear_group_loss(**made | options)
