@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.kernels import geglu, glu, glu_linear
+from ligermodels.kernels import glu, glu_linear
 from ligermodels.kernels.checks import ACTIVATIONS
 from tests.kernels.checks import random
 
@@ -74,8 +74,3 @@ def test_another_op_that_saved_what_is_consumed_raises(float32_place) -> None:
     reads_it_too = gate_up.sin().sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (glu(gate_up, consume=True).sum() + reads_it_too).backward()
-
-
-def test_names() -> None:
-    gate_up = random(3, 10)
-    assert torch.equal(geglu(gate_up, "none"), glu(gate_up, "gelu"))

@@ -45,10 +45,3 @@ def test_programs_of_a_gpu() -> None:
     setting, device = Launch(1, 4, rows=2, programs=3), torch.device("cuda", 0)
     assert num_programs(setting, 10**9, device) == 3 * multiprocessors
     assert num_programs(setting, 5, device) == 3
-
-
-def test_a_table_without_a_config_for_long_rows_is_our_mistake() -> None:
-    table = ((8, Launch(8, 4)),)
-    assert launch_for(table, 8) == Launch(8, 4)
-    with pytest.raises(AssertionError, match="no launch config fits rows of 9 elements"):
-        launch_for(table, 9)

@@ -74,23 +74,6 @@ def test_one_graph_for_one_number_of_chunks() -> None:
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_autograd_functions_return_only_tensors(monkeypatch) -> None:
-    """torch 2.11 cannot trace the backward of a Function whose outputs include None."""
-    returned: list[Any] = []
-    for function in torch.autograd.Function.__subclasses__():
-        if function.__module__.startswith("ligermodels."):
-
-            def forward(*args, forward=function.forward):
-                made = forward(*args)
-                returned.extend(made if isinstance(made, tuple) else [made])
-                return made
-
-            monkeypatch.setattr(function, "forward", staticmethod(forward))
-    for case in CASES.values():
-        case.function(**leaves(case, case.inputs((5,), 24), Place("cpu", FLOAT32)))
-    assert returned and all(isinstance(x, torch.Tensor) for x in returned)
-
-
 def registered() -> set[str]:
     names = torch._C._dispatch_get_all_op_names()
     return {name for name in names if name.startswith("ligermodels::")}

@@ -15,7 +15,7 @@ from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable, random
+from tests.kernels.checks import check_repeatable
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.head import (
     CUTS,
@@ -68,81 +68,48 @@ def _accumulate_product_flop(_, a, b, **__) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-# The op, its options, which inputs are frozen, and how many products it makes.
-PRODUCTS: list[tuple[Any, dict[str, Any], tuple[str, ...], int]] = [
+# The op, its options, and how many products it makes for each choice of frozen inputs.
+FROZEN = (), ("hidden",), ("weight",), ("hidden", "weight")
+PRODUCTS: list[tuple[Any, dict[str, Any], tuple[int, ...]]] = [
     # One product for the logits (two for "none") and one for each gradient.
-    *(
-        (head_loss, options, frozen, 1 + gradients + again * (gradients > 0))
-        for options, again in (
-            ({}, 0),
-            ({"width": 40}, 0),
-            ({"chunk_size": 9}, 0),
-            ({"token_weights": True}, 0),
-            ({"token_weights": True, "chunk_size": 9}, 0),
-            ({"reduction": "none"}, 1),
-            ({"reduction": "none", "width": 40}, 1),
-        )
-        for frozen, gradients in (
-            ((), 2),
-            (("hidden",), 1),
-            (("weight",), 1),
-            (("hidden", "weight"), 0),
-        )
-    ),
+    (head_loss, {}, (3, 2, 2, 1)),
+    (head_loss, {"width": 40}, (3, 2, 2, 1)),
+    (head_loss, {"chunk_size": 9}, (3, 2, 2, 1)),
+    (head_loss, {"token_weights": True}, (3, 2, 2, 1)),
+    (head_loss, {"token_weights": True, "chunk_size": 9}, (3, 2, 2, 1)),
+    (head_loss, {"reduction": "none"}, (4, 3, 3, 1)),
+    (head_loss, {"reduction": "none", "width": 40}, (4, 3, 3, 1)),
     # Blocks of the vocabulary take the logits again, and so does a backward of its own. The least
     # budget has no room for the gradient of hidden between the passes.
-    *(
-        (head_loss, {"budget": 0, "reduction": reduction}, frozen, products)
-        for reduction in ("mean", "none")
-        for frozen, products in (
-            ((), 5),
-            (("hidden",), 3),
-            (("weight",), 3),
-            (("hidden", "weight"), 1),
-        )
-    ),
-    (head_loss, {"budget": 14, "max_valid": 16}, (), 4),
-    (head_loss, {"max_valid": None}, (), 3),
-    (head_loss, {"max_valid": 18}, (), 3),
-    (head_loss, {"max_valid": 1000}, (), 3),
-    (linear_log_probs, {}, (), 4),
-    (linear_log_probs, {"entropy": True, "chunk_size": 9}, (), 4),
-    (linear_log_probs, {"max_valid": None}, (), 4),
+    (head_loss, {"budget": 0}, (5, 3, 3, 1)),
+    (head_loss, {"budget": 0, "reduction": "none"}, (5, 3, 3, 1)),
+    (head_loss, {"budget": 14, "max_valid": 16}, (4,)),
+    *((head_loss, {"max_valid": most}, (3,)) for most in (None, 18, 1000)),
+    (linear_log_probs, {}, (4,)),
+    (linear_log_probs, {"entropy": True, "chunk_size": 9}, (4,)),
+    (linear_log_probs, {"max_valid": None}, (4,)),
 ]
 
 
 @outside_kernels
-def test_number_of_products(float32_place) -> None:
-    for op, given, frozen, products in PRODUCTS:
-        options = dict(given)
-        budget, rows = options.pop("budget", None), ROWS
-        if "max_valid" in options:
-            options["skip_ignored"] = True
-            rows = min(options["max_valid"] or 16, ROWS)
-        made = on(float32_place, inputs(bias=False, **options), frozen)
-        if budget is not None:
+@pytest.mark.parametrize("op, options, products", PRODUCTS)
+def test_number_of_products(float32_place, op, options, products) -> None:
+    given = {key: value for key, value in options.items() if key != "budget"}
+    rows = ROWS
+    if "max_valid" in options:
+        given["skip_ignored"] = True
+        rows = min(options["max_valid"] or 16, ROWS)
+    for frozen, wanted in zip(FROZEN, products):
+        made = on(float32_place, inputs(bias=False, **given), frozen)
+        if "budget" in options:
             least = least_budget(made, op)
-            made["max_scratch_bytes"] = least + budget * VOCAB * 4
+            made["max_scratch_bytes"] = least + options["budget"] * VOCAB * 4
         with FlopCounterMode(display=False) as counter:
             loss = op(**made)[0]
             if loss.requires_grad:
                 loss.sum().backward()
         one = 2 * rows * options.get("width", WIDTH) * VOCAB
-        assert counter.get_total_flops() == products * one, (op, given, frozen)
-
-
-def test_registered_products(place) -> None:
-    """Their results are float32 sums; `test_torch_compile.py` checks their registration."""
-    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
-    wide = torch.promote_types(place.dtype, torch.float32)
-    total = random(5, 3, seed=4).to(place.device, wide)
-    expected = a.to(wide) @ b.to(wide)
-    product = torch.ops.ligermodels.wide_product(a, b)
-    assert product.dtype == wide
-    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
-    before = total.clone()
-    torch.ops.ligermodels.accumulate_product(total, a, b)
-    torch.testing.assert_close(total, before + expected, rtol=1e-5, atol=1e-5)
+        assert counter.get_total_flops() == wanted * one, frozen
 
 
 def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:

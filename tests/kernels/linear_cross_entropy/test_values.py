@@ -8,14 +8,13 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
 from tests.kernels import formulas
 from tests.kernels.checks import as_tuple, compare
-from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, Place, places
+from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.head import (
     BLOCKS,
     CONSTANT,
@@ -195,18 +194,6 @@ def test_classes_out_of_range(float32_place) -> None:
             found = out.alternative_log_probs if name == "alternatives" else out.token_loss
             assert found[row].isnan() and found.isnan().sum() == 1, wrong
             assert out.loss.isnan() == (name == "targets")
-
-
-def test_numpys_numbers() -> None:
-    made = on(Place("cpu", FLOAT32), inputs())
-    for number in (numpy.int64, numpy.float32):
-        result = linear_cross_entropy(**made, normalizer=number(3))
-        assert torch.equal(result.loss, linear_cross_entropy(**made, normalizer=3).loss)
-    made["chunk_size"] = 3
-    expected = linear_cross_entropy(**made, skip_ignored=True, max_valid=18)
-    made["chunk_size"] = numpy.int32(3)
-    result = linear_cross_entropy(**made, skip_ignored=True, max_valid=numpy.int64(18))
-    assert torch.equal(result.loss, expected.loss)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
