@@ -112,6 +112,20 @@ def test_number_of_products(float32_place, op, options, products) -> None:
         assert counter.get_total_flops() == wanted * one, frozen
 
 
+def test_registered_products(place) -> None:
+    """Their results are float32 sums; `test_torch_compile.py` checks their registration."""
+    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
+    wide = torch.promote_types(place.dtype, torch.float32)
+    total = random(5, 3, seed=4).to(place.device, wide)
+    expected = a.to(wide) @ b.to(wide)
+    product = torch.ops.ligermodels.wide_product(a, b)
+    assert product.dtype == wide
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
+    before = total.clone()
+    torch.ops.ligermodels.accumulate_product(total, a, b)
+    torch.testing.assert_close(total, before + expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:
     """The sum of the first chunk needs more digits than bfloat16 has; the second takes 1 away."""
     small, low = 2.0**-9, torch.bfloat16
