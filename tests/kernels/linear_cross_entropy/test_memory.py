@@ -15,7 +15,7 @@ from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable
+from tests.kernels.checks import check_repeatable, random
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.head import (
     CUTS,
