@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels import kernels
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
@@ -98,3 +100,15 @@ def head_loss(**options: Any) -> CrossEntropyOutput:
 
 def both(**options: Any) -> tuple[Tensor, ...]:
     return kernels.linear_log_probs(**options, entropy=True)
+
+
+# The counter sees a registered op and not the product within it. These formulas are not in the
+# package because the counter imports triton.
+@register_flop_formula(torch.ops.ligermodels.wide_product)
+def _wide_product_flop(a, b, **_) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+@register_flop_formula(torch.ops.ligermodels.accumulate_product)
+def _accumulate_product_flop(_, a, b, **__) -> int:
+    return 2 * a[0] * a[1] * b[1]
