@@ -38,7 +38,6 @@ EXCEPTIONS = {
     ("models/layout.py", "parallel"): "the layout of a model that PyTorch's fully_shard divided",
     ("models/auto.py", "adapters"): "AutoLiger.from_hf on the folder of an adapter",
     ("training/reports.py", "integrations"): "loggers by name",
-    ("training/data_sources.py", "integrations"): "data sets of the hub",
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.
 FINDERS = {
@@ -47,7 +46,8 @@ FINDERS = {
     "kernels/triton/__init__.py",
     "models/auto.py",
     "cli/options.py",
-    "training/online.py",
+    "training/grpo.py",
+    "training/losses.py",
 }
 
 

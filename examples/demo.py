@@ -52,7 +52,7 @@ def main() -> None:
     )
     started = time.perf_counter()
     result = finetune(
-        FinetuneConfig(
+        FinetuneConfig.from_options(
             model=str(source),
             train_files=[str(DATA / "persuasion-train.txt")],
             eval_files=[str(DATA / "persuasion-heldout.txt")],

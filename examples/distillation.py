@@ -60,11 +60,11 @@ def main(
         "eval_steps": 1000,
     }
     settings |= options
-    taught = {"teacher": model, "beta": 0.0, "distill_weight": distill_weight}
-    taught |= {"temperature": temperature}
+    taught = {"loss": "distillation", "teacher": model, "beta": 0.0}
+    taught |= {"temperature": temperature, "distill_weight": distill_weight}
     losses = {}
     for name, extra in (("text alone", {}), ("with the teacher", taught)):
-        config = FinetuneConfig(
+        config = FinetuneConfig.from_options(
             model=str(output_dir / "student"),
             train_files=[str(output_dir / "train.txt")],
             eval_files=[str(DATA / "persuasion-heldout.txt")],

@@ -81,12 +81,13 @@ def main(
         lines = [json.dumps(each) + "\n" for each in continued(body, tokenizer, starts, new)]
         files[name].write_text("".join(lines), encoding="utf-8")
     settings: dict = {"batch_size": 16, "learning_rate": 1e-3, "seq_len": 512, "max_steps": 200}
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=model,
         train_files=[str(files["train"])],
         eval_files=[str(files["heldout"])],
         output_dir=str(output_dir / "run"),
         overwrite_output_dir=True,
+        loss="medusa",
         medusa_heads=heads,
         save_steps=0,
         **settings | options,

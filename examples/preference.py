@@ -16,8 +16,8 @@ from examples.command import call
 from ligermodels import AutoLiger, DecoderModel, Tokenizer, token_log_probs
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import FinetuneResult, finetune
-from ligermodels.training.grouped import GroupedRows
-from ligermodels.training.preference_data import read_pairs
+from ligermodels.training.packing import GroupedRows
+from ligermodels.training.records import read_pairs
 
 DATA = Path(__file__).parent / "data"
 
@@ -67,7 +67,7 @@ def main(
     for name, count in (("train", pairs), ("heldout", held_out)):
         write_pairs(DATA / f"persuasion-{name}.txt", files[name], count)
     settings: dict = {"batch_size": 8, "learning_rate": 1e-5, "seq_len": 128} | options
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=model,
         train_files=[str(files["train"])],
         eval_files=[str(files["heldout"])],

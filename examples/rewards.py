@@ -56,7 +56,7 @@ def main(
         "max_steps": 60,
         "eval_steps": 60,
     }
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=model,
         train_files=[str(train)],
         eval_files=[str(heldout)],

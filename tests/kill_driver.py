@@ -61,14 +61,15 @@ class Countdown:
             (training.Trainer, "evaluate"),
         ):
             self.around(holder, name)
-        save_file, log = checkpoints.save_file, RunDir.log
+        save, log = checkpoints.dcp.save, RunDir.log
 
-        def half_a_file(tensors, path, metadata):
-            save_file(tensors, path, metadata)
-            whole = Path(path).read_bytes()
-            Path(path).write_bytes(whole[: len(whole) // 2])
+        def half_a_file(tensors, storage_writer, **options):
+            save(tensors, storage_writer=storage_writer, **options)
+            file = Path(storage_writer.path) / "__0_0.distcp"
+            whole = file.read_bytes()
+            file.write_bytes(whole[: len(whole) // 2])
             self.tick("half a file")
-            save_file(tensors, path, metadata)
+            file.write_bytes(whole)
 
         def half_a_line(folder, entry):
             size = folder.metrics_file.stat().st_size
@@ -78,7 +79,7 @@ class Countdown:
             self.tick("half a line")
             folder.metrics_file.write_bytes(whole)
 
-        checkpoints.save_file, RunDir.log = half_a_file, half_a_line
+        checkpoints.dcp.save, RunDir.log = half_a_file, half_a_line
 
 
 def live(
@@ -94,7 +95,7 @@ def live(
         try:
             if moments is not None:
                 Countdown(moments, kind).install()
-            finetune(FinetuneConfig(**settings), progress=False)
+            finetune(FinetuneConfig.from_options(**settings), progress=False)
             status = 0
         finally:
             os._exit(status)

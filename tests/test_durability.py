@@ -13,10 +13,8 @@ import torch
 from ligermodels import LigerLlama
 from ligermodels.converters import save_dir
 from ligermodels.heads.medusa_file import write_heads
-from ligermodels.training import sharded_checkpoints
 from ligermodels.training.files import atomic_write
-from ligermodels.training.reference_file import reference_path, stored_log_probs
-from tests.training.test_sharded_checkpoints import BIAS, WEIGHT, stored
+from ligermodels.training.preferences import reference_path, stored_log_probs
 from tests.training.tiny_run import make_checkpoint, make_text, run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="only POSIX has fsync of a folder")
@@ -93,15 +91,11 @@ def reference(folder: Path) -> None:
     stored_log_probs(reference_path(folder / "reference", "a"), 3, lambda: torch.ones(3))
 
 
-def sharded(folder: Path) -> None:
-    sharded_checkpoints.write(folder / "step", stored(WEIGHT, BIAS), {"step": 1})
-
-
 def small_file(folder: Path) -> None:
     atomic_write(folder / "facts.json", lambda part: part.write_text(json.dumps({"a": 1})))
 
 
-@pytest.mark.parametrize("write", [export, heads, run_state, reference, sharded, small_file])
+@pytest.mark.parametrize("write", [export, heads, run_state, reference, small_file])
 def test_every_file_is_flushed_before_its_rename_and_the_folder_after(write, disk, tmp_path):
     write(tmp_path)
     assert disk.renamed

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fsspec
 
-LAST = "sha256.json"  # a checkpoint's folder without this file is not whole
+LAST = "facts.json"  # a checkpoint's folder without this file is not whole
 RUN = ("run.json", "run.yaml", "metrics.jsonl", "samples.jsonl", "loss.png")
 
 
@@ -66,11 +66,7 @@ def upload(folder: Path, url: str) -> None:
     """Copy the run and its whole checkpoints to the URL, and remove older checkpoints there."""
     fs, root = fsspec.core.url_to_fs(url.rstrip("/"))
     checkpoints = folder / "checkpoints"
-    whole = [
-        path
-        for path in sorted(checkpoints.glob("step-*"))
-        if path.suffix == ".safetensors" or (path / LAST).is_file()
-    ]
+    whole = [path for path in sorted(checkpoints.glob("step-*")) if (path / LAST).is_file()]
     # The files of the run come first: on resume, they are cut to the step of the checkpoint.
     for name in RUN:
         if (folder / name).is_file():
@@ -78,9 +74,7 @@ def upload(folder: Path, url: str) -> None:
     there = set(fs.find(f"{root}/checkpoints")) if fs.exists(f"{root}/checkpoints") else set()
     try:
         for path in whole:
-            files = (
-                [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
-            )
+            files = [each for each in path.iterdir() if each.is_file()]
             for file in sorted(files, key=lambda each: each.name == LAST):
                 name = f"{root}/{file.relative_to(folder).as_posix()}"
                 if name not in there:

@@ -1,11 +1,12 @@
 """The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
-Each command is a module with HELP (its line in `ligermodels --help`), `add_arguments` and `run`.
-A module may also define OUT_OF_MEMORY, the advice that is printed with that error, and OTHER_NAMES,
-what other programs call its options. Ctrl-C ends the process at once, except in a command's
-`with raise_on_interrupt():`. This module prints each error and each warning as one line on stderr.
-The exit code is 0 on success, 1 if memory runs out or a comparison fails, and 130 after Ctrl-C. It
-is 2 if the arguments or the input are wrong, or if a file cannot be read or written.
+Each command is a module with HELP (its line in `ligermodels --help`), DESCRIPTION, `Arguments` (a
+dataclass of its options) and `run`. A module may also define OUT_OF_MEMORY, the advice that is
+printed with that error, and `parse_arguments`, its own way from words to arguments. Ctrl-C ends
+the process at once, except in a command's `with raise_on_interrupt():`. This module prints each
+error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory runs out or
+a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are wrong, or if a
+file cannot be read or written.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from ligermodels.cli.interrupts import EXIT_CODE, quit_on_interrupt
 
 with quit_on_interrupt():
-    import argparse
     import os
     import sys
     import warnings
@@ -33,19 +33,20 @@ with quit_on_interrupt():
         inspect,
     )
     from ligermodels.cli.launch import report_error
-    from ligermodels.cli.options import Formatter, Parser, import_argument, import_modules
-    from ligermodels.errors import LigerError, did_you_mean, first_line, printable
+    from ligermodels.cli.options import complain, import_modules, parse
+    from ligermodels.errors import LigerError, did_you_mean, first_line, short_repr
 
-COMMANDS = (finetune, evaluate, generate, inspect, convert, families, check_family)
+MODULES = (finetune, evaluate, generate, inspect, convert, families, check_family)
+COMMANDS = {each.__name__.rpartition(".")[2].replace("_", "-"): each for each in MODULES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with `argv` (default: `sys.argv[1:]`) and return the exit code."""
     with quit_on_interrupt():
-        return _main(argv)
+        return _main([*(sys.argv[1:] if argv is None else argv)])
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: list[str]) -> int:
     # The tokenizers library warns if a process forks after its threads ran. The user of a command
     # cannot act on that warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -58,16 +59,17 @@ def _main(argv: Sequence[str] | None) -> int:
         if hasattr(output, "reconfigure"):
             # If the terminal's encoding lacks a character, print a question mark and no traceback.
             output.reconfigure(errors="replace")
-    given = argparse.Namespace(module=None)
+    module: ModuleType | None = None
     try:
-        given = _parse(argv)
+        module = _module(argv)
+        given = _parsed(module, argv)
         import_module("ligermodels.training.finetune")  # It imports most of what is slow.
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             import_modules(given.modules)
-            given.module.run(given)
+            module.run(given)
         sys.stdout.flush()
-    except SystemExit as stop:  # argparse exits after --help or an error that it has printed
+    except SystemExit as stop:  # after --help, or after an error that was printed
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         _say("interrupted")
@@ -89,50 +91,45 @@ def _main(argv: Sequence[str] | None) -> int:
         if not _is_out_of_memory(error):
             raise
         reason = f": {first_line(error)}" if str(error).strip() else ""
-        text = f"out of memory{reason}{getattr(given.module, 'OUT_OF_MEMORY', '')}"
+        text = f"out of memory{reason}{getattr(module, 'OUT_OF_MEMORY', '')}"
         if not report_error(text, 1):
             _say(text)
         return 1
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; print a mistake as one line and exit."""
-    parser = Parser(
-        prog="ligermodels",
-        description="Load, fine-tune, run and export Hugging Face checkpoints.",
-        epilog="'ligermodels COMMAND --help' shows the options of a command.",
-        formatter_class=Formatter,
-    )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"ligermodels {__version__}",
-        help="show the version and exit",
-    )
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    commands = {}
-    for module in COMMANDS:
-        command = subparsers.add_parser(_name(module), help=module.HELP, formatter_class=Formatter)
-        command.set_defaults(module=module)
-        module.add_arguments(command)
-        import_argument(command)
-        commands[module] = command
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # argparse itself would report these arguments without the name of the command.
-        command = commands[given.module]
-        word = unknown[0].partition("=")[0] or " "
-        others = getattr(given.module, "OTHER_NAMES", None)
-        known = command._option_string_actions
-        hint = did_you_mean(word, known, others) if word[0] == "-" else ""
-        command.error(f"unrecognized arguments: {' '.join(map(printable, unknown))}{hint}")
-    given.argv = [*(sys.argv[1:] if argv is None else argv)]
-    return given
+def _module(argv: list[str]) -> ModuleType:
+    """Return the module of the command that is asked for; show the help if that is asked for."""
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print("usage: ligermodels COMMAND [...]\n")
+        print("Load, fine-tune, run and export Hugging Face checkpoints.\n")
+        for command, module in COMMANDS.items():
+            print(f"  {command:<13}{module.HELP}")
+        print("\n'ligermodels COMMAND --help' shows the options of a command.")
+        print("'ligermodels --version' shows the version.")
+        raise SystemExit(0)
+    if name == "--version":
+        print(f"ligermodels {__version__}")
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        what = f"no command {short_repr(name)}" if name else "COMMAND is missing"
+        complain("", f"{what} (choose from {known}){did_you_mean(name, COMMANDS)}")
+    return COMMANDS[name]
 
 
-def _name(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2].replace("_", "-")
+def _parsed(module: ModuleType, argv: list[str]) -> Any:
+    """Return the arguments of a command."""
+    if hasattr(module, "parse_arguments"):
+        return module.parse_arguments(argv)
+    subjects = {"arguments": module.Arguments}
+    found = parse(argv[0], subjects, argv[1:], description=module.DESCRIPTION)
+    try:
+        found["modules"] = found.pop("import")
+        return module.Arguments(**found)
+    except LigerError as error:
+        complain(argv[0], first_line(error))
 
 
 def _say(text: str) -> None:

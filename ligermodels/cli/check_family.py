@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from dataclasses import MISSING, dataclass
 
-from ligermodels.cli.options import number
+from ligermodels.cli.options import CommonOptions
+from ligermodels.training.options import option
 
 HELP = "compare a family with transformers, on tiny random models"
+DESCRIPTION = (
+    "Check a model family, for example one of your own (--import MODULE). Tiny random models "
+    "are made from its config, and once more for each boolean of the config. The command "
+    "compares logits, loss, gradients, padding, generation and the export with transformers, "
+    "if it is installed and knows the model_type. It also checks packed documents, "
+    "recomputation and torch.compile. The exit code is 1 if a check fails."
+)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the family or config, and the output format."""
-    command.description = (
-        "Check a model family, for example one of your own (--import MODULE). Tiny random models "
-        "are made from its config, and once more for each boolean of the config. The command "
-        "compares logits, loss, gradients, padding, generation and the export with transformers, "
-        "if it is installed and knows the model_type. It also checks packed documents, "
-        "recomputation and torch.compile. The exit code is 1 if a check fails."
-    )
-    add = command.add_argument
-    add(
-        "family",
-        metavar="FAMILY",
-        help="a model_type ('ligermodels families' lists them), or the local folder or hub id of a "
+@dataclass(kw_only=True)
+class Arguments(CommonOptions):
+    """The options of `check-family`."""
+
+    family: str = option(
+        MISSING,
+        "a model_type ('ligermodels families' lists them), or the local folder or hub id of a "
         "checkpoint, of which only config.json is read",
+        positional=True,
     )
-    add("--revision", help="branch, tag or commit of a hub checkpoint")
-    add("--no-compile", action="store_true", help="leave torch.compile out")
-    add(
-        "--seed",
-        type=number(int, at_least=0),
-        default=0,
-        metavar="N",
-        help="seed of weights and inputs",
-    )
-    add("--device", default="cpu", help="where the models compute, for example cuda")
-    add("--json", action="store_true", help="print JSON")
+    revision: str | None = option(None, "branch, tag or commit of a hub checkpoint")
+    compile: bool = option(True, "check torch.compile")
+    seed: int = option(0, "seed of weights and inputs", at_least=0)
+    device: str = option("cpu", "where the models compute, for example cuda")
+    json: bool = option(False, "print JSON")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(given: Arguments) -> None:
     """Print the table of checks."""
     from dataclasses import asdict
 
@@ -56,8 +52,13 @@ def run(given: argparse.Namespace) -> None:
         folder = resolve(given.family, given.revision, weights=False)
         family = family_of(folder)
         config = family.config_class.from_hf(folder)
-    options = {"seed": given.seed, "device": pick_device(given.device)}
-    report = check_family(family, config, compile=not given.no_compile, **options)
+    report = check_family(
+        family,
+        config,
+        compile=given.compile,
+        seed=given.seed,
+        device=pick_device(given.device),
+    )
     if given.json:
         print(json.dumps({**asdict(report), "ok": report.ok}, indent=2))
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import byte_size, loading_arguments, loading_options
+from ligermodels.cli.options import LoadingOptions
 from ligermodels.errors import LigerError, printable
+from ligermodels.training.options import option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,42 +24,34 @@ _OF_FILES = (
     *(".json", ".zip", ".tar", ".gz", ".h5", ".npz", ".pkl"),
 )
 _TO_GGUF = ", and make a GGUF file of the folder with llama.cpp's convert_hf_to_gguf.py"
-HELP = "change a checkpoint's dtype or shard size, or verify its conversion"
+HELP = "change a checkpoint's dtype or shards, or verify its conversion"
+DESCRIPTION = (
+    "Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and "
+    "--max-shard-size change what is written. --verify compares every tensor of TARGET with "
+    "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
+    "SOURCE to the native layout and back in a temporary folder, and compares the result with "
+    "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a "
+    "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints. Medusa's heads beside a model "
+    "are converted with it."
+)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the source, the target, and the options that change or compare them."""
-    command.description = (
-        "Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and "
-        "--max-shard-size change what is written. --verify compares every tensor of TARGET with "
-        "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
-        "SOURCE to the native layout and back in a temporary folder, and compares the result with "
-        "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a "
-        "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints. Medusa's heads beside a model "
-        "are converted with it."
+@dataclass(kw_only=True)
+class Arguments(LoadingOptions):
+    """The options of `convert`."""
+
+    source: str | None = option(
+        None, "hub id or local folder of a checkpoint, or RUN/checkpoint-STEP", positional=True
     )
-    command.usage = "%(prog)s SOURCE [TARGET] [--verify] [...]"
-    add = command.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        nargs="?",
-        help="hub id or local folder of a checkpoint, or RUN/checkpoint-STEP",
+    target: str | None = option(None, "the folder to write", positional=True)
+    verify: bool = option(False, "compare tensors, config keys and tokenizer files")
+    max_shard_size: int = option(
+        5 * 10**9, "largest size of one weight file, such as 5GB", is_size=True
     )
-    add("target", metavar="TARGET", nargs="?", help="the folder to write")
-    add("--verify", action="store_true", help="compare tensors, config keys and tokenizer files")
-    add(
-        "--max-shard-size",
-        type=byte_size,
-        default="5GB",
-        metavar="SIZE",
-        help="largest size of one weight file",
-    )
-    add("--overwrite", action="store_true", help="replace the checkpoint that TARGET holds")
-    loading_arguments(command)
+    overwrite: bool = option(False, "replace the checkpoint that TARGET holds")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(given: Arguments) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
@@ -69,7 +62,7 @@ def run(given: argparse.Namespace) -> None:
     from ligermodels.converters.verify import compare, verify
     from ligermodels.heads.medusa_file import read_heads, tensors_of
     from ligermodels.models.auto import AutoLiger, family_of
-    from ligermodels.training.trained_model import checkpoint_step, load_checkpoint
+    from ligermodels.training.model import checkpoint_step, load_checkpoint
 
     target = None if given.target is None else Path(given.target)
     if given.source is None:
@@ -94,7 +87,7 @@ def run(given: argparse.Namespace) -> None:
                 f"{given.target}: the folder holds {present[0]}{more} of a checkpoint; replace "
                 "them with --overwrite, or choose another folder"
             )
-    dtype = loading_options(given)["dtype"]
+    dtype = given.loading()["dtype"]
     place = checkpoint_step(given.source)
     if place is not None and not Path(given.source).joinpath(CONFIG_NAME).exists():
         if target is None or given.verify:
@@ -114,7 +107,7 @@ def run(given: argparse.Namespace) -> None:
         print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)
     if family is None:
         assert target is not None
-        _write(given, AutoLiger.from_hf(source, **loading_options(given)), None, target)
+        _write(given, AutoLiger.from_hf(source, **given.loading()), None, target)
         return
     if target is None:
         read_heads(AutoLiger.from_hf(source, device="meta"), source)  # It checks them.
@@ -133,7 +126,7 @@ def run(given: argparse.Namespace) -> None:
             )
 
         def load(folder: Path) -> tuple[DecoderModel, dict[str, Tensor] | None]:
-            model = AutoLiger.from_hf(folder, **loading_options(given))
+            model = AutoLiger.from_hf(folder, **given.loading())
             return model, read_heads(model, folder)
 
         _write(given, *read_one_version(source, load), target)
@@ -146,7 +139,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _write(
-    given: argparse.Namespace,
+    given: Arguments,
     model: DecoderModel,
     heads: dict[str, Tensor] | None,
     target: Path,
@@ -154,7 +147,7 @@ def _write(
     """Save a model, and the tensors of its heads."""
     from ligermodels.heads.medusa_file import write_heads
 
-    dtype = loading_options(given)["dtype"]
+    dtype = given.loading()["dtype"]
 
     def write(folder: Path) -> None:
         if heads is not None:

@@ -2,63 +2,69 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from dataclasses import MISSING, dataclass
 from typing import Any
 
-from ligermodels.cli.options import loading_arguments, loading_options, number
+from ligermodels.cli.options import LoadingOptions, data_library
 from ligermodels.errors import LigerError
+from ligermodels.training.options import option
 
 HELP = "measure the perplexity of files, or run tasks of lm-eval"
 OUT_OF_MEMORY = " (try a smaller --batch-size, a shorter --seq-len, or --dtype bfloat16)"
+DESCRIPTION = (
+    "Measure the perplexity of MODEL on each of the files, which have the formats of "
+    "'ligermodels finetune' (only what is learned there counts), or run tasks of lm-eval "
+    "(pip install 'ligermodels[trainers]' lm_eval), or both."
+)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the model, the files or tasks, and the options for loading."""
-    command.description = (
-        "Measure the perplexity of MODEL on each of the files, which have the formats of "
-        "'ligermodels finetune' (only what is learned there counts), or run tasks of lm-eval "
-        "(pip install 'ligermodels[trainers]' lm_eval), or both."
+@dataclass(kw_only=True)
+class Arguments(LoadingOptions):
+    """The options of `evaluate`."""
+
+    model: str = option(MISSING, "hub id or local folder of a checkpoint", positional=True)
+    files: list[str] | None = option(None, "text or .jsonl files", metavar="FILE")  # noqa: RUF009
+    tasks: list[str] | None = option(  # noqa: RUF009
+        None, "names of lm-eval's tasks", metavar="TASK"
     )
-    add = command.add_argument
-    add("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
-    add("--files", nargs="+", metavar="FILE", default=[], help="text or .jsonl files")
-    add("--tasks", nargs="+", metavar="TASK", default=[], help="names of lm-eval's tasks")
-    count = number(int, at_least=1, at_most=2**20)
-    add("--seq-len", type=number(int, at_least=2), default=1024, metavar="N", help="tokens per row")
-    add("--batch-size", type=count, default=4, metavar="N", help="rows of a forward pass")
-    add("--separator", metavar="LINE", help="line that separates the documents of a text file")
-    add(
-        "--num-fewshot",
-        type=number(int, at_least=0),
-        metavar="N",
-        help="examples before each question of a task (default: what the task says)",
+    seq_len: int = option(1024, "tokens per row", at_least=2)
+    batch_size: int = option(4, "rows of a forward pass", at_least=1, at_most=2**20)
+    separator: str | None = option(
+        None, "line that separates the documents of a text file", metavar="LINE"
     )
-    add("--limit", type=count, metavar="N", help="the most questions of a task")
-    add("--task-folder", metavar="DIR", help="folder with YAML files of more tasks")
-    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
-    add("--json", action="store_true", help="print JSON")
-    loading_arguments(command)
+    num_fewshot: int | None = option(
+        None, "examples before each question of a task (default: what the task says)", at_least=0
+    )
+    limit: int | None = option(None, "the most questions of a task", at_least=1, at_most=2**20)
+    task_folder: str | None = option(None, "folder with YAML files of more tasks", metavar="DIR")
+    device: str | None = option(None, "cpu or cuda (default: cuda if there is a GPU)")
+    json: bool = option(False, "print JSON")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(given: Arguments) -> None:
     """Print the perplexity of each file and of all, and the metrics of each task."""
     from ligermodels.converters.hub import resolve
     from ligermodels.models.auto import AutoLiger
-    from ligermodels.training.data_sources import local_files
     from ligermodels.training.finetune import pick_device
+    from ligermodels.training.records import local_files
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
     for name in ("num_fewshot", "limit", "task_folder"):
         if getattr(given, name) is not None and not given.tasks:
             raise LigerError(f"evaluate: --{name.replace('_', '-')} is only for --tasks")
-    files = dict(zip(given.files, local_files(given.files, progress=sys.stderr.isatty())))
+    files = dict(
+        zip(
+            given.files or (),
+            local_files(given.files or (), data_library, progress=sys.stderr.isatty()),
+        )
+    )
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
-    model = AutoLiger.from_hf(folder, device=device, **loading_options(given))
+    model = AutoLiger.from_hf(folder, device=device, **given.loading())
     found: dict[str, Any] = {}
     if given.files:
         found["files"] = _files(given, model, folder, files)
@@ -91,7 +97,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _files(
-    given: argparse.Namespace, model: Any, folder: Any, files: dict[str, Any]
+    given: Arguments, model: Any, folder: Any, files: dict[str, Any]
 ) -> dict[str, dict[str, float]]:
     """Return the loss on each file; the last entry is that of all, if there are several."""
     from ligermodels.models.auto import tokenizer_folder

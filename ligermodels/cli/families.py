@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import textwrap
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from ligermodels.cli.options import CommonOptions
 from ligermodels.errors import LigerError
+from ligermodels.training.options import option
 
 if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel
 
 HELP = "list the supported model families and sizes"
+DESCRIPTION = (
+    "List the model families. For each family, show its presets (the names of the published "
+    "sizes), its settings if a config.json does not change them, and its own config fields "
+    "(those that not every family has) with their defaults. A checkpoint's family is the "
+    "model_type in its config.json."
+)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the family to show and the output format."""
-    command.description = (
-        "List the model families. For each family, show its presets (the names of the published "
-        "sizes), its settings if a config.json does not change them, and its own config fields "
-        "(those that not every family has) with their defaults. A checkpoint's family is the "
-        "model_type in its config.json."
-    )
-    command.add_argument("family", metavar="FAMILY", nargs="?", help="show only this family")
-    command.add_argument("--json", action="store_true", help="print JSON")
+@dataclass(kw_only=True)
+class Arguments(CommonOptions):
+    """The options of `families`."""
+
+    family: str | None = option(None, "show only this family", positional=True)
+    json: bool = option(False, "print JSON")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(given: Arguments) -> None:
     """Print the settings of every family, or of the family that was asked for."""
     from ligermodels.layers.rotary import ROPE_TYPES
     from ligermodels.models.auto import families

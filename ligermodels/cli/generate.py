@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import loading_arguments, loading_options, number
+from ligermodels.cli.options import LoadingOptions
 from ligermodels.errors import LigerError
+from ligermodels.training.options import option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,62 +21,55 @@ if TYPE_CHECKING:
 
 HELP = "generate text from a prompt, or chat"
 OUT_OF_MEMORY = " (try a smaller --max-new-tokens, or --dtype bfloat16)"
+DESCRIPTION = (
+    "Generate text that continues PROMPT. Decoding is greedy unless a sampling option "
+    "(--temperature, --top-k, --top-p or --seed) is given, and with --temperature 0. Without "
+    "PROMPT, the text is read from stdin; on a terminal, --chat then holds a conversation, "
+    "with one line per turn."
+)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the model, the prompt, and the options for sampling and loading."""
-    command.description = (
-        "Generate text that continues PROMPT. Decoding is greedy unless a sampling option "
-        "(--temperature, --top-k, --top-p or --seed) is given, and with --temperature 0. Without "
-        "PROMPT, the text is read from stdin; on a terminal, --chat then holds a conversation, "
-        "with one line per turn."
+@dataclass(kw_only=True)
+class Arguments(LoadingOptions):
+    """The options of `generate`."""
+
+    model: str = option(MISSING, "hub id or local folder of a checkpoint", positional=True)
+    prompt: str | None = option(
+        None, "the text to continue; - reads it from stdin", positional=True
     )
-    add = command.add_argument
-    add("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
-    add("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads it from stdin")
-    add("--chat", action="store_true", help="format the prompt with the chat template")
-    add("--system", metavar="TEXT", help="the system message for --chat")
-    count = number(int, at_least=1, at_most=10**9)
-    share = number(float, more_than=0, at_most=1)
-    add("--max-new-tokens", type=count, default=256, metavar="N", help="generate at most N tokens")
-    add(
-        "--temperature",
-        type=number(float, at_least=0),
-        metavar="T",
-        help="sample at this temperature (default: 1); 0 is greedy",
+    chat: bool = option(False, "format the prompt with the chat template")
+    system: str | None = option(None, "the system message for --chat", metavar="TEXT")
+    max_new_tokens: int = option(256, "the most tokens to generate", at_least=1, at_most=10**9)
+    temperature: float | None = option(
+        None, "sample at this temperature (default: 1); 0 is greedy", at_least=0
     )
-    add("--top-k", type=count, metavar="K", help="sample from the K most likely tokens")
-    add(
-        "--top-p",
-        type=share,
-        metavar="P",
-        help="sample from the most likely tokens whose probabilities sum to P",
+    top_k: int | None = option(
+        None, "sample from so many most likely tokens", at_least=1, at_most=10**9
     )
-    add(
-        "--repetition-penalty",
-        type=number(float, more_than=0, at_most=10**6),
-        metavar="P",
-        help="a value above 1 makes tokens that occurred before less likely (default: that of "
+    top_p: float | None = option(
+        None,
+        "sample from the most likely tokens whose probabilities sum to this",
+        more_than=0,
+        at_most=1,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "a value above 1 makes tokens that occurred before less likely (default: that of "
         "generation_config.json, else 1)",
+        more_than=0,
+        at_most=10**6,
     )
-    add(
-        "--seed",
-        type=number(int, at_least=0, at_most=2**63 - 1),
-        metavar="N",
-        help="sample; the same seed gives the same text",
+    seed: int | None = option(
+        None, "sample; the same seed gives the same text", at_least=0, at_most=2**63 - 1
     )
-    add(
-        "--no-heads",
-        action="store_true",
-        help="do not use Medusa's heads, which a folder may hold and which make greedy generation "
-        "faster",
+    heads: bool = option(
+        True, "use Medusa's heads, which a folder may hold and which make greedy generation faster"
     )
-    add("--no-stream", action="store_true", help="print the text only when it is complete")
-    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
-    loading_arguments(command)
+    stream: bool = option(True, "print the text while it is made")
+    device: str | None = option(None, "cpu or cuda (default: cuda if there is a GPU)")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(given: Arguments) -> None:
     """Print the continuation of a prompt, or hold a conversation."""
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.save_dir import read_one_version
@@ -87,8 +81,8 @@ def run(given: argparse.Namespace) -> None:
     if given.system is not None and not given.chat:
         raise LigerError("generate: --system needs --chat")
     conversation = given.chat and given.prompt is None and sys.stdin.isatty()
-    prompt = given.prompt
-    if not conversation and prompt in (None, "-"):
+    prompt = given.prompt or ""
+    if not conversation and given.prompt in (None, "-"):
         try:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
@@ -100,25 +94,26 @@ def run(given: argparse.Namespace) -> None:
         raise LigerError("generate: PROMPT is empty; give a text to continue")
 
     def load(real: Path) -> tuple[DecoderModel, MedusaHeads | None]:
-        model = AutoLiger.from_hf(real, device=device, **loading_options(given))
-        return model, None if given.no_heads else load_heads(model, real)
+        model = AutoLiger.from_hf(real, device=device, **given.loading())
+        return model, load_heads(model, real) if given.heads else None
 
-    model, given.heads = read_one_version(folder, load)
+    model, heads = read_one_version(folder, load)
     if not given.chat:
-        _continue(given, model, tokenizer, ids)
+        _continue(given, model, tokenizer, heads, ids)
         return
     messages = [] if given.system is None else [{"role": "system", "content": given.system}]
     if conversation:
         with raise_on_interrupt():  # Ctrl-C ends an answer, not the conversation.
-            _converse(given, model, tokenizer, messages)
+            _converse(given, model, tokenizer, heads, messages)
     else:
-        _answer(given, model, tokenizer, [*messages, {"role": "user", "content": prompt}])
+        _answer(given, model, tokenizer, heads, [*messages, {"role": "user", "content": prompt}])
 
 
 def _converse(
-    given: argparse.Namespace,
+    given: Arguments,
     model: DecoderModel,
     tokenizer: Tokenizer,
+    heads: MedusaHeads | None,
     messages: list[dict[str, str]],
 ) -> None:
     """Answer each line of the user until the input ends."""
@@ -138,7 +133,7 @@ def _converse(
         question = {"role": "user", "content": prompt}
         pieces: list[str] = []
         try:
-            _answer(given, model, tokenizer, [*messages, question], pieces)
+            _answer(given, model, tokenizer, heads, [*messages, question], pieces)
         except KeyboardInterrupt:
             print()
         if pieces:  # An answer that was stopped before it began leaves no trace.
@@ -146,9 +141,10 @@ def _converse(
 
 
 def _answer(
-    given: argparse.Namespace,
+    given: Arguments,
     model: DecoderModel,
     tokenizer: Tokenizer,
+    heads: MedusaHeads | None,
     messages: list[dict[str, str]],
     pieces: list[str] | None = None,
 ) -> None:
@@ -157,13 +153,14 @@ def _answer(
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     except ValueError as error:
         raise LigerError(f"generate: {error}") from error
-    _continue(given, model, tokenizer, ids, pieces)
+    _continue(given, model, tokenizer, heads, ids, pieces)
 
 
 def _continue(
-    given: argparse.Namespace,
+    given: Arguments,
     model: DecoderModel,
     tokenizer: Tokenizer,
+    heads: MedusaHeads | None,
     ids: list[int],
     pieces: list[str] | None = None,
 ) -> None:
@@ -182,19 +179,19 @@ def _continue(
             ids,
             max_new_tokens=given.max_new_tokens,
             repetition_penalty=given.repetition_penalty,
-            heads=None if sampling or _penalty(given, model) != 1 else given.heads,
+            heads=None if sampling or _penalty(given, model) != 1 else heads,
             **sampling,
         )
     except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
         raise LigerError(f"generate: {error}") from error
     for piece in stream:
         pieces.append(piece)
-        if not given.no_stream:
+        if given.stream:
             print(piece, end="", flush=True)
-    print("".join(pieces) if given.no_stream else "")
+    print("".join(pieces) if not given.stream else "")
 
 
-def _penalty(given: argparse.Namespace, model: DecoderModel) -> float:
+def _penalty(given: Arguments, model: DecoderModel) -> float:
     from ligermodels.generation.generation_config import (
         checked_generation_config,
         resolve_repetition_penalty,
@@ -203,7 +200,7 @@ def _penalty(given: argparse.Namespace, model: DecoderModel) -> float:
     return resolve_repetition_penalty(given.repetition_penalty, checked_generation_config(model))
 
 
-def _sampling(given: argparse.Namespace, model: DecoderModel) -> dict[str, Any]:
+def _sampling(given: Arguments, model: DecoderModel) -> dict[str, Any]:
     """Return the options of `generate` for sampling; none if decoding is greedy."""
     import torch
 

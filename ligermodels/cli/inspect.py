@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import textwrap
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ligermodels.cli.options import number
+from ligermodels.cli.options import CommonOptions
 from ligermodels.errors import LigerError, printable
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.training.config import PRECISIONS
+from ligermodels.training.options import option
 
 if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel
-    from ligermodels.training.memory import Outlook
+    from ligermodels.training.model import Outlook
 
 HELP = "describe a checkpoint without loading its tensors"
+DESCRIPTION = (
+    "Show a checkpoint's family, config, parameter count and memory needs. The command reads "
+    "only the config and the headers of the weight files, and checks them as a load does. "
+    "It downloads a hub checkpoint first. With --batch and --seq it also shows what each layer "
+    "would keep for backward in training, the predicted peak, and what else would fit."
+)
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the checkpoint and the output format."""
-    command.description = (
-        "Show a checkpoint's family, config, parameter count and memory needs. The command reads "
-        "only the config and the headers of the weight files, and checks them as a load does. "
-        "It downloads a hub checkpoint first. With --batch and --seq it also shows what each layer "
-        "would keep for backward in training, the predicted peak, and what else would fit."
+@dataclass(kw_only=True)
+class Arguments(CommonOptions):
+    """The options of `inspect`; the last five ask for a memory plan of training with AdamW."""
+
+    model: str = option(MISSING, "hub id or local folder of a checkpoint", positional=True)
+    revision: str | None = option(None, "branch, tag or commit of a hub checkpoint")
+    json: bool = option(False, "print JSON")
+    batch: int | None = option(None, "rows of a batch to plan for", at_least=1, at_most=2**31 - 1)
+    seq: int | None = option(None, "tokens of a row to plan for", at_least=1, at_most=2**31 - 1)
+    budget: str | None = option(
+        None, "memory to plan for, such as 80GiB (default: the GPU's)", metavar="SIZE"
     )
-    command.add_argument("model", metavar="MODEL", help="hub id or local folder of a checkpoint")
-    command.add_argument("--revision", help="branch, tag or commit of a hub checkpoint")
-    size = number(int, at_least=1, at_most=2**31 - 1)
-    plan = command.add_argument_group("memory plan of training with AdamW")
-    plan.add_argument("--batch", type=size, metavar="N", help="rows of a batch")
-    plan.add_argument("--seq", type=size, metavar="N", help="tokens of a row")
-    plan.add_argument("--budget", metavar="SIZE", help="memory, such as 80GiB (default: the GPU's)")
-    plan.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="GPU to plan for, such as H200 (default: this machine's, or H100)",
+    gpu: str | None = option(
+        None, "GPU to plan for, such as H200 (default: this machine's, or H100)", metavar="NAME"
     )
-    plan.add_argument(
-        "--precision", choices=PRECISIONS, help="precision of the run (default: bf16-mixed)"
+    precision: str | None = option(
+        None, "precision to plan for (default: bf16-mixed)", choices=PRECISIONS
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(given: Arguments) -> None:
     """Print a checkpoint's description."""
     from dataclasses import asdict
 
@@ -97,7 +98,7 @@ def run(given: argparse.Namespace) -> None:
         print(f"  longest rows with batch {given.batch}: {outlook.largest_seq} tokens{beyond}")
 
 
-def _wants_plan(given: argparse.Namespace) -> bool:
+def _wants_plan(given: Arguments) -> bool:
     """Return whether a memory plan is asked for; raise LigerError if a part is missing."""
     wanted = [x for x in ("batch", "seq", "budget", "gpu", "precision") if getattr(given, x)]
     if wanted and (given.batch is None or given.seq is None):
@@ -105,8 +106,10 @@ def _wants_plan(given: argparse.Namespace) -> bool:
     return bool(wanted)
 
 
-def _outlook(given: argparse.Namespace, family: type[DecoderModel], folder: Path) -> Outlook:
-    from ligermodels.training.memory import outlook
+def _outlook(given: Arguments, family: type[DecoderModel], folder: Path) -> Outlook:
+    from ligermodels.training.model import outlook
+
+    assert given.batch is not None and given.seq is not None
 
     return outlook(
         family,

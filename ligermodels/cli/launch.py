@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.training.options import check_options, option
+from ligermodels.training.options import Options, option
 
 _LAUNCHED = "LIGERMODELS_LAUNCHED"  # set in the processes that this module starts
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch: where a process leaves its error
@@ -24,12 +24,8 @@ _PATIENCE = 10
 
 
 @dataclass(kw_only=True)
-class LaunchOptions:
-    """How many processes run, and what they say: options of the command that no run keeps.
-
-    Raises:
-        ConfigError: a value has the wrong type or breaks a limit.
-    """
+class LaunchOptions(Options):
+    """How many processes run: options of the command that no run keeps."""
 
     gpus: int | None = option(
         None,
@@ -44,10 +40,6 @@ class LaunchOptions:
         "was killed",
         at_least=0,
     )
-    quiet: bool = option(False, "print no progress bar and no notes")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def is_worker() -> bool:

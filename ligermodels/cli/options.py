@@ -1,86 +1,202 @@
-"""Code that the commands share: the format of help and errors, argument types, loading options."""
+"""What the commands share: their options from dataclasses, by the library tyro, and loading.
+
+An option is a field of a dataclass of `ligermodels.training.options`, which has its help, type and
+limits. tyro reads the arguments and shows the help. A mistake is one line on stderr.
+"""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import importlib.util
+import io
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from ligermodels.converters.dtypes import dtype_name
 from ligermodels.converters.files import open_regular
-from ligermodels.errors import ConfigError, LigerError, did_you_mean, first_line, short_repr
-from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 from ligermodels.training.config import EXPORT_DTYPES
-from ligermodels.training.options import limit_complaint
+from ligermodels.training.options import OTHER_NAMES, Options, flat_name, option, types_of
 
 
-class Formatter(argparse.HelpFormatter):
-    """Format options on one line, each with its default if it has one."""
+@dataclass(kw_only=True)
+class CommonOptions(Options):
+    """The option that every command has."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        # 0 is a default, although it equals False.
-        none = action.default is False or action.default in (None, [], argparse.SUPPRESS)
-        return text if none or not action.option_strings else f"{text} (default: %(default)s)"
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that prints an error as one line, with a suggestion if a word is wrong.
-
-    Options are written whole: what begins only one option today may begin two tomorrow, and `--lr`
-    would be the beginning of `--lr-scheduler-type`.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"allow_abbrev": False} | options)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = list(map(str, action.choices))
-            raise argparse.ArgumentError(
-                action,
-                f"invalid choice: {short_repr(value)} (choose from {', '.join(map(repr, known))})"
-                f"{did_you_mean(str(value), known)}",
-            )
-
-    def error(self, message: str) -> NoReturn:
-        stop = "" if message.endswith("?") else ";"
-        self.exit(2, f"{self.prog}: {message}{stop} see '{self.prog} --help'\n")
-
-
-def loading_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that several commands have for loading a checkpoint."""
-    add = command.add_argument
-    add("--revision", help="branch, tag or commit of a hub checkpoint")
-    dtype = "dtype of the weights (default: as stored)"
-    add("--dtype", type=dtype_name, choices=EXPORT_DTYPES, help=dtype)
-    add("--allow-nonfinite", action="store_true", help="accept NaN and infinite weights")
-
-
-def loading_options(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `from_hf` that these options set, except the revision."""
-    import torch
-
-    dtype = None if given.dtype is None else getattr(torch, given.dtype)
-    return {"dtype": dtype, "allow_nonfinite": given.allow_nonfinite}
-
-
-def import_argument(command: argparse.ArgumentParser) -> None:
-    """Add the option for families from outside of the package, which every command has."""
-    command.add_argument(
-        "--import",
-        dest="modules",
+    modules: list[str] | None = option(  # noqa: RUF009 (the default is not a list)
+        None,
+        "import modules, or .py files, that register model families or losses",
+        flag="import",
         metavar="MODULE",
-        action="append",
-        help="import a module, or a .py file, that registers model families; may be repeated",
     )
+
+
+@dataclass(kw_only=True)
+class LoadingOptions(CommonOptions):
+    """How a checkpoint is loaded."""
+
+    revision: str | None = option(None, "branch, tag or commit of a hub checkpoint")
+    dtype: str | None = option(
+        None, "dtype of the weights (default: as stored)", choices=EXPORT_DTYPES
+    )
+    allow_nonfinite: bool = option(False, "accept NaN and infinite weights")
+
+    def loading(self) -> dict[str, Any]:
+        """Return the arguments of `from_hf` that these options set, except the revision."""
+        import torch
+
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        return {"dtype": dtype, "allow_nonfinite": self.allow_nonfinite}
+
+
+def parse(
+    command: str,
+    subjects: Mapping[str, type[Options]],
+    argv: Sequence[str],
+    *,
+    description: str,
+    defaults: Mapping[str, Any] | None = None,
+    owners: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return the values of all options of some subjects, each by its own name.
+
+    Args:
+        defaults: values that replace the defaults of the options.
+        owners: what is said of options that belong elsewhere, by their names.
+    Raises:
+        SystemExit: after --help, or after a mistake that was printed as one line.
+    """
+    import tyro
+
+    _check_names(command, subjects, argv, owners or {})
+    groups: list[Any] = []
+    for subject, kind in subjects.items():
+        types = types_of(kind)
+        inner = []
+        for each in fields(kind):
+            value = (defaults or {}).get(flat_name(each), each.default)
+            inner.append((each.name, *_described(each, types[each.name], value)))
+        groups.append((subject, make_dataclass(subject, inner, kw_only=True)))
+    shown, said = io.StringIO(), io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(shown),
+            warnings.catch_warnings(),
+        ):
+            # An option that is not given has None, whatever its type.
+            warnings.simplefilter("ignore")
+            given: Any = tyro.cli(
+                make_dataclass("arguments", groups, kw_only=True),
+                prog=f"ligermodels {command}",
+                description=description,
+                args=list(argv),
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as stop:
+        if stop.code:
+            complain(command, _first_paragraph(said.getvalue()))
+        width = shutil.get_terminal_size().columns
+        for line in shown.getvalue().splitlines():  # The boxes have the width of the terminal.
+            print(line if len(line) <= width else textwrap.fill(line, width))
+        raise
+    return {
+        flat_name(each): getattr(getattr(given, subject), each.name)
+        for subject, kind in subjects.items()
+        for each in fields(kind)
+    }
+
+
+def _described(each: Field[Any], kind: Any, value: Any) -> tuple[Any, Any]:
+    """Return the type of an option for tyro, with what its help shows, and its default."""
+    import tyro
+
+    facts = each.metadata
+    several = get_origin(kind) is list
+    item = get_args(kind)[0] if several else kind
+    if facts["choices"] is not None and not each.name.endswith("dtype"):  # which has other names
+        item = Literal[facts["choices"]]
+    if facts["is_size"]:
+        item = str
+    usual = {int: "N", float: "X"}.get(item, flat_name(each).upper())
+    metavar = facts["metavar"] or ("SIZE" if facts["is_size"] else usual)
+    if facts["choices"] is not None:
+        metavar = "{" + ",".join(facts["choices"]) + "}"
+    shown = "" if value in (None, MISSING, (), []) or kind is bool else f"(default: {value})"
+    if "(default:" in facts["help"]:
+        shown = ""
+    argument = tyro.conf.arg(
+        name=flat_name(each).replace("_", "-"),
+        help=facts["help"],
+        metavar=None if kind is bool else f"{metavar} ..." if several else metavar,
+        help_behavior_hint=shown,
+    )
+    annotated: Any = list[item] if several else item  # type: ignore[valid-type]
+    if value is None:
+        annotated = annotated | None
+    annotated = Annotated[annotated, argument]
+    if facts["positional"]:
+        annotated = tyro.conf.Positional[annotated]  # type: ignore[misc]
+    if facts["is_size"] and isinstance(value, int):
+        value = str(value)
+    if several and isinstance(value, (str, int, float)):  # a file of options may hold one alone
+        value = [value]
+    if value is MISSING:
+        return annotated, field()
+    return annotated, field(default_factory=lambda: list(value) if several and value else value)
+
+
+def _check_names(
+    command: str,
+    subjects: Mapping[str, type[Options]],
+    argv: Sequence[str],
+    owners: Mapping[str, str],
+) -> None:
+    """Complain of the first option that there is not, with a suggestion."""
+    known = {"--help"}
+    for kind in subjects.values():
+        for each in fields(kind):
+            name = flat_name(each).replace("_", "-")
+            known |= {f"--{name}", f"--no-{name}"} if each.type == "bool" else {f"--{name}"}
+    for word in argv:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name.replace("_", "-") not in known:
+            hint = did_you_mean(name, sorted(known), OTHER_NAMES)
+            said = f"unrecognized arguments: {printable(name)}{hint}"
+            complain(command, owners.get(name[2:].replace("-", "_"), said))
+
+
+def _first_paragraph(box: str) -> str:
+    """Return what is in a box of lines, up to its first inner line."""
+    words: list[str] = []
+    for line in box[box.find("\n") + 1 :].splitlines():  # without the title
+        inner = line.strip("│| ")
+        if inner.strip("─-╰╯+"):
+            words += inner.split()
+        elif words:
+            break
+    return " ".join(words).rstrip(".") or first_line(ValueError(box))
+
+
+def complain(command: str, message: str) -> NoReturn:
+    """Print a mistake in the arguments as one line, and exit with 2."""
+    prog = f"ligermodels {command}".rstrip()
+    stop = "" if message.endswith("?") else ";"
+    print(f"{prog}: {message}{stop} see '{prog} --help'", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def data_library() -> Any:
+    """Import what reads data sets, tables and data larger than memory."""
+    from ligermodels.integrations import hub_data
+
+    return hub_data
 
 
 def import_modules(names: list[str] | None) -> None:
@@ -124,37 +240,3 @@ def _import_file(path: str) -> None:
         del sys.modules[name]
         raise
     _imported_files.add(name)
-
-
-def byte_size(text: str) -> int:
-    """Return the number of bytes in a size such as "5GB", "512MiB" or "1000"."""
-    try:
-        found = parse_bytes(text, "size")
-    except ConfigError:
-        found = 0
-    if found < 1:
-        raise argparse.ArgumentTypeError(
-            f"not a size: {short_repr(text)}; write 5GB, 512MiB or a number of bytes"
-        )
-    return found
-
-
-def number(kind: type, **limits: float) -> Callable[[str], float]:
-    """Return an argparse type: a number of `kind` (int or float) within `limits`.
-
-    `training.options.limit_complaint` defines the limits.
-    """
-
-    def convert(text: str) -> float:
-        try:
-            value: float = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"invalid {kind.__name__} value: {short_repr(text)}"
-            ) from None
-        complaint = limit_complaint(value, **limits)
-        if complaint is not None:
-            raise argparse.ArgumentTypeError(complaint)
-        return value
-
-    return convert

@@ -1,4 +1,8 @@
-"""Data sets of the hub, and tables in files, as JSONL files: read by the library `datasets`."""
+"""What the library `datasets` does for training: `ligermodels.training.records.DataLibrary`.
+
+Data sets of the hub and tables become JSONL files. Tokens that are larger than memory stay on the
+disk, in the Arrow files of that library.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,13 @@ from ligermodels.integrations import require
 require("datasets")
 
 import datasets
+import numpy as np
 from huggingface_hub import constants
 
 from ligermodels.converters.files import open_regular, sync_file
-from ligermodels.errors import DataError, first_line
-from ligermodels.training.data import file_hash
+from ligermodels.errors import DataError, LigerError, first_line
+from ligermodels.training.data import Document
+from ligermodels.training.files import file_hash
 
 
 def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True) -> Path:
@@ -125,3 +131,61 @@ def _written(found: Any, path: Path) -> Path:
             aside.unlink(missing_ok=True)
         raise DataError(f"{path}: the file cannot be written: {first_line(error)}") from error
     return path
+
+
+def stored_documents(
+    documents: Callable[[], Iterator[Document]], key: str, *, progress: bool = True
+) -> Sequence[Document]:
+    """Return documents whose tokens lie on the disk, in HF_HOME, written once.
+
+    Args: documents: makes them anew, one after the other; key: a hash of all that they depend on.
+    Raises:
+        DataError: they cannot be made or written.
+    """
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for each in documents():
+            mask: np.ndarray = each.loss_mask.view(np.uint8)
+            yield {"ids": each.ids, "loss_mask": mask, "divisible": [each.divisible]}
+
+    kinds = {"ids": "int32", "loss_mask": "uint8", "divisible": "uint8"}
+    features = {name: datasets.LargeList(datasets.Value(kind)) for name, kind in kinds.items()}
+    folder = Path(constants.HF_HOME) / "ligermodels" / "tokens"
+    with _bars(progress):
+        try:
+            found = datasets.Dataset.from_generator(
+                rows, datasets.Features(features), cache_dir=str(folder), fingerprint=key
+            )
+        except Exception as error:
+            if isinstance(error.__cause__, LigerError):
+                raise error.__cause__ from None
+            why = first_line(error.__cause__ or error)
+            raise DataError(f"{folder}: the tokens cannot be written: {why}") from error
+    return _StoredDocuments(found)
+
+
+class _StoredDocuments(Sequence[Document]):
+    """Documents in Arrow files. Their arrays are views of the files, read when they are used."""
+
+    def __init__(self, found: Any) -> None:
+        self._chunks = []
+        for chunk in found.data.to_batches():
+            columns = [chunk.column(name) for name in ("ids", "loss_mask", "divisible")]
+            self._chunks.append(
+                [(each.offsets.to_numpy(), each.values.to_numpy()) for each in columns]
+            )
+        sizes = [len(chunk[0][0]) - 1 for chunk in self._chunks]
+        self._ends: np.ndarray = np.cumsum(sizes, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        at = int(np.searchsorted(self._ends, number, side="right"))
+        row = number - (int(self._ends[at - 1]) if at else 0)
+        ids, mask, divisible = (
+            values[offsets[row] : offsets[row + 1]] for offsets, values in self._chunks[at]
+        )
+        return Document(ids, mask.view(np.bool_), bool(divisible[0]))

@@ -1,11 +1,14 @@
-"""The checkpoints of a run: the trained weights and the optimizer's state, under a checksum.
+"""The checkpoints of a run: the trained weights and the optimizer's state, after a step.
 
-Frozen weights are not in them, because a resumed run loads them from the model that it began with.
+A checkpoint is a folder `step-00000100` that torch.distributed.checkpoint writes, for one process
+and for many: each rank writes the parts of the tensors that it holds, so that any number of ranks,
+in any layout, can read what another wrote. Besides, `facts.json` holds the step, a hash that tells
+the run from others, and the SHA-256 of each file. A flipped bit, a renamed folder or a checkpoint
+of another run is therefore found before anything is computed with it.
 
-One process writes a file, and several write a folder: see `sharded_checkpoints`. Any number of
-processes resumes from either. The header of a file holds the step, a hash that tells the run from
-others, and a SHA-256 of these two and of all tensors. A flipped bit, a renamed file or a file of
-another run is therefore found before anything is computed with it.
+A checkpoint holds `model.NAME` for each trained weight, and `optimizer.KEY.NAME` for what the
+optimizer keeps for it. Frozen weights are not in it, because a resumed run loads them from the
+model that it began with. Nor is the count of steps, which is the folder's name.
 """
 
 from __future__ import annotations
@@ -13,35 +16,62 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import pickle
 import re
+import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from ligermodels.converters.files import in_threads, names_if_present, parse_json
-from ligermodels.converters.safetensors_file import READABLE, SafetensorsFile
-from ligermodels.errors import CheckpointError, LigerError, listing, short_repr
+from ligermodels.converters.files import (
+    in_threads,
+    names_if_present,
+    read_json,
+    sync_file,
+    sync_folder,
+)
+from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.parallel.layout import TensorSlice, local_slices, local_tensor, splits_of
+from ligermodels.parallel.layout import local_slices, local_tensor, splits_of
 from ligermodels.parallel.ranks import (
     error_on_all_ranks,
     from_rank_0,
     gathered,
     is_distributed,
+    num_ranks,
     rank,
 )
 from ligermodels.parallel.state import SlicedTensor
-from ligermodels.training import sharded_checkpoints
-from ligermodels.training.files import PART, atomic_write, writing
+from ligermodels.training.files import PART, file_hash, writing
 from ligermodels.training.optimizers import allocate_state, state_of
 
-_FACTS = "ligermodels"  # the key of the file's metadata
-_NAME = re.compile(r"step-(\d{8,18})(\.safetensors)?")
+FACTS = "facts.json"
+_NAME = re.compile(r"step-(\d{8,18})")
+_WEIGHTS = "model."
+_METADATA = ".metadata"  # the name that torch.distributed.checkpoint gives it
+# What the pickle of a folder of tensors names. A pickle can call whatever it names.
+_PICKLED = {
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # since Python 3.13
+    "torch": {
+        "Size",
+        *(str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype),
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+}
 
 
 class Checkpoints:
@@ -51,134 +81,107 @@ class Checkpoints:
         self.folder = folder
         self.run = run
 
-    def files(self) -> dict[int, Path]:
-        """Return the file of each step, in the order of the steps.
+    def folders(self) -> dict[int, Path]:
+        """Return the folder of each step that was written to its end, in the order of the steps.
 
         Raises:
-            CheckpointError: the folder cannot be listed.
+            CheckpointError: they cannot be listed.
         """
         found = {}
         for name in names_if_present(self.folder, CheckpointError) or ():
-            path = self.folder / name
             match = _NAME.fullmatch(name)
-            if match and (match[2] or sharded_checkpoints.is_whole(path)):
-                found[int(match[1])] = path
+            if match and (self.folder / name / FACTS).is_file():
+                found[int(match[1])] = self.folder / name
         return dict(sorted(found.items()))
 
     def latest(self) -> int | None:
         """Return the step of the newest checkpoint, or None if there is none."""
-        return max(self.files(), default=None)
+        return max(self.folders(), default=None)
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
         """Write the state after `step` steps. Every rank must call it.
 
+        The folder has its name only when it is whole.
+
         Raises:
             LigerError: a value is not finite, so that nobody could go on from this state.
-            SaveError: the file cannot be written.
+            SaveError: on any rank, it cannot be written. All ranks raise.
         """
         if name := first_not_finite(named_state(model, optimizer)):
             raise LigerError(
                 f"step {step}: the update makes {name} infinite or NaN, so no checkpoint is "
                 "written; try a lower learning rate or a longer warm-up"
             )
-        facts = {"step": step, "run": self.run}
-        if is_distributed():
-            folder = self.folder / f"step-{step:08d}"
-            sharded_checkpoints.write(folder, _stored(model, optimizer), facts)
-            return folder
-        file = self.folder / f"step-{step:08d}.safetensors"
-        tensors = {name: tensor.cpu() for name, tensor in named_state(model, optimizer)}
-        facts["sha256"] = _seal(facts, digests(tensors, lambda name: [tensors[name]]))
-        # safetensors writes several keys in an order that changes from process to process.
-        metadata = {_FACTS: json.dumps(facts)}
-        with writing(file):
-            self.folder.mkdir(exist_ok=True)
-        atomic_write(file, lambda path: save_file(tensors, path, metadata))
-        return file
+        folder = self.folder / f"step-{step:08d}"
+        aside = folder.with_name(folder.name + PART)
+        with error_on_all_ranks(SaveError), writing(folder):
+            if rank() == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        with _quiet(SaveError, f"{folder}: cannot be written"):
+            dcp.save(
+                _stored(model, optimizer),
+                storage_writer=dcp.FileSystemWriter(aside, sync_files=False),
+                no_dist=not is_distributed(),
+            )
+        with error_on_all_ranks(SaveError), writing(folder):
+            own = (f"__{rank()}_",) if rank() else ("__0_", ".")
+            mine = [name for name in sorted(os.listdir(aside)) if name.startswith(own)]
+            # torch flushes its index before the last bytes have left Python's buffer.
+            for name in mine:
+                sync_file(aside / name)
+            hashes = {name: file_hash(aside / name) for name in mine}
+        files = {name: value for each in gathered(hashes) for name, value in each.items()}
+        with error_on_all_ranks(SaveError), writing(folder):
+            if rank() == 0:
+                text = json.dumps({"step": step, "run": self.run, "files": files}, indent=2)
+                (aside / FACTS).write_text(text, encoding="utf-8")
+                sync_file(aside / FACTS)
+                sync_folder(aside)
+                if folder.exists():
+                    _remove(folder)
+                os.replace(aside, folder)
+                sync_folder(self.folder)
+        return folder
 
     def load(
         self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         """Copy the state after `step` steps into the model and a fresh optimizer.
 
-        Without an optimizer, copy only the weights, which may be of any run.
-
-        Every rank must call it.
+        Without an optimizer, copy only the weights, which may be of any run. Every rank must call
+        it.
 
         Raises:
-            CheckpointError: the file is damaged, or belongs to another model, step or run. Nothing
-                was changed, unless the file was changed while it was read.
+            CheckpointError: on any rank, a file is missing or damaged, or it belongs to another
+                model, step or run. All ranks raise, and nothing was changed.
         """
-        path = from_rank_0(self.files()[step] if rank() == 0 else None)
+        folder = from_rank_0(self.folders()[step] if rank() == 0 else None)
         if optimizer is not None:
             allocate_state(optimizer, step)
         try:
-            if path.suffix:
-                with error_on_all_ranks(CheckpointError):
-                    self._load(step, path, model, optimizer)
-            else:
-                self._load_folder(step, path, model, optimizer)
+            with error_on_all_ranks(CheckpointError):
+                facts = facts_of(folder)
+                if facts.get("step") != step:
+                    raise CheckpointError(
+                        f"{folder}: the name says step {step}, but the folder holds step "
+                        f"{facts.get('step')!r}"
+                    )
+                if optimizer is not None and facts.get("run") != self.run:
+                    raise CheckpointError(
+                        f"{folder}: it belongs to a run with another model, other data or options"
+                    )
+            _read(folder, _stored(model, optimizer), prefix="" if optimizer else _WEIGHTS)
         except CheckpointError as error:
-            first, *rest = str(error).split("\n")
-            first += f"; {way_out(path)}"
-            raise CheckpointError("\n".join([first, *rest])) from None
-
-    def _load(
-        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        file = SafetensorsFile(path)
-        _match(file, _expected(model, optimizer), "" if optimizer else _WEIGHTS)
-        text = file.metadata.get(_FACTS, "{}").encode(errors="surrogatepass")
-        facts = parse_json(text, f"{path} (header)", CheckpointError)
-        if facts.pop("sha256", None) != _seal(facts, digests(file.tensors, file.read)):
-            raise CheckpointError(f"{path}: the content does not match its checksum")
-        counts = {_value(file, name).item() for name in file.tensors if name.startswith(_COUNT)}
-        if facts.get("step") != step or counts - {step}:
-            raise CheckpointError(
-                f"{path}: the name says step {step}, but the file holds step "
-                f"{short_repr(facts.get('step'))}"
-            )
-        if optimizer is not None:
-            self._check_run(path, facts)
-        for name, stored in _stored(model, optimizer).items():
-            for part in stored.parts:
-                _copy(file, name, part, stored.shape)
-        file.close()
-
-    def _load_folder(
-        self, step: int, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        with error_on_all_ranks(CheckpointError):
-            facts = sharded_checkpoints.facts_of(path)
-            if facts.get("step") != step:
-                raise CheckpointError(
-                    f"{path}: the name says step {step}, but the folder holds step "
-                    f"{short_repr(facts.get('step'))}"
-                )
-            if optimizer is not None:
-                self._check_run(path, facts)
-        prefix = "" if optimizer else _WEIGHTS
-        sharded_checkpoints.read(path, _stored(model, optimizer), prefix=prefix)
-
-    def _check_run(self, path: Path, facts: Mapping[str, Any]) -> None:
-        if facts.get("run") != self.run:
-            raise CheckpointError(
-                f"{path}: the file belongs to a run with another model, other data or options"
-            )
+            raise CheckpointError(f"{first_line(error)}; {way_out(folder)}") from None
 
     def prune(self, keep: int) -> None:
-        """Remove all except the newest `keep` checkpoints, and files that a kill cut short."""
-        files = list(self.files().values())
-        for old in files[: max(0, len(files) - keep)]:
-            _remove(old)
+        """Remove all except the newest `keep` checkpoints, and folders that a kill cut short."""
+        whole = list(self.folders().values())
+        kept = whole[max(0, len(whole) - keep) :]
         for name in names_if_present(self.folder, CheckpointError) or ():
-            path = self.folder / name
-            match = _NAME.fullmatch(name.removesuffix(PART))
-            whole = not name.endswith(PART) and (
-                match is None or match[2] is not None or sharded_checkpoints.is_whole(path)
-            )
-            if match and not whole:
-                _remove(path)
+            if _NAME.fullmatch(name.removesuffix(PART)) and self.folder / name not in kept:
+                _remove(self.folder / name)
 
     def clear(self) -> None:
         """Remove all checkpoints, and the folder if nothing else is in it."""
@@ -187,12 +190,14 @@ class Checkpoints:
             self.folder.rmdir()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        sharded_checkpoints.remove(path)
-    else:
-        with writing(path):
-            path.unlink()
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint. If that is cut short, what remains is not whole."""
+    with writing(folder):
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink()
+            return
+        (folder / FACTS).unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def named_state(
@@ -209,10 +214,9 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
     return ((name, x) for name, x in model.named_parameters() if x.requires_grad)
 
 
-def way_out(path: Path) -> str:
-    """Return what to do about a checkpoint that cannot be resumed from: a file, or a folder."""
-    what = "the file" if path.suffix else f"the folder {path}"
-    return f"remove {what} to resume from an earlier checkpoint"
+def way_out(folder: Path) -> str:
+    """Return what to do about a checkpoint that cannot be resumed from."""
+    return f"remove the folder {folder} to resume from an earlier checkpoint"
 
 
 def first_not_finite(
@@ -254,23 +258,10 @@ def digests(names: Iterable[str], read: Callable[[str], Iterable[Tensor]]) -> di
     return dict(zip(names, in_threads(digest, names)))
 
 
-def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return a SHA-256 of JSON values."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _seal(facts: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
-    return fingerprint({"facts": dict(facts), "tensors": dict(tensors)})
-
-
-_WEIGHTS = "model."
-_COUNT = "optimizer.step."
-
-
 def _stored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, sharded_checkpoints.Stored]:
-    """Return this rank's parts of the weights and of the optimizer's state, by name."""
+) -> dict[str, SlicedTensor]:
+    """Return whole tensors of which this rank holds parts, views of weights and state, by name."""
     splits, found = splits_of(model), {}
     for name, parameter in _trained(model):
         split = splits.get(name)
@@ -283,7 +274,7 @@ def _stored(
                 parts = local_slices(tensor, split)
                 if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
                     parts = [replace(part, is_copy=True) for part in parts]
-                found[f"{kind}.{name}"] = sharded_checkpoints.Stored(shape, tensor.dtype, parts)
+                found[f"{kind}.{name}"] = SlicedTensor(shape, tensor.dtype, parts)
     return found
 
 
@@ -301,69 +292,101 @@ def sharded_state(
     """
     if optimizer is not None and not optimizer.state:
         allocate_state(optimizer, 0)
-    state: dict[str, Tensor] = {
-        name: SlicedTensor(each.shape, each.dtype, each.parts)
-        for name, each in _stored(model, optimizer).items()
-    }
+    state: dict[str, Tensor] = {**_stored(model, optimizer)}
     if optimizer is not None:
         for name, parameter in _trained(model):
             counts = {key: each for key, each in state_of(optimizer, parameter) if key == "step"}
-            state |= {f"{_COUNT}{name}": each for each in counts.values()}
+            state |= {f"optimizer.step.{name}": each for each in counts.values()}
     return state
 
 
-def _expected(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype and the shape of each tensor of a checkpoint."""
-    found = {name: (each.dtype, each.shape) for name, each in _stored(model, optimizer).items()}
-    counts = (name for name, _ in named_state(model, optimizer) if name.startswith(_COUNT))
-    return found | dict.fromkeys(counts, (torch.float32, ()))
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _PICKLED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensors need")
+        return super().find_class(module, name)
 
 
-def _match(
-    file: SafetensorsFile,
-    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    prefix: str,
-) -> None:
-    """Raise CheckpointError unless a file has exactly the expected tensors with that prefix."""
-    held = {
-        name: (READABLE.get(info.dtype), info.shape)
-        for name, info in file.tensors.items()
-        if name.startswith(prefix)
-    }
-    names = sorted(held.keys() | expected.keys())
-    wrong = [name for name in names if held.get(name) != expected.get(name)]
-    if not wrong:
-        return
-    first = wrong[0]
-    if first not in held:
-        what = "is missing"
-    elif first not in expected:
-        what = "is no tensor of this model"
-    else:
-        (dtype, shape), info = expected[first], file.tensors[first]
-        what = f"is {info.dtype} of shape {[*info.shape]}, expected {dtype} of shape {[*shape]}"
-    raise CheckpointError(
-        f"{file.path}: {short_repr(first)} {what}: the checkpoint is damaged or belongs to another "
-        f"model\n{listing(wrong)}"
-    )
+class _Reader(dcp.FileSystemReader):
+    """Reads a folder, and runs no code that its files name.
+
+    PyTorch's reader takes any pickle, and reads whichever files the pickle names.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = Path(self.path) / _METADATA
+        try:
+            with open(file, "rb") as opened:
+                found = _Unpickler(opened).load()
+            places = {info.relative_path for info in found.storage_data.values()}
+            found.storage_meta = found.storage_meta or StorageMeta()
+        except Exception as error:  # a pickle can raise anything
+            raise CheckpointError(
+                f"{file}: the file cannot be read: {first_line(error)}"
+            ) from error
+        if odd := sorted(places - facts_of(Path(self.path))["files"].keys()):
+            raise CheckpointError(f"{file}: it names {odd[0]!r}, which is no file of this folder")
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
-def _value(file: SafetensorsFile, name: str) -> Tensor:
-    """Return a tensor of shape ()."""
-    (part,) = file.read(name)
-    return part.reshape(()).clone()
+def _read(folder: Path, tensors: Mapping[str, SlicedTensor], prefix: str) -> None:
+    """Copy the values of a folder into tensors. Only names with the prefix must be theirs."""
+    with error_on_all_ranks(CheckpointError):
+        for number, (name, digest) in enumerate(facts_of(folder)["files"].items()):
+            if number % num_ranks() == rank():
+                _check_hash(folder / name, digest)
+        held = _Reader(folder).read_metadata().state_dict_metadata
+        names = {name for name in held if name.startswith(prefix)}
+        for name in sorted(names ^ tensors.keys()):
+            what = "is missing" if name in tensors else "is no tensor of this model"
+            raise CheckpointError(f"{folder}: {name!r} {what}: it belongs to another model")
+        for name, wanted in tensors.items():
+            found = held[name]
+            dtype = found.properties.dtype if isinstance(found, TensorStorageMetadata) else None
+            if dtype != wanted.dtype or tuple(found.size) != tuple(wanted.shape):  # type: ignore[union-attr]
+                raise CheckpointError(
+                    f"{folder}: {name!r} is {dtype} of another shape or dtype than the model's "
+                    f"{wanted.dtype} of shape {list(wanted.shape)}: it belongs to another model"
+                )
+    with _quiet(CheckpointError, f"{folder}: cannot be read"):
+        dcp.load({**tensors}, storage_reader=_Reader(folder), no_dist=not is_distributed())
 
 
-def _copy(file: SafetensorsFile, name: str, part: TensorSlice, shape: tuple[int, ...]) -> None:
-    rows, at = part.values.view(part.values.shape or (1,)), 0
-    last = part.row + len(rows)
-    if rows.shape[1:] == shape[1:]:
-        pieces = file.read(name, part.row, last)
-    else:
-        columns = part.column, part.column + rows.shape[1]
-        pieces = file.read_columns(name, part.row, last, columns)
-    for piece in pieces:
-        rows[at : at + len(piece)].copy_(piece)
-        at += len(piece)
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return the JSON values that were written with a folder, and the hash of each of its files.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    found = read_json(folder / FACTS, CheckpointError)
+    files = found.get("files")
+    if not isinstance(files, dict) or not all("/" not in name for name in files):
+        raise CheckpointError(f"{folder / FACTS}: 'files' is not what a run writes")
+    return found
+
+
+def _check_hash(file: Path, digest: str) -> None:
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file}: the file is missing")
+    try:
+        found = file_hash(file)
+    except LigerError as error:
+        raise CheckpointError(str(error)) from None
+    if found != digest:
+        raise CheckpointError(f"{file}: the content does not match its checksum")
+
+
+@contextlib.contextmanager
+def _quiet(kind: type[LigerError], what: str) -> Iterator[None]:
+    """Turn an error of torch.distributed.checkpoint, which has it on all ranks, into ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except (dcp.CheckpointException, OSError, RuntimeError, ValueError) as error:
+        failures = getattr(error, "failures", {})
+        first = next((each[0] for each in failures.values()), error)
+        found = kind(f"{what}: {first_line(first)}")
+        found.is_repeated = rank() != 0
+        raise found from error

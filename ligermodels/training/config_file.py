@@ -1,13 +1,13 @@
 """The options of a run as a YAML file: what `finetune --config` reads, and what a run writes.
 
-The keys are the names of the options, with `_` or `-`. The values are read as YAML 1.2 defines
-them: `2e-5` is a number, and `off` is a text.
+The keys are subjects and the names of their options, with `_` or `-`. The values are read as YAML
+1.2 defines them: `2e-5` is a number, and `off` is a text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from ligermodels.converters.files import read_if_present
-from ligermodels.errors import ConfigError, did_you_mean, first_line, short_repr
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.options import OTHER_NAMES
+from ligermodels.errors import ConfigError, first_line
+from ligermodels.training.config import subjects, unknown_option
+from ligermodels.training.losses import SFT
+from ligermodels.training.options import flat_name
 
 _LIMIT = 10**6  # bytes; PyYAML takes a second for some 100,000
 _TAG = "tag:yaml.org,2002:"
@@ -55,10 +56,15 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(f"{_TAG}float", _FLOAT, [*"-+.0123456789"])
 
 
-def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options that a YAML file sets. `FinetuneConfig` checks their values.
+def read_config(
+    path: str | Path, *, loss: str | None = None, also: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the options that a YAML file sets, for `FinetuneConfig.from_options`.
 
-    Args: also: the names of further options that the file may hold.
+    An option stands under its subject, such as `data` or `loss`, or by its own name at the top.
+
+    Args: loss: the loss of the run, if it is not the one that the file names; also: the names of
+        further options that the file may hold.
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has an unknown key; the message names
             the line.
@@ -66,13 +72,9 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
     content = read_if_present(Path(path), ConfigError, limit=_LIMIT)
     if content is None:
         raise ConfigError(f"{path}: the file is missing")
+    found: dict[str, Any] = {}
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: the file cannot be read: {first_line(error)}") from None
-    known = [*(each.name for each in fields(FinetuneConfig)), *also]
-    try:
-        loader = _Loader(text)
+        loader = _Loader(content.decode("utf-8-sig"))
         root = loader.get_single_node()
         if root is None:
             return {}
@@ -80,13 +82,19 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
             raise ConfigError(
                 f"{path}: the file must hold options, one on each line, as KEY: VALUE"
             )
-        found: dict[str, Any] = {}
-        for key, value in root.value:
-            where = f"{path}:{key.start_mark.line + 1}"
-            name = str(key.value).replace("-", "_")
+        entries = list(_entries(root))
+        named = [loader.construct_object(value) for _, _, name, value in entries if name == "loss"]
+        loss = str(loss or next(iter(named), SFT.name))
+        names = {
+            (subject, each.name): flat_name(each)
+            for subject, kind in subjects(loss).items()
+            for each in fields(kind)
+        }
+        known = {*names.values(), *also, "loss"}
+        for number, subject, key, value in entries:
+            name, where = names.get((subject, key), key), f"{path}:{number}"
             if name not in known:
-                hint = did_you_mean(name, known, OTHER_NAMES)
-                raise ConfigError(f"{where}: {short_repr(key.value)} is no option{hint}")
+                raise ConfigError(f"{where}: {unknown_option(name, loss)}")
             if name in found:
                 raise ConfigError(f"{where}: {name}: the key is there twice; remove one")
             found[name] = loader.construct_object(value, deep=True)
@@ -101,14 +109,39 @@ def read_config(path: str | Path, *, also: Collection[str] = ()) -> dict[str, An
     return found
 
 
-def config_text(settings: Mapping[str, Any]) -> str:
-    """Return options as a YAML file, each under a line that explains it."""
-    helps = {each.name: each.metadata["help"] for each in fields(FinetuneConfig)}
+def _entries(root: yaml.MappingNode) -> Iterator[tuple[int, str, str, yaml.Node]]:
+    """Yield the line, the subject or "", the key and the value of each option."""
+    for key, value in root.value:
+        name = str(key.value).replace("-", "_")
+        if name in subjects(SFT.name) and isinstance(value, yaml.MappingNode):
+            for inner, option in value.value:
+                own = str(inner.value).replace("-", "_")
+                own = "loss" if (name, own) == ("loss", "name") else own
+                yield inner.start_mark.line + 1, name, own, option
+        else:
+            yield key.start_mark.line + 1, "", name, value
+
+
+def config_text(settings: Mapping[str, Any], command: Mapping[str, Any]) -> str:
+    """Return options as a YAML file, by subject, each under a line that explains it.
+
+    Args: settings: as `FinetuneConfig.options` returns them; command: further ones, for the top.
+    """
     lines = ["# The options of this run. 'ligermodels finetune --config FILE' takes them again."]
-    for name, value in settings.items():
-        if name in helps:
-            lines.append(f"\n# {helps[name]}")
-        lines.append(
-            yaml.dump({name: value}, Dumper=_Dumper, allow_unicode=True, width=10**9).rstrip("\n")
-        )
+    lines += [_line(name, value) for name, value in command.items()]
+    for subject, kind in subjects(settings["loss"]).items():
+        lines.append(f"\n{subject}:")
+        if subject == "loss":
+            lines.append(f"  {_line('name', settings['loss'])}")
+        for each in fields(kind):
+            if (name := flat_name(each)) in settings:
+                lines.append(f"  # {each.metadata['help']}")
+                lines.append(f"  {_line(each.name, settings[name])}")
     return "\n".join(lines) + "\n"
+
+
+def _line(name: str, value: Any) -> str:
+    text = yaml.dump(
+        {name: value}, Dumper=_Dumper, allow_unicode=True, width=10**9, default_flow_style=True
+    )
+    return text.strip()[1:-1]

@@ -1,12 +1,16 @@
 """Training data: turn text and JSONL files into documents of token ids with a loss mask.
 
+Records of other tools, ShareGPT and Alpaca, become records with messages, or prompt and completion:
+
+    {"conversations": [{"from", "value"}, ...], "system"?}
+    {"instruction", "output", "input"?, "system"?, "history"?: [[ask, answer], ...]}
+
 `packing` packs the documents into rows. Both modules depend only on the files, the tokenizer and a
 seed. A run that was killed therefore finds the same rows in the same order when it resumes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -21,7 +25,6 @@ import numpy as np
 from ligermodels.converters.files import open_regular, unique_keys
 from ligermodels.errors import CheckpointError, DataError, first_line, printable, short_repr
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.formats import normalised
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
@@ -31,6 +34,19 @@ Text = Any  # a string, or a list of messages
 # from the rest of the record, or from the run.
 # Another template than the model's would mark other turns, or none, as targets.
 _SET_ELSEWHERE = "self messages add_generation_prompt tokenize tools chat_template".split()
+
+
+ROLES = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
+}
+# The prompt that Stanford Alpaca was trained with, for a model without a chat template.
+_ALPACA = (
+    "Below is an instruction that describes a task{context}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+_CONTEXT = ", paired with an input that provides further context"
 
 
 @dataclass(frozen=True)
@@ -50,24 +66,16 @@ class Document:
 
     @property
     def num_targets(self) -> int:
-        """The number of ids that are targets of the loss."""
-        return int(self.loss_mask.sum())
+        """The number of ids that are targets of the loss. The first one never is."""
+        return int(self.loss_mask[1:].sum())
 
-
-def file_hash(path: str | Path) -> str:
-    """Return the SHA-256 of a file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    with open_regular(Path(path), DataError) as file:
-        try:
-            while block := file.read(2**20):
-                digest.update(block)
-        except OSError as error:
-            raise DataError(f"{path}: the file cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
+    def part(self, start: int, stop: int) -> Document:
+        """Return the ids from `start` to `stop`, whose first one is no target."""
+        loss_mask = self.loss_mask[start:stop]
+        if loss_mask[:1].any():
+            loss_mask = loss_mask.copy()
+            loss_mask[0] = False
+        return Document(self.ids[start:stop], loss_mask, self.divisible)
 
 
 def check_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -113,11 +121,24 @@ def read_documents(
     Raises DataError, which names file and line.
     """
     files = check_files(paths)
-    documents = [each for file in files for each in iter_documents(file, tokenizer, separator)]
+    documents = list(all_documents(files, tokenizer, separator))
+    check_targets(documents, files)
+    return documents
+
+
+def check_targets(documents: Iterable[Document], files: Sequence[Path]) -> None:
+    """Raise DataError unless a document has a target."""
     if not any(document.num_targets for document in documents):
         names = ", ".join(str(file) for file in files)
         raise DataError(f"{names}: there is no text, or no document has a target")
-    return documents
+
+
+def all_documents(
+    files: Sequence[Path], tokenizer: Tokenizer, separator: str | None
+) -> Iterator[Document]:
+    """Yield the documents of files, as `read_documents`. There may be none with a target."""
+    for file in files:
+        yield from iter_documents(file, tokenizer, separator)
 
 
 def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
@@ -487,3 +508,75 @@ class Encoder:
                 f"{short_repr(odd)}, but an id must be from 0 to 2**31 - 1"
             )
         return document
+
+
+def normalised(record: dict[str, Any], where: str, *, has_template: bool) -> dict[str, Any]:
+    """Return a ShareGPT or Alpaca record with `messages`, or `prompt` and `completion`.
+
+    Other records are returned as they are.
+
+    Args: where: the record's place for messages; has_template: whether the tokenizer has a chat
+        template. Without one, an Alpaca record has the prompt that Alpaca was trained with.
+    Raises:
+        DataError: a part is missing, or has the wrong type.
+    """
+    if "conversations" in record and "messages" not in record:
+        return {"messages": _with_system(record, where) + _sharegpt(record, where)}
+    if "instruction" in record and "output" in record:
+        return _alpaca(record, where, has_template)
+    return record
+
+
+def _sharegpt(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f'{where}: "conversations" must be a list of objects')
+    messages = []
+    for turn in turns:
+        # Some data sets have ShareGPT's list and the keys of OpenAI's messages.
+        sender, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if not isinstance(sender, str) or sender not in ROLES:
+            raise DataError(
+                f'{where}: "from": {short_repr(sender)} is not known; expected one of '
+                + ", ".join(ROLES)
+            )
+        messages.append({"role": ROLES[sender], "content": value})
+    return messages
+
+
+def _alpaca(record: dict[str, Any], where: str, has_template: bool) -> dict[str, Any]:
+    instruction, given = record["instruction"], record.get("input") or ""
+    if not isinstance(instruction, str) or not isinstance(given, str):
+        raise DataError(f'{where}: "instruction" and "input" must be strings')
+    if has_template:
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        pairs = [*_history(record, where), (asked, record["output"])]
+        messages = _with_system(record, where)
+        for ask, answer in pairs:
+            messages.append({"role": "user", "content": ask})
+            messages.append({"role": "assistant", "content": answer})
+        return {"messages": messages}
+    if odd := next((key for key in ("system", "history") if record.get(key)), None):
+        raise DataError(f'{where}: "{odd}" needs a chat template, and this model has none')
+    prompt = _ALPACA.format(
+        context=_CONTEXT if given else "",
+        instruction=instruction,
+        input=f"### Input:\n{given}\n\n" if given else "",
+    )
+    return {"prompt": prompt, "completion": record["output"]}
+
+
+def _history(record: dict[str, Any], where: str) -> list[Any]:
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise DataError(f'{where}: "history" must be a list of pairs, [question, answer]')
+    return history
+
+
+def _with_system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    system = record.get("system") or ""
+    if not isinstance(system, str):
+        raise DataError(f'{where}: "system" must be a string')
+    return [{"role": "system", "content": system}] if system else []

@@ -74,7 +74,7 @@ def file_loss(
         LigerError: the loss is not finite.
     """
     documents = read_documents(files, tokenizer, separator=separator)
-    rows = PackedRows(documents, seq_len)
+    rows = PackedRows([documents], seq_len)
     if rows.max_id >= model.config.vocab_size:
         raise ConfigError(
             f"vocab_size: the tokenizer makes token {rows.max_id}, but the model has only "

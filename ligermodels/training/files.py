@@ -1,16 +1,19 @@
-"""Write a file of a run in one step, and say which file could not be written."""
+"""Write a file of a run in one step, say which file could not be written, and hash files."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from ligermodels.converters.files import sync_file, sync_folder
-from ligermodels.errors import SaveError
+from ligermodels.converters.files import open_regular, sync_file, sync_folder
+from ligermodels.errors import DataError, SaveError
 
 PART = ".part"
 
@@ -49,3 +52,24 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def file_hash(path: str | Path) -> str:
+    """Return the SHA-256 of a file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open_regular(Path(path), DataError) as file:
+        try:
+            while block := file.read(2**20):
+                digest.update(block)
+        except OSError as error:
+            raise DataError(f"{path}: the file cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Return a SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,28 @@ import torch
 
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, rank
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.data_sources import local_files
-from ligermodels.training.interrupts import Interrupted, Interrupts
+from ligermodels.training.config import NOT_KEPT, FinetuneConfig
 from ligermodels.training.processes import (
+    Interrupted,
+    Interrupts,
     is_restarted,
     launch_id,
     local_device,
     losing_ranks,
     process_group,
 )
-from ligermodels.training.result import FinetuneResult
-from ligermodels.training.run import NOT_KEPT, Run
+from ligermodels.training.records import Library, local_files
+from ligermodels.training.reports import FinetuneResult
+from ligermodels.training.run import Run
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir
 
 
 def finetune(
-    config: FinetuneConfig, *, progress: bool = True, modules: Sequence[str] = ()
+    config: FinetuneConfig,
+    *,
+    progress: bool = True,
+    modules: Sequence[str] = (),
+    data_library: Library | None = None,
 ) -> FinetuneResult:
     """Train, evaluate and export as `config` says.
 
@@ -42,7 +47,8 @@ def finetune(
     `resume=True` continues it. SIGINT and SIGTERM save a checkpoint first, if the caller has no
     handlers of its own. On a CPU in float32, the resumed run gives the same weights bit for bit.
     `modules` are those that the command line has imported: run.yaml names them, and so does the
-    command in the message of an interrupted run.
+    command in the message of an interrupted run. `data_library` imports what reads data sets,
+    tables and data larger than memory, such as `lambda: ligermodels.integrations.hub_data`.
 
     Raises:
         DataError: a file is missing, unreadable or empty; the message names file and line.
@@ -52,36 +58,42 @@ def finetune(
         LigerError: the output folder holds another run, or a loss or weight is no longer finite.
         Interrupted: SIGINT or SIGTERM came; the message says what is saved.
     """
-    device = local_device(pick_device(config.device))
+    output = config.output
+    device = local_device(pick_device(config.model.device))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(process_group(device, config.rank_timeout, config.context_parallel))
+        stack.enter_context(
+            process_group(device, config.parallel.rank_timeout, config.parallel.context_parallel)
+        )
         progress = progress and rank() == 0
         interrupts = stack.enter_context(Interrupts(verbose=progress))
-        run_dir = (ReadOnlyRunDir if rank() else RunDir)(config.output_dir)
+        run_dir = (ReadOnlyRunDir if rank() else RunDir)(str(output.output_dir))
         run = None
         try:
             with error_on_all_ranks():
                 found = (run_dir.read_settings() if is_restarted() else None) or {}
             # Processes that failed before they began a run may have found another one here.
             if from_rank_0(bool(found) and found["launch"] == launch_id()):
-                config = replace(config, resume=True, overwrite_output_dir=False)
+                output = replace(output, resume=True, overwrite_output_dir=False)
+                config = replace(config, output=output)
             with error_on_all_ranks():
-                inputs = [("model", Path(config.model))]
-                if config.teacher is not None:
-                    inputs.append(("teacher", Path(config.teacher)))
+                inputs = [("model", Path(str(config.model.path)))]
+                if (teacher := config.options().get("teacher")) is not None:
+                    inputs.append(("teacher", Path(teacher)))
                 for what, names in (
-                    ("training data", config.train_files),
-                    ("evaluation data", config.eval_files or []),
+                    ("training data", config.data.train_files),
+                    ("evaluation data", config.data.eval_files or []),
                 ):
-                    inputs += [(what, file) for file in local_files(names, progress=progress)]
-                run_dir.check(config.resume, config.overwrite_output_dir, inputs)
+                    inputs += [
+                        (what, file) for file in local_files(names, data_library, progress=progress)
+                    ]
+                run_dir.check(output.resume, output.overwrite_output_dir, inputs)
             gpus = [device] if device.type == "cuda" else []
             # fork_rng restores the random generators of the caller.
             with _locked(run_dir), torch.random.fork_rng(devices=gpus):
                 with error_on_all_ranks():
                     # Another process may have written a run since the first check.
-                    run_dir.check(config.resume, config.overwrite_output_dir, inputs)
-                    run = Run(config, run_dir, device, progress, interrupts, modules)
+                    run_dir.check(output.resume, output.overwrite_output_dir, inputs)
+                    run = Run(config, run_dir, device, progress, interrupts, modules, data_library)
                 with losing_ranks():
                     return run.run()
         except LigerError:
@@ -91,7 +103,9 @@ def finetune(
             if interrupts.signum is None and not isinstance(error, KeyboardInterrupt):
                 raise
             signum = interrupts.signum or signal.SIGINT
-            raise Interrupted(_what_is_saved(run, config.output_dir, modules), signum) from error
+            raise Interrupted(
+                _what_is_saved(run, str(output.output_dir), modules), signum
+            ) from error
 
 
 @contextlib.contextmanager
@@ -126,8 +140,7 @@ def resumed_settings(output_dir: str | Path) -> dict[str, Any]:
         CheckpointError: run.json is damaged.
     """
     saved = RunDir(output_dir).read_settings()
-    known = {each.name for each in fields(FinetuneConfig)} - NOT_KEPT
-    return {k: v for k, v in saved["settings"].items() if k in known} if saved else {}
+    return {k: v for k, v in saved["settings"].items() if k not in NOT_KEPT} if saved else {}
 
 
 def pick_device(name: str | None) -> torch.device:

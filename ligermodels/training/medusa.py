@@ -13,7 +13,8 @@ from ligermodels.heads.medusa_file import load_heads, save_heads
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.inputs import weights_hash
+from ligermodels.training.losses import Medusa
+from ligermodels.training.model import weights_hash
 from ligermodels.training.objectives import Call, Objective
 from ligermodels.training.packing import Batch
 
@@ -21,34 +22,41 @@ from ligermodels.training.packing import Batch
 class MedusaObjective(Objective):
     """The losses of heads for the tokens after the next one, and in the second stage of that."""
 
+    options: Medusa
     shown = ("eval_head_1_loss", "loss of the first head")
     whole_model = True  # the heads start as copies of its projection, or share it
+
+    trains_heads = True
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
         self.heads: MedusaHeads | None = None
 
+    @property
+    def keeps_tensors(self) -> bool:
+        """In the first stage the model is frozen, and keeps nothing."""
+        return self.options.medusa_stage == 2
+
     def module(self, model: DecoderModel) -> nn.Module:
         """Return the model with its heads, of which only the heads learn in the first stage."""
-        config = self.config
-        assert config.medusa_heads is not None
+        options = self.options
         heads = None if model.source_folder is None else load_heads(model, model.source_folder)
-        if heads is None or config.medusa_stage == 1:
-            heads = MedusaHeads(model.head, config.medusa_heads, tied=config.medusa_tied)
-        elif (len(heads.blocks), heads.tied) != (config.medusa_heads, config.medusa_tied):
+        if heads is None or options.medusa_stage == 1:
+            heads = MedusaHeads(model.head, options.medusa_heads, tied=options.medusa_tied)
+        elif (len(heads.blocks), heads.tied) != (options.medusa_heads, options.medusa_tied):
             raise ConfigError(
                 f"medusa_heads: {model.source_folder} holds {_described(heads)}, from which stage "
                 "2 goes on; set medusa_heads and medusa_tied as they were in stage 1"
             )
         self.heads = heads
-        frozen = config.medusa_stage == 1
+        frozen = options.medusa_stage == 1
         model.requires_grad_(not frozen)
         return MedusaModel(model, heads, freeze_body=frozen)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the heads that the second stage begins with."""
         assert self.heads is not None
-        return {"heads": weights_hash(self.heads)} if self.config.medusa_stage == 2 else {}
+        return {"heads": weights_hash(self.heads)} if self.options.medusa_stage == 2 else {}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of the stage, and as metrics that of each head."""

@@ -20,7 +20,7 @@ from ligermodels.adapters.peft_format import linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config import FinetuneConfig, OptimizerOptions
 
 Groups = list[dict[str, Any]]
 _MUON_MOMENTUM = 0.95
@@ -88,20 +88,21 @@ def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Opti
     Raises:
         ConfigError: it needs a package that is not installed.
     """
-    return _OPTIMIZERS[config.optimizer](model, config)
+    return _OPTIMIZERS[config.optimizer.name](
+        model, config.optimizer, config.schedule.learning_rate
+    )
 
 
-def _adamw(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
-    groups = parameter_groups(model.parameters(), config.weight_decay)
-    return torch.optim.AdamW(groups, **_adam_options(config), fused=True)
+def _adamw(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.parameters(), options.weight_decay)
+    return torch.optim.AdamW(groups, lr=rate, **_adam_options(options), fused=True)
 
 
-def _adam_options(config: FinetuneConfig) -> dict[str, Any]:
-    betas = (config.adam_beta1, config.adam_beta2)
-    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+def _adam_options(options: OptimizerOptions) -> dict[str, Any]:
+    return {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
 
 
-def _adamw_8bit(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+def _adamw_8bit(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
     try:
         optimizers = import_module("torchao.optim")
     except ImportError as error:
@@ -109,16 +110,16 @@ def _adamw_8bit(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimiz
             f"optimizer: adamw_8bit needs torchao, which cannot be imported ({error}); "
             "pip install torchao"
         ) from None
-    groups = parameter_groups(model.parameters(), config.weight_decay)
-    return optimizers.AdamW8bit(groups, **_adam_options(config))
+    groups = parameter_groups(model.parameters(), options.weight_decay)
+    return optimizers.AdamW8bit(groups, lr=rate, **_adam_options(options))
 
 
-def _adafactor(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
-    groups = parameter_groups(model.parameters(), config.weight_decay)
-    return torch.optim.Adafactor(groups, lr=config.learning_rate)
+def _adafactor(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.parameters(), options.weight_decay)
+    return torch.optim.Adafactor(groups, lr=rate)
 
 
-def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
+def _muon(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
     decoder = decoder_of(model)
     rows = _rows_of_projections(decoder)
     matrices = {
@@ -129,9 +130,10 @@ def _muon(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
     others = [p for p in model.parameters() if p not in matrices]
     return Muon(
         matrices,
-        parameter_groups(others, config.weight_decay),
-        weight_decay=config.weight_decay,
-        **_adam_options(config),
+        parameter_groups(others, options.weight_decay),
+        lr=rate,
+        weight_decay=options.weight_decay,
+        **_adam_options(options),
     )
 
 

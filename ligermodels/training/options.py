@@ -1,18 +1,22 @@
 """Options as fields of a dataclass: a field holds an option's help, choices and limits.
 
-The command line, a run's run.yaml and the checks of `FinetuneConfig` all follow from the fields.
+The command line, a run's run.yaml and the checks of the values all follow from the fields.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import Field, field, fields
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
+from ligermodels.converters.dtypes import dtype_name
 from ligermodels.errors import ConfigError, short_repr
+from ligermodels.memory.byte_sizes import parse_bytes
 
 # The names that other programs give to these options. An error suggests ours for them.
 _OTHER_NAMES = {
@@ -20,13 +24,14 @@ _OTHER_NAMES = {
     "train_dataset training_data",
     "eval_files": "eval_data eval_dataset val_data validation_file test_file",
     "eval_fraction": "val_set_size val_size test_size",
+    "learning_rate": "lr",
     "seq_len": "max_length max_len max_seq_length max_seq_len model_max_length cutoff_len "
     "block_size",
     "num_train_epochs": "max_epochs",
     "warmup_steps": "warmup_ratio",
     "output_dir": "out out_dir save_dir",
     "resume": "resume_from_checkpoint auto_resume_from_checkpoints",
-    "lora": "lora_r lora_rank lora_alpha lora_dropout use_lora use_peft adapter peft",
+    "lora_r": "lora lora_rank use_lora use_peft adapter peft",
     "lora_targets": "lora_target lora_target_modules target_modules",
     "load_in": "load_in_4bit load_in_8bit quantization quantize quantization_bit",
     "precision": "bf16 fp16 dtype torch_dtype mixed_precision",
@@ -42,23 +47,46 @@ def option(
     *,
     choices: tuple[str, ...] | None = None,
     free_on_resume: bool = False,
+    flag: str | None = None,
+    metavar: str | None = None,
+    is_size: bool = False,
+    positional: bool = False,
     **limits: float,
 ) -> Any:
     """Return a dataclass field that holds an option's help, choices and limits.
 
-    `choices` are those of the option, or of each item of a list. `limits` are those of
-    `limit_complaint`. A resumed run may change an option that is `free_on_resume`: either it does
-    not affect the trained weights, or (the data files, the model) a hash of the content is compared
-    instead.
+    Args:
+        choices: of the option, or of each item of a list.
+        free_on_resume: whether a resumed run may change the option: either it does not affect the
+            trained weights, or (the data files, the model) a hash of the content is compared.
+        flag: its name among all options, if that is another one than the field's.
+        metavar: what stands for its value in the help of the command line.
+        is_size: whether it is a number of bytes, which may be written as 5GB.
+        positional: whether the command line takes its value without its name.
+        limits: those of `limit_complaint`.
     """
-    facts = {"help": help, "choices": choices, "limits": limits, "free_on_resume": free_on_resume}
+    facts = {
+        "help": help,
+        "choices": choices,
+        "limits": {"at_least": 1} if is_size else limits,
+        "free_on_resume": free_on_resume,
+        "flag": flag,
+        "metavar": metavar,
+        "is_size": is_size,
+        "positional": positional,
+    }
     return field(default=default, metadata=facts)
 
 
 free_option = partial(option, free_on_resume=True)
 
 
-def types_of(config: type) -> dict[str, Any]:
+def flat_name(each: Field[Any]) -> str:
+    """Return the name of an option among those of all subjects."""
+    return each.metadata["flag"] or each.name
+
+
+def types_of(kind: type) -> dict[str, Any]:
     """Return the type of each option's value, without None.
 
     It is str, int, float, bool, list[str] or list[float].
@@ -66,24 +94,49 @@ def types_of(config: type) -> dict[str, Any]:
     # An optional value is annotated as `type | None`, in this order.
     return {
         name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        for name, hint in get_type_hints(config).items()
+        for name, hint in get_type_hints(kind).items()
+        if name in kind.__dataclass_fields__  # type: ignore[attr-defined]
     }
 
 
-def check_options(config: Any) -> None:
-    """Check each value of a dataclass of options.
+@dataclass(kw_only=True)
+class Options:
+    """A base class for dataclasses whose fields are options: it checks their values.
+
+    A path becomes a text, and a single value of a list becomes a list.
 
     Raises:
         ConfigError: a value has the wrong type, is not one of the choices or breaks a limit.
     """
-    hints, types = get_type_hints(type(config)), types_of(type(config))
-    for each in fields(config):
-        value = getattr(config, each.name)
-        if value is None and isinstance(hints[each.name], UnionType):
-            continue
-        complaint = _complaint(each, types[each.name], value)
-        if complaint is not None:
-            raise ConfigError(f"{each.name}: {complaint}")
+
+    def __post_init__(self) -> None:
+        hints, types = get_type_hints(type(self)), types_of(type(self))
+        for each in fields(self):
+            value, kind = getattr(self, each.name), types[each.name]
+            if value is None and isinstance(hints[each.name], UnionType):
+                continue
+            value = _converted(value, kind, each)
+            setattr(self, each.name, value)
+            complaint = _complaint(each, kind, value)
+            if complaint is not None:
+                raise ConfigError(f"{flat_name(each)}: {complaint}")
+
+
+def _converted(value: Any, kind: Any, each: Field[Any]) -> Any:
+    if get_origin(kind) is list:
+        item = get_args(kind)[0]
+        if isinstance(value, (str, os.PathLike) if item is str else (int, float)):
+            value = [value]
+        if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+            return value
+        return [os.fspath(each) if isinstance(each, os.PathLike) else each for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if each.metadata["is_size"] and isinstance(value, str):
+        return parse_bytes(value, flat_name(each))
+    if each.name.endswith("dtype") and isinstance(value, str):
+        return dtype_name(value)
+    return value
 
 
 _LIMITS = {
@@ -110,15 +163,15 @@ def limit_complaint(value: float, **limits: float) -> str | None:
 
 
 _KINDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
-_LISTS = {list[str]: ("texts", str), list[float]: ("numbers", float)}
 
 
 def _complaint(each: Field[Any], kind: Any, value: Any) -> str | None:
     choices, limits = each.metadata["choices"], each.metadata["limits"]
-    if kind in _LISTS:
-        noun, item = _LISTS[kind]
-        noun = "paths" if each.name.endswith("_files") else noun
+    if get_origin(kind) is list:
+        item = get_args(kind)[0]
         if not isinstance(value, list) or not all(_is_a(item, one) for one in value):
+            noun = "texts" if item is str else "numbers"
+            noun = "paths" if each.name.endswith("_files") else noun
             return f"must be a list of {noun}, not {short_repr(value)}"
         found = (_value_complaint(one, item, choices, limits) for one in value)
         return next((complaint for complaint in found if complaint is not None), None)

@@ -1,22 +1,31 @@
-"""Pack documents into the rows of a batch, and choose the order of the rows.
+"""Rows for batches: documents packed into rows, groups of documents, and the order of the rows.
 
-A row holds several documents one after the other. `position_ids` restart at each document, so the
-model limits attention to that document. The first token of a document is never a target, so the
-loss does not cross a boundary either. The padding at the end of a row counts as one more document,
-without targets. Lengths are in tokens.
+A packed row holds several documents one after the other. `position_ids` restart at each document,
+so the model limits attention to that document. The first token of a document is never a target, so
+the loss does not cross a boundary either. The padding at the end of a row counts as one more
+document, without targets. Losses that compare whole completions have one document in a row, and
+groups of rows that belong together. Lengths are in tokens.
+
+Documents are any sequence: a list, or one whose items are read from the disk when they are asked
+for. Only the places of the documents are in memory then.
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
+import json
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from typing_extensions import Self
 
 from ligermodels.errors import DataError
 from ligermodels.training.data import Document
@@ -25,6 +34,9 @@ IGNORE_INDEX = -100
 # No result depends on the token that fills the end of a row, and every model has this one. The
 # tokenizer's own pad token may be one that the model has no embedding for.
 PAD_ID = 0
+_WINDOW = 2**16  # documents that are packed together
+_CYCLE = 1000  # rows in which mixed sources have their shares
+_MULTIPLE = 64  # a batch of groups is as long as its longest row, rounded up to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -54,42 +66,55 @@ class Batch:
         return Batch(*rows, self.num_tokens, self.num_targets)
 
 
-def hold_out(
-    documents: list[Document], fraction: float, seed: int
-) -> tuple[list[Document], list[Document]]:
-    """Split off about `fraction` of the documents for evaluation: (training, held out).
+class Chosen(Sequence[Any]):
+    """Some items of a sequence, by their numbers."""
 
-    The documents are chosen at random with `seed`. If there are too few, the end of each plain text
-    is held out instead. Raises DataError if nothing can be split off.
+    def __init__(self, items: Sequence[Any], numbers: np.ndarray) -> None:
+        self.items, self.numbers = items, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.items[int(self.numbers[number])]
+
+
+def hold_out(
+    items: Sequence[Any], fraction: float, seed: int, number: int = 0, *, alone: bool = True
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Split off about `fraction` of the documents or groups: (training, held out).
+
+    They are chosen at random with `seed`. If plain texts are too few, the end of each is held out
+    instead. Of too few others one is held out, if they are the only source.
+
+    Args: number: that of the source, if there are several; alone: whether it is the only one.
     """
-    if fraction <= 0:
-        return documents, []
-    if len(documents) * fraction < 1 and all(document.divisible for document in documents):
+    count = len(items) * fraction
+    if not count:
+        return items, []
+    if count < 1 and all(item.divisible for item in items):
         train, held = [], []
-        for document in documents:
-            end = len(document) - max(2, round(len(document) * fraction))
+        for item in items:
+            end = len(item) - max(2, round(len(item) * fraction))
             if end < 2:
-                train.append(document)
+                train.append(item)
                 continue
-            train.append(Document(document.ids[:end], document.loss_mask[:end]))
+            train.append(item.part(0, end))
             # The two parts share one token, so that each token is still predicted once.
-            tail = document.loss_mask[end - 1 :].copy()
-            tail[0] = False
-            held.append(Document(document.ids[end - 1 :], tail))
-    else:
-        # Both completions of a pair come from one record, and stay together.
-        records = [id(getattr(document, "record", document)) for document in documents]
-        every = [*dict.fromkeys(records)]
-        count = max(1, round(len(every) * fraction))
-        chosen = {every[i] for i in generator(seed, 1).permutation(len(every))[:count]}
-        train = [document for document, key in zip(documents, records) if key not in chosen]
-        held = [document for document, key in zip(documents, records) if key in chosen]
-    if not train or not held:
-        raise DataError(
-            "the training data is too small to hold out a part of it for evaluation; give "
-            "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
-        )
-    return train, held
+            held.append(item.part(end - 1, len(item)))
+        return train, held
+    keys: np.ndarray = np.arange(len(items))
+    if isinstance(items[0], Group):  # Both completions of a pair come from one record.
+        records = [id(group.record) for group in items]
+        places = {record: i for i, record in enumerate(dict.fromkeys(records))}
+        keys = np.array([places[record] for record in records])
+    total = int(keys[-1]) + 1
+    is_held: np.ndarray = np.zeros(total, dtype=np.bool_)
+    if count >= 1 or alone:
+        chosen = generator(seed, 1, *([number] if number else [])).permutation(total)
+        is_held[chosen[: max(1, round(total * fraction))]] = True
+    mask = is_held[keys]
+    return Chosen(items, np.flatnonzero(~mask)), Chosen(items, np.flatnonzero(mask))
 
 
 def generator(*key: int) -> np.random.Generator:
@@ -97,23 +122,16 @@ def generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
-def cut(document: Document, seq_len: int) -> list[Document]:
-    """Cut a document into pieces of at most `seq_len` tokens that hold at least one target each.
+def cut(document: Document, seq_len: int) -> list[tuple[int, int]]:
+    """Return where the pieces of a document begin and end: of at most `seq_len` tokens each.
 
-    Neighbouring pieces of a text share one token, so that every target is predicted exactly once.
-    An example with a prompt keeps only its beginning.
+    A piece without a target is left out. Neighbouring pieces of a text share one token, so that
+    every target is predicted exactly once. An example with a prompt keeps only its beginning.
     """
-    if len(document) <= seq_len:
-        return [document]
-    stop = len(document) - 1 if document.divisible else 1
-    pieces = []
-    for start in range(0, stop, seq_len - 1):
-        loss_mask = document.loss_mask[start : start + seq_len].copy()
-        loss_mask[0] = False
-        piece = Document(document.ids[start : start + seq_len], loss_mask, document.divisible)
-        if piece.num_targets:
-            pieces.append(piece)
-    return pieces
+    end = len(document)
+    stop = end - 1 if document.divisible else 1
+    places = [(i, min(end, i + seq_len)) for i in range(0, max(1, stop), seq_len - 1)]
+    return [(i, j) for i, j in places if document.loss_mask[i + 1 : j].any()]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -144,61 +162,92 @@ class PackedRows:
     """Documents packed into rows of at most `seq_len` tokens.
 
     Args:
-        documents: the documents to pack; `cut` shortens those that are longer than a row.
+        sources: sequences of documents. A row holds documents of one source. `cut` shortens those
+            that are longer than a row.
         seq_len: tokens per row, at least 2.
         multiple: the width of rows is a multiple of this.
+    Raises:
+        DataError: no document has a target within a row.
 
-    `width` is the length of the longest row, and all rows are padded to it. With little data it is
-    less than `seq_len`. `num_truncated` counts the examples with a prompt that were too long and
-    lost their end. `num_dropped` counts those of them that have no target left, and
-    `num_untargeted` the documents, of any length, that had no target at all; both are left out.
+    `sources` is the number of rows of each source; they follow one another. `width` is the length
+    of the longest row, and all rows are padded to it. With little data it is less than `seq_len`.
+    `num_truncated` counts the examples with a prompt that were too long and lost their end.
+    `num_dropped` counts those of them that have no target left, and `num_untargeted` the documents,
+    of any length, that had no target at all; both are left out. `max_id` is the largest token id.
     """
 
-    def __init__(self, documents: Sequence[Document], seq_len: int, multiple: int = 1) -> None:
-        self.pieces: list[Document] = []
+    def __init__(
+        self, sources: Sequence[Sequence[Document]], seq_len: int, multiple: int = 1
+    ) -> None:
         self.num_truncated = self.num_dropped = self.num_untargeted = 0
-        for document in documents:
-            if not document.num_targets:
-                self.num_untargeted += 1
-                continue
-            pieces = cut(document, seq_len)
-            self.pieces += pieces
-            if not document.divisible and len(document) > seq_len:
-                self.num_truncated += 1
-                self.num_dropped += not pieces
-        if not self.pieces:
+        self.num_tokens = self.num_targets = longest = 0
+        self.max_id = -1
+        self.sources: list[int] = []
+        self._documents = sources
+        self._pieces: list[np.ndarray] = []  # of each source: (pieces, 3), in the order of the rows
+        self._ends: list[np.ndarray] = []  # of each source: where each row ends in the pieces
+        for documents in sources:
+            pieces = self._cut(documents, seq_len)
+            lengths = (pieces[:, 2] - pieces[:, 1]).tolist()
+            rows: list[list[int]] = []
+            for start in range(0, len(pieces), _WINDOW):
+                found = best_fit(lengths[start : start + _WINDOW], seq_len)
+                rows += [[start + i for i in row] for row in found]
+            longest = max([longest, *(sum(lengths[i] for i in row) for row in rows)])
+            self.num_tokens += sum(lengths)
+            self._pieces.append(pieces[np.fromiter(chain.from_iterable(rows), np.int64)])
+            self._ends.append(np.cumsum([0, *map(len, rows)], dtype=np.int64))
+            self.sources.append(len(rows))
+        if not len(self):
             raise DataError(
                 f"no document has a target within the first {seq_len} tokens; use longer rows "
                 "(--seq-len)"
             )
-        self.rows = best_fit([len(piece) for piece in self.pieces], seq_len)
-        longest = max(sum(len(self.pieces[i]) for i in row) for row in self.rows)
         self.width = -(-longest // multiple) * multiple
-        self.num_tokens = sum(len(piece) for piece in self.pieces)
-        self.num_targets = sum(piece.num_targets for piece in self.pieces)
+
+    def _cut(self, documents: Sequence[Document], seq_len: int) -> np.ndarray:
+        """Return (document, start, stop) of each piece, and count."""
+        found = array("q")
+        for number, document in enumerate(documents):
+            if not (targets := document.num_targets):
+                self.num_untargeted += 1
+                continue
+            pieces = cut(document, seq_len)
+            for piece in pieces:
+                found.extend((number, *piece))
+            if not document.divisible and len(document) > seq_len:
+                self.num_truncated += 1
+                self.num_dropped += not pieces
+                targets = sum(int(document.loss_mask[i + 1 : j].sum()) for i, j in pieces)
+            self.num_targets += targets
+            if pieces:
+                self.max_id = max(self.max_id, int(document.ids[: pieces[-1][1]].max()))
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def max_id(self) -> int:
-        """The largest token id in the rows."""
-        return max(int(piece.ids.max()) for piece in self.pieces)
+        return sum(self.sources)
 
     def fingerprint(self) -> str:
         """Return a hash of the tokens and targets of all rows, in order."""
         digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(f"row {len(row)}".encode())
-            for i in row:
-                digest.update(f"doc {len(self.pieces[i])}".encode())
-                digest.update(np.ascontiguousarray(self.pieces[i].ids).tobytes())
-                digest.update(np.ascontiguousarray(self.pieces[i].loss_mask).tobytes())
+        for index in range(len(self)):
+            pieces = self.documents(index)
+            digest.update(f"row {len(pieces)}".encode())
+            for piece in pieces:
+                digest.update(f"doc {len(piece)}".encode())
+                digest.update(np.ascontiguousarray(piece.ids).tobytes())
+                digest.update(np.ascontiguousarray(piece.loss_mask).tobytes())
         return digest.hexdigest()
 
     def documents(self, index: int) -> list[Document]:
         """Return the documents of a row."""
-        return [self.pieces[i] for i in self.rows[index]]
+        source = 0
+        while index >= self.sources[source]:
+            index -= self.sources[source]
+            source += 1
+        first, last = self._ends[source][index : index + 2]
+        documents, pieces = self._documents[source], self._pieces[source][first:last].tolist()
+        return [documents[number].part(start, stop) for number, start, stop in pieces]
 
     def batch(self, indices: Iterable[int]) -> Batch:
         """Return the rows with these indices, on the CPU.
@@ -216,7 +265,7 @@ class PackedRows:
             end = 0
             for piece in self.documents(index):
                 start, end = end, end + len(piece)
-                input_ids[at, start:end] = torch.from_numpy(piece.ids)
+                input_ids[at, start:end] = torch.from_numpy(piece.ids.copy())
                 targets = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
                 labels[at, start:end] = torch.from_numpy(targets)
                 position_ids[at, start:end] = torch.arange(end - start)
@@ -238,3 +287,199 @@ def row_order(num_rows: int, seed: int, *key: int) -> Callable[[int], int]:
         return generator(seed, 0, epoch, *key).permutation(num_rows)
 
     return lambda count: int(permutation(count // num_rows)[count % num_rows])
+
+
+class MixedOrder:
+    """The index of the row for a running count, when sources are mixed by weights.
+
+    Of every 1000 consecutive rows, each source has its share, in a random order. Each source goes
+    through its rows in epochs, as `row_order` does. The index depends only on the seed and the
+    count, so that a resumed run goes on with the same rows.
+
+    Args: sizes: the rows of each source; weights: their shares, in any unit.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        shares = np.array(weights) / sum(weights) * _CYCLE
+        self._counts = np.maximum(1, shares.round()).astype(np.int64)
+        self.cycle_length = int(self._counts.sum())
+        self._offsets = np.cumsum([0, *sizes])
+        self._orders = [row_order(size, seed, number) for number, size in enumerate(sizes)]
+        self._seed = seed
+        self._cycle = lru_cache(maxsize=2)(self._new_cycle)
+
+    def _new_cycle(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each count of a cycle, and how often it came before in the cycle."""
+        sources: np.ndarray = np.repeat(np.arange(len(self._counts)), self._counts)
+        sources = generator(self._seed, 2, number).permutation(sources)
+        before = np.zeros_like(sources)
+        for source, count in enumerate(self._counts):
+            before[sources == source] = np.arange(count)
+        return sources, before
+
+    def __call__(self, count: int) -> int:
+        """Return the index of a row."""
+        cycle, at = divmod(count, self.cycle_length)
+        sources, before = self._cycle(cycle)
+        source = int(sources[at])
+        within = cycle * int(self._counts[source]) + int(before[at])
+        return int(self._offsets[source]) + self._orders[source](within)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents that a loss compares, and what else the file says of them.
+
+    Attributes:
+        documents: whose `loss_mask` is true at the tokens of the completion.
+        label: whether the first completion is a desirable one.
+        record: the line of the file.
+    """
+
+    documents: tuple[Document, ...]
+    label: bool = True
+    record: dict[str, Any] = field(default_factory=dict)
+    divisible = False
+
+    def __len__(self) -> int:
+        return max(map(len, self.documents))
+
+
+@dataclass(frozen=True)
+class GroupBatch(Batch):
+    """The rows of some groups: all first documents, then all second ones, and so on.
+
+    Attributes:
+        mask: (rows, width) bool, true at position t if t + 1 is a token of the completion: the
+            place where the head speaks of that token.
+        groups: the groups.
+        ref_log_probs: (rows, width) float32 of the reference model, 0 outside the mask.
+        advantages: (rows), for policy losses.
+        kl: a scalar, for KTO.
+    """
+
+    mask: Tensor
+    groups: tuple[Group, ...]
+    ref_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    kl: Tensor | None = None
+
+
+def padded(length: int) -> int:
+    """Return the width of a batch whose longest document has this length."""
+    return -(-length // _MULTIPLE) * _MULTIPLE
+
+
+def stack(documents: Sequence[Document], targets_of_prompt: int = 0) -> tuple[Batch, Tensor]:
+    """Return documents as the padded rows of a batch, one in each row, and their mask.
+
+    Args: targets_of_prompt: in so many of the first documents, the prompt is a target, too.
+    """
+    shape = len(documents), padded(max(map(len, documents)))
+    input_ids, labels = torch.full(shape, PAD_ID), torch.full(shape, IGNORE_INDEX)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    # The padding counts as another document, as in packed rows.
+    position_ids = torch.arange(shape[1]).repeat(shape[0], 1)
+    for row, document in enumerate(documents):
+        end = len(document)
+        ids = torch.from_numpy(document.ids.astype(np.int64))
+        chosen = torch.from_numpy(document.loss_mask)
+        input_ids[row, :end] = ids
+        mask[row, : end - 1] = chosen[1:]
+        if row < targets_of_prompt:
+            chosen = torch.arange(end) > 0
+        labels[row, :end] = torch.where(chosen, ids, IGNORE_INDEX)
+        position_ids[row, end:] = torch.arange(shape[1] - end)
+    num_tokens, num_targets = sum(map(len, documents)), int((labels != IGNORE_INDEX).sum())
+    return Batch(input_ids, labels, position_ids, num_tokens, num_targets), mask
+
+
+class GroupedRows:
+    """Groups of documents of at most `seq_len` tokens each.
+
+    A longer document loses its end. A group of which a document then has no target is left out.
+
+    Args:
+        prompt_targets: whether the prompts of the first documents are targets as well (ORPO).
+        needs_targets: whether a document must have a target. Prompts have none.
+
+    `num_truncated` and `num_dropped` count the groups that were cut, and those of them that were
+    left out; `num_untargeted` those left out because a document had no target. `reference` holds
+    the reference model's log-probabilities of all targets, in order, if a run has computed them.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        seq_len: int,
+        *,
+        prompt_targets: bool = False,
+        needs_targets: bool = True,
+    ) -> None:
+        self.prompt_targets = prompt_targets
+        self.groups: list[Group] = []
+        self.num_truncated = self.num_dropped = self.num_untargeted = 0
+        for group in groups:
+            if needs_targets and not all(each.num_targets for each in group.documents):
+                self.num_untargeted += 1
+                continue
+            cut = tuple(_cut(document, seq_len) for document in group.documents)
+            self.num_truncated += len(group) > seq_len
+            if needs_targets and not all(document.num_targets for document in cut):
+                self.num_dropped += 1
+            elif not needs_targets and len(group) > seq_len:
+                self.num_dropped += 1  # a prompt without its end asks for something else
+            else:
+                self.groups.append(Group(cut, group.label, group.record))
+        if not self.groups:
+            raise DataError(
+                f"no example fits into {seq_len} tokens with a token of its completion; use longer "
+                "rows (--seq-len), or completions that are not empty"
+                if needs_targets
+                else f"no prompt fits into {seq_len} tokens; use longer rows (--seq-len), or "
+                "shorter completions (--max-completion-length)"
+            )
+        self.sources = [len(self.groups)]
+        self.per_group = len(self.groups[0].documents)
+        self.width = max(map(len, self.groups))
+        self.max_id = max(int(each.ids.max()) for group in self.groups for each in group.documents)
+        documents = [document for group in self.groups for document in group.documents]
+        self.num_tokens = sum(map(len, documents))
+        self.num_targets = sum(document.num_targets for document in documents)
+        self._ends = np.cumsum([document.num_targets for document in documents])
+        self.reference: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def fingerprint(self) -> str:
+        """Return a hash of all groups, in order."""
+        digest = hashlib.sha256()
+        for group in self.groups:
+            facts = [len(group.documents), group.label, group.record]
+            digest.update(json.dumps(facts, sort_keys=True).encode())
+            for document in group.documents:
+                digest.update(f"doc {len(document)}".encode())
+                digest.update(np.ascontiguousarray(document.ids).tobytes())
+                digest.update(np.ascontiguousarray(document.loss_mask).tobytes())
+        return digest.hexdigest()
+
+    def batch(self, indices: Iterable[int]) -> GroupBatch:
+        """Return the groups with these indices, on the CPU."""
+        indices = list(indices)
+        groups = tuple(self.groups[i] for i in indices)
+        documents = [group.documents[k] for k in range(self.per_group) for group in groups]
+        batch, mask = stack(documents, len(groups) if self.prompt_targets else 0)
+        reference = None
+        if self.reference is not None:
+            reference = torch.zeros(mask.shape)
+            at = [i * self.per_group + k for k in range(self.per_group) for i in indices]
+            for row, number in enumerate(at):
+                end = int(self._ends[number])
+                count = documents[row].num_targets
+                reference[row, mask[row]] = self.reference[end - count : end]
+        return GroupBatch(**vars(batch), mask=mask, groups=groups, ref_log_probs=reference)
+
+
+def _cut(document: Document, seq_len: int) -> Document:
+    return replace(document.part(0, seq_len), divisible=False)

@@ -1,4 +1,4 @@
-"""The processes of a run on several GPUs, which torchrun has started.
+"""The processes of a run on several GPUs, which torchrun has started, and signals that stop it.
 
 Each process has a rank. Rank 0 alone writes to the folder of the run. Two backends carry what the
 ranks say to each other: NCCL for tensors on GPUs, and gloo for everything on the host.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.losses import Mean
@@ -24,6 +28,9 @@ from ligermodels.parallel.ranks import gathered, is_distributed, num_ranks, rank
 Item = TypeVar("Item")
 
 _ROLL_CALL = 5  # seconds in which all ranks come that have found an error of torch.distributed
+
+# A wrapper may pass on a Ctrl-C that the terminal has sent to the run, too.
+_SAME_PRESS = 1.0  # seconds
 
 _host: Any = None  # the group of all ranks in which they meet
 _together: int = 1  # how many neighbouring ranks compute the same rows
@@ -227,3 +234,84 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         dist.all_reduce(every)
         for grad, mean in zip(mine, (every / num_ranks()).split([grad.numel() for grad in mine])):
             grad.copy_(mean.view_as(grad))
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM has stopped a run. The message says what is saved and how to go on.
+
+    Attributes: signum is the signal.
+    """
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+class Interrupts:
+    """A context in which SIGINT and SIGTERM raise KeyboardInterrupt, but not within `held()`.
+
+    Inside `held()` the exception waits for the next `check()` or the end of the block, because one
+    that comes at any place may leave a lock locked or a step half done. A second Ctrl-C raises at
+    once; a second SIGTERM does nothing. Signals that the caller handles or ignores are left alone,
+    and so are all in a thread that is not the main thread.
+
+    Attributes:
+        signum: the first signal that came, or None.
+        verbose: whether to say on stderr that the run will stop soon.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.signum: int | None = None
+        self.verbose = verbose
+        self._since = 0.0
+        self._holding = False
+        self._old: dict[int, Any] = {}
+        self._report: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for signum, default in (
+                (signal.SIGINT, signal.default_int_handler),
+                (signal.SIGTERM, signal.SIG_DFL),
+            ):
+                if signal.getsignal(signum) == default:
+                    self._old[signum] = signal.signal(signum, self._handle)
+        self._report, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+        sys.unraisablehook = self._report
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let a signal wait for `check()` or the end of the block."""
+        self.check()
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        self.check()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come, even if its exception was swallowed."""
+        if self.signum is not None:
+            raise KeyboardInterrupt
+
+    def _unraisable(self, dropped: Any) -> None:
+        """Say nothing of a KeyboardInterrupt that a callback dropped: `check()` raises it again."""
+        if self.signum is None or not issubclass(dropped.exc_type, KeyboardInterrupt):
+            self._report(dropped)
+
+    def _handle(self, signum: int, _: object) -> None:
+        if self.signum is None:
+            self.signum, self._since = signum, time.monotonic()
+            if not self._holding:
+                raise KeyboardInterrupt
+            if self.verbose:
+                # print() may be what the signal has interrupted.
+                os.write(2, b"\nligermodels: stopping soon; Ctrl-C stops at once\n")
+        elif signum == signal.SIGINT and time.monotonic() - self._since > _SAME_PRESS:
+            raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics for loggers, samples, and a profile."""
+"""What a run tells: metrics for loggers, samples, a profile, its result, and an upload."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import LigerError, first_line
+from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config import OutputOptions
 from ligermodels.training.files import writing
 from ligermodels.training.run_dir import Metrics, RunDir
-from ligermodels.training.samples import Sampler
 
 
 def logger_openers(names: list[str] | None) -> list[Any]:
@@ -93,7 +93,7 @@ def _warn(name: str, error: Exception) -> None:
     warnings.warn(what, stacklevel=2)
 
 
-def sampler_of(config: FinetuneConfig, source: Path) -> Sampler | None:
+def sampler_of(options: OutputOptions, source: Path) -> Sampler | None:
     """Return what makes the samples of a run, or None if it makes none.
 
     Args: source: the folder of the tokenizer.
@@ -101,13 +101,13 @@ def sampler_of(config: FinetuneConfig, source: Path) -> Sampler | None:
         CheckpointError: a chat template is needed and is not there.
         ConfigError: a prompt has no tokens.
     """
-    if not config.sample_prompts:
+    if not options.sample_prompts:
         return None
     return Sampler(
         Tokenizer.from_hf(source),
-        config.sample_prompts,
-        max_new_tokens=config.sample_tokens,
-        chat=config.sample_chat,
+        options.sample_prompts,
+        max_new_tokens=options.sample_tokens,
+        chat=options.sample_chat,
     )
 
 
@@ -181,3 +181,125 @@ def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
         activities=activities, schedule=schedule, on_trace_ready=write
     ) as profiler:
         yield profiler.step
+
+
+class Sampler:
+    """Continues the same prompts greedily, whenever it is called.
+
+    Args:
+        prompts: texts.
+        max_new_tokens: most tokens of a continuation.
+        chat: whether a prompt is the message of a user, which the chat template formats.
+    Raises:
+        CheckpointError: there is no chat template.
+        ConfigError: a prompt has no tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: list[str], *, max_new_tokens: int, chat: bool
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.max_new_tokens = max_new_tokens
+        self.ids = [self._encode(prompt, chat) for prompt in prompts]
+        if [] in self.ids:
+            raise ConfigError("sample_prompts: a prompt is empty; give each prompt some text")
+
+    def _encode(self, prompt: str, chat: bool) -> list[int]:
+        if not chat:
+            return self.tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}]
+        ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return ids
+
+    @torch.no_grad()
+    def __call__(self, model: DecoderModel) -> list[dict[str, str]]:
+        """Return each prompt and the text that the model continues it with."""
+        was_training = model.training
+        model.eval()
+        found = []
+        for prompt, ids in zip(self.prompts, self.ids):
+            made = model.generate([ids], max_new_tokens=self.max_new_tokens)[0, len(ids) :]
+            found.append({"prompt": prompt, "text": self.tokenizer.decode(made)})
+        model.train(was_training)
+        return found
+
+
+@dataclass(kw_only=True)
+class FinetuneResult:
+    """The result of a run. Losses are per token, in nats; perplexity is their exponential.
+
+    `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
+    `eval_before` and `eval_after` hold the metrics of the first and the last evaluation; they are
+    empty if no data was held out. `shown` is the key of the metric that matters most, and its name.
+    A loss is None if a resumed run found a metrics.jsonl without it, or nothing was held out.
+    """
+
+    output_dir: Path
+    model_dir: Path
+    steps: int
+    loss: float | None
+    eval_before: dict[str, float]
+    eval_after: dict[str, float]
+    shown: tuple[str, str]
+    metrics: list[dict[str, Any]] = field(repr=False)
+    model: DecoderModel = field(repr=False)
+    notes: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def eval_loss_before(self) -> float | None:
+        """Held-out loss of the original checkpoint."""
+        return self.eval_before.get("eval_loss")
+
+    @property
+    def eval_loss_after(self) -> float | None:
+        """Held-out loss of the trained weights."""
+        return self.eval_after.get("eval_loss")
+
+    @property
+    def perplexity_before(self) -> float | None:
+        """Held-out perplexity of the original checkpoint; None if the loss is another one."""
+        return self.eval_before.get("eval_perplexity")
+
+    @property
+    def perplexity_after(self) -> float | None:
+        """Held-out perplexity of the trained weights; None if the loss is another one."""
+        return self.eval_after.get("eval_perplexity")
+
+
+def check_login() -> None:
+    """Ask the hub who is logged in, so that a run does not find out at its end.
+
+    Raises:
+        ConfigError: nobody is, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # A missing connection raises many kinds of errors.
+        raise ConfigError(
+            f"push_to_hub: the hub does not say who is logged in: {first_line(error)}; log in with "
+            "`hf auth login`, or set HF_TOKEN"
+        ) from error
+
+
+def push(folder: Path, repo: str, *, private: bool) -> str:
+    """Create a repository if it is not there, put the files of a folder into it, return its URL.
+
+    Raises:
+        SaveError: the hub refuses something or cannot be reached. The folder is unchanged.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        url = HfApi().create_repo(repo, private=private, exist_ok=True)
+        HfApi().upload_folder(
+            repo_id=url.repo_id, folder_path=folder, commit_message="Upload the fine-tuned model"
+        )
+    except Exception as error:
+        raise SaveError(
+            f"push_to_hub: {repo}: {first_line(error)}; the model is in {folder}, and "
+            f"'hf upload {repo} {folder}' sends it"
+        ) from error
+    return str(url)

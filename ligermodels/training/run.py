@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ligermodels import __version__
 from ligermodels.adapters.adapted_model import export_adapter, merged
 from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, LigerError, SaveError, short_repr
+from ligermodels.errors import ConfigError, DataError, LigerError, SaveError, short_repr
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -34,46 +34,37 @@ from ligermodels.parallel.ranks import (
 )
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.checkpoints import Checkpoints, fingerprint, first_not_finite
-from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig
+from ligermodels.training.checkpoints import Checkpoints, first_not_finite
+from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig
 from ligermodels.training.config_file import config_text
-from ligermodels.training.data import file_hash
-from ligermodels.training.data_sources import is_dataset, local_files
-from ligermodels.training.inputs import (
+from ligermodels.training.files import file_hash, fingerprint
+from ligermodels.training.model import (
     changed,
     check_unchanged,
     difference,
     file_hashes,
+    load_model,
+    planner,
+    summary,
     weights_hash,
 )
-from ligermodels.training.interrupts import Interrupts
-from ligermodels.training.medusa import MedusaObjective
-from ligermodels.training.memory import planner, summary
-from ligermodels.training.objectives import KTO, Objective, PairObjective, Rows
-from ligermodels.training.online import GroupObjective
+from ligermodels.training.objectives import Rows
 from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
-from ligermodels.training.processes import barrier, launch_id, num_row_ranks
-from ligermodels.training.push import check_login, push
-from ligermodels.training.reports import logged, logger_openers, profiled, sampler_of, sampling
-from ligermodels.training.result import FinetuneResult
+from ligermodels.training.processes import Interrupts, barrier, launch_id, num_row_ranks
+from ligermodels.training.records import Library, is_dataset, local_files, stored_documents
+from ligermodels.training.reports import (
+    FinetuneResult,
+    check_login,
+    logged,
+    logger_openers,
+    profiled,
+    push,
+    sampler_of,
+    sampling,
+)
 from ligermodels.training.run_dir import RunDir, plot_losses
-from ligermodels.training.streaming import stored_rows
-from ligermodels.training.teacher import TeacherObjective
-from ligermodels.training.trained_model import load_model
 from ligermodels.training.trainer import Trainer
-
-NOT_KEPT = {"resume", "overwrite_output_dir"}  # options that a resumed run does not take over
-OBJECTIVES = {"sft": Objective, "kto": KTO, "grpo": GroupObjective}
-
-
-def objective_of(config: FinetuneConfig) -> Objective:
-    """Return what a run minimises."""
-    if config.teacher is not None:
-        return TeacherObjective(config)
-    if config.medusa_heads is not None:
-        return MedusaObjective(config)
-    return OBJECTIVES.get(config.loss, PairObjective)(config)
 
 
 class Run:
@@ -87,14 +78,19 @@ class Run:
         progress: bool,
         interrupts: Interrupts,
         modules: Sequence[str] = (),
+        library: Library | None = None,
     ) -> None:
-        self.precision = config.precision or ("bf16-mixed" if device.type == "cuda" else "float32")
-        self.config = config = replace(config, precision=self.precision)
+        usual = "bf16-mixed" if device.type == "cuda" else "float32"
+        self.precision = config.model.precision or usual
+        self.config = config = replace(
+            config, model=replace(config.model, precision=self.precision)
+        )
         self.run_dir = run_dir
         self.checkpoints = Checkpoints(run_dir.checkpoint_dir)
         self.device = device
         self.interrupts = interrupts
         self.modules = modules
+        self.library = library
         self.began = False  # whether run.json describes this run
         self.exported = False
         self.saved: dict[str, Any] = {}  # the content of run.json
@@ -102,30 +98,31 @@ class Run:
         self.notes: list[str] = []
         self.stored_hash: str | None = None  # of the base model's weights, where few bits are kept
         self.train_files: list[Path] = []
-        self.objective = objective_of(config)
-        if config.push_to_hub is not None:
+        self.objective = config.loss.objective(config)
+        if config.output.push_to_hub is not None:
             check_login()
-        self.openers = [] if rank() else logger_openers(config.report_to)
-        if is_distributed() and config.sample_prompts:
+        self.openers = [] if rank() else logger_openers(config.output.report_to)
+        if is_distributed() and config.output.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
-        if is_distributed() and config.optimizer != "adamw":
+        if is_distributed() and (name := config.optimizer.name) != "adamw":
             raise ConfigError(
-                f"optimizer: {config.optimizer} updates whole matrices in one process; use adamw "
-                "with several GPUs"
+                f"optimizer: {name} updates whole matrices in one process; use adamw with several "
+                "GPUs"
             )
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
-        self.shards = is_distributed() and config.lora is None and not self.objective.whole_model
+        whole = self.objective.whole_model or config.adapter.lora_r is not None
+        self.shards = is_distributed() and not whole
 
     def run(self) -> FinetuneResult:
         config = self.config
         with error_on_all_ranks():
-            saved = self.run_dir.read_settings() if config.resume else None
+            saved = self.run_dir.read_settings() if config.output.resume else None
         saved = from_rank_0(saved)
         if saved is not None:
             self._check_settings(saved["settings"])
         self.began = saved is not None
         with error_on_all_ranks():
-            source = Path(resolve(config.model, revision=config.revision))
+            source = Path(resolve(str(config.model.path), revision=config.model.revision))
             files = file_hashes(source)
             rows, eval_rows = self._rows(source)
             model = self._model(source, rows, eval_rows)
@@ -148,7 +145,7 @@ class Run:
             ranks=self.ranks,
         )
         with error_on_all_ranks():
-            sampler = sampler_of(config, source)
+            sampler = sampler_of(config.output, source)
             check_unchanged(source, files)
         with self.interrupts.held():
             weights = self.stored_hash or weights_hash(model)
@@ -158,7 +155,7 @@ class Run:
 
             def check() -> None:
                 where = f"step {trainer.done}"
-                found = barrier(where, self.interrupts.signum, config.rank_timeout)
+                found = barrier(where, self.interrupts.signum, config.parallel.rank_timeout)
                 self.interrupts.signum = found
                 self.interrupts.check()
 
@@ -167,7 +164,7 @@ class Run:
                 folder = self.run_dir.reference_dir
                 self.objective.prepare(model, trainer.call, every, folder, fingerprint(base))
                 last = from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
-                profile = self.run_dir.profile_dir if config.profile and not rank() else None
+                profile = self.run_dir.profile_dir if config.output.profile and not rank() else None
                 with (
                     logged(self.run_dir, self.openers, self.saved["settings"], last),
                     profiled(profile, trainer.total_steps - last) as after_step,
@@ -201,10 +198,10 @@ class Run:
 
     def _shard(self, model: DecoderModel) -> None:
         """Spread the model over the ranks, and read each rank's part of it."""
-        if self.config.compile:
+        if self.config.model.compile:
             for layer in model.layers:
                 layer.compile()
-        mesh, together = None, self.config.context_parallel
+        mesh, together = None, self.config.parallel.context_parallel
         if together > 1:
             sizes = num_row_ranks(), together
             mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
@@ -222,56 +219,66 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """Return the options with absolute paths: a run may be resumed from another directory."""
-        settings = asdict(self.config)
+        settings = self.config.options()
         for name in ("train_files", "eval_files"):
             if settings[name] is not None:
                 settings[name] = [
                     name if is_dataset(name) else os.path.realpath(name) for name in settings[name]
                 ]
         for name in ("model", "teacher"):
-            if settings[name] is not None and os.path.isdir(settings[name]):
+            if settings.get(name) is not None and os.path.isdir(settings[name]):
                 settings[name] = os.path.realpath(settings[name])
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
     def _rows(self, source: Path) -> tuple[Rows, Rows | None]:
         """Return the rows for training and for evaluation."""
-        config, objective = self.config, self.objective
+        options, objective = self.config.data, self.objective
         tokenizer = Tokenizer.from_hf(source)
-        objective.check_tokenizer(tokenizer)
-        self.train_files = local_files(config.train_files, progress=self.progress)
-        eval_files = local_files(config.eval_files or [], progress=self.progress)
-        if config.stream or config.data_weights:
-            stored, stored_eval = stored_rows(
-                self.train_files,
-                eval_files,
-                tokenizer,
-                source,
-                separator=config.separator,
-                seq_len=config.seq_len,
-                eval_fraction=config.eval_fraction,
-                seed=config.seed,
-                multiple=objective.row_multiple,
+        objective.open(tokenizer)
+        names = options.train_files, options.eval_files or []
+        self.train_files, eval_files = (
+            local_files(each, self.library, progress=self.progress) for each in names
+        )
+
+        def read(files: Sequence[Path]) -> Sequence[Any]:
+            if not options.stream:
+                return objective.read(files, tokenizer)
+            return stored_documents(
+                files, tokenizer, source, self.library, options.separator, progress=self.progress
             )
-            for what, each in (("training", stored), ("held-out", stored_eval)):
-                if each is not None:
-                    self._describe(what, each)
-            return stored, stored_eval
-        train = objective.read(self.train_files, tokenizer)
-        if eval_files:
-            held_out = objective.read(eval_files, tokenizer)
-        else:
-            train, held_out = hold_out(train, config.eval_fraction, config.seed)
-        rows = self._made("training", train)
+
+        # Files with weights are sources of their own, whose rows are mixed.
+        apart = [[file] for file in self.train_files]
+        sources = [read(files) for files in (apart if options.data_weights else [self.train_files])]
+        held_out = [read(eval_files)] if eval_files else []
+        if not eval_files and options.eval_fraction:
+            parts = [
+                hold_out(
+                    *(source, options.eval_fraction, self.config.schedule.seed, number),
+                    alone=len(sources) == 1,
+                )
+                for number, source in enumerate(sources)
+            ]
+            sources, held_out = ([part[i] for part in parts] for i in (0, 1))
+            if not any(map(len, sources)) or not any(map(len, held_out)):
+                raise DataError(
+                    "the training data is too small to hold out a part of it for evaluation; give "
+                    "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
+                )
+        rows = self._made("training", sources)
+        for file, size in zip(self.train_files, rows.sources if options.data_weights else ()):
+            if not size:
+                raise LigerError(f"{file}: no row is left to train on; leave the file out")
         return rows, self._made("held-out", held_out) if held_out else None
 
-    def _made(self, what: str, items: list[Any]) -> Rows:
-        rows = self.objective.rows(items)
-        noun = "document" if self.config.loss == "sft" else "example"
-        self._describe(what, rows, f"{_count(len(items), noun)}, ")
+    def _made(self, what: str, sources: Sequence[Sequence[Any]]) -> Rows:
+        rows = self.objective.rows(sources)
+        noun = "document" if self.config.loss.packed else "example"
+        self._describe(what, rows, f"{_count(sum(map(len, sources)), noun)}, ")
         return rows
 
-    def _describe(self, what: str, rows: Rows, items: str = "") -> None:
-        seq_len = self.config.seq_len
+    def _describe(self, what: str, rows: Rows, items: str) -> None:
+        seq_len = self.config.data.seq_len
         self._note(
             f"{what} data: {items}"
             f"{_count(rows.num_tokens, 'token')}, "
@@ -307,12 +314,12 @@ class Run:
             )
         if not all(p.requires_grad for p in model.parameters()):
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            what = "the others are" if self.config.lora is None else "the model is"
+            what = "the others are" if self.config.adapter.lora_r is None else "the model is"
             self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
-        if self.config.medusa_heads is None and os.path.lexists(source / HEADS_NAME):
+        if not self.objective.trains_heads and os.path.lexists(source / HEADS_NAME):
             self._note(
                 f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
-                "(medusa_heads does)"
+                "(--loss medusa does)"
             )
         return model
 
@@ -332,17 +339,17 @@ class Run:
             held: the bytes on the device that the reference model takes.
         """
         config = self.config
-        if config.activation_checkpointing:
+        if config.memory.activation_checkpointing:
             model.activation_checkpointing_enable()
         elif (
             saved is not None
-            and saved["settings"].get("memory") == config.memory
+            and saved["settings"].get("memory") == config.memory.budget
             and saved["ranks"] == num_row_ranks()
         ):
             plan = saved.get("memory_plan")
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
         elif (budget := self._budget()) != "off":
-            accumulates = config.gradient_accumulation_steps > 1
+            accumulates = config.schedule.gradient_accumulation_steps > 1
             every = [each for each in (rows, eval_rows) if each is not None]
             run = planner(
                 model,
@@ -366,15 +373,16 @@ class Run:
 
     def _budget(self) -> str:
         """Return "off", or the memory that the run may take."""
-        if self.config.memory == "auto" and self.device.type != "cuda":
+        budget = self.config.memory.budget
+        if budget == "auto" and self.device.type != "cuda":
             raise ConfigError(
                 f'memory: "auto" is what is free on a GPU, and this run is on {self.device}; leave '
                 'it out, or give a number of bytes, such as "8GiB"'
             )
-        if self.config.memory is not None:
-            return self.config.memory
-        if self.config.medusa_heads is not None and self.config.medusa_stage == 1:
-            return "off"  # the layers are frozen and keep nothing
+        if budget is not None:
+            return budget
+        if not self.objective.keeps_tensors:
+            return "off"
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         return "auto" if on_gpu else "off"
@@ -414,11 +422,11 @@ class Run:
             self.saved = {**saved, **self.saved}
             if saved != self.saved:
                 self.run_dir.write_settings(self.saved)
-        ranks = self.ranks * self.config.context_parallel
+        ranks = self.ranks * self.config.parallel.context_parallel
         command: dict[str, Any] = {"gpus": ranks} if ranks > 1 else {}
         if self.modules:
             command["import"] = [*self.modules]
-        self.run_dir.write_config(config_text(settings | command))
+        self.run_dir.write_config(config_text(settings, command))
         fixed = {name: settings[name] for name in settings if name not in FREE_ON_RESUME}
         self.checkpoints.run = fingerprint({"settings": fixed, **facts})
 
@@ -428,7 +436,8 @@ class Run:
         if saved["base"].get("reward_function") != facts["base"].get("reward_function"):
             raise LigerError(
                 f"{where}: the run was started with another content of "
-                f"{short_repr(self.config.reward_function)}; restore the file, or start another run"
+                f"{short_repr(self.saved['settings']['reward_function'])}; restore the file, or "
+                "start another run"
             )
         if other := changed(saved["base"], facts["base"]):
             raise LigerError(
@@ -448,7 +457,7 @@ class Run:
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
-        config = self.config
+        config = self.config.output
         model = self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.read_metrics() if rank() == 0 else [])
@@ -484,7 +493,8 @@ class Run:
 
     def _export(self, trainer: Trainer) -> DecoderModel:
         """Write the export, and return the model that it holds."""
-        trained, name = trainer.model, self.config.export_dtype
+        options, adapter = self.config.output, self.config.adapter
+        trained, name = trainer.model, options.export_dtype
         dtype = None if name is None else getattr(torch, name)
         where = f"{self.run_dir.path}: the trained weights cannot be exported"
         if odd := first_not_finite(trained.named_parameters()):
@@ -492,9 +502,9 @@ class Run:
                 f"{where}: the last update makes {odd} infinite or NaN; try a lower learning rate "
                 "or a longer warm-up"
             )
-        model, with_adapters = self.model, self.config.lora is not None
+        model, with_adapters = self.model, adapter.lora_r is not None
         with error_on_all_ranks():
-            if self.config.export == "merged" and with_adapters and rank() == 0:
+            if adapter.export == "merged" and with_adapters and rank() == 0:
                 model = merged(model)
         checked = trained if model is self.model else model
         if odd := first_not_finite(checked.named_parameters(), dtype):
@@ -506,10 +516,10 @@ class Run:
         if not self.saved["exported"]:
             self.saved["exported"] = True
             self.run_dir.write_settings(self.saved)
-        folder, shard_size = self.run_dir.model_dir, self.config.max_shard_size
+        folder, shard_size = self.run_dir.model_dir, options.max_shard_size
         if with_adapters:
             with error_on_all_ranks(SaveError):
-                if self.config.export == "adapter" and rank() == 0:
+                if adapter.export == "adapter" and rank() == 0:
                     export_adapter(model, folder, self._settings()["model"], dtype)
                 elif rank() == 0:
                     model.to(dtype).save_hf(folder, max_shard_size=shard_size)

@@ -4,7 +4,7 @@
     run.yaml        the options, for `ligermodels finetune --config`
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   texts that the model generated at evaluations
-    checkpoints/    step-00000100.safetensors: weights and optimizer state after that step
+    checkpoints/    step-00000100/: weights and optimizer state after that step
     reference/      log-probabilities of the reference model
     model/          the export
     loss.png        the loss curve
@@ -49,7 +49,7 @@ from ligermodels.converters.files import (
 from ligermodels.errors import CheckpointError, LigerError, SaveError, printable, short_repr
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.files import PART, atomic_write, writing
-from ligermodels.training.reference_file import remove_stored
+from ligermodels.training.preferences import remove_stored
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "run.yaml"

@@ -13,25 +13,27 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ligermodels.adapters.peft_format import linears
 from ligermodels.errors import CheckpointError, ConfigError, LigerError
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
+from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints, way_out
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
-from ligermodels.training.flops import StepFlops
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
-from ligermodels.training.packing import Batch, row_order
+from ligermodels.training.packing import IGNORE_INDEX, Batch, MixedOrder, PackedRows, row_order
 from ligermodels.training.processes import (
     average_gradients,
     num_row_ranks,
@@ -41,7 +43,6 @@ from ligermodels.training.processes import (
 )
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.schedules import learning_rate
-from ligermodels.training.streaming import MixedOrder, StoredRows
 
 
 def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
@@ -50,13 +51,13 @@ def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -
     Raises:
         ConfigError: the run would never end.
     """
-    if config.max_steps is not None:
-        return config.max_steps
-    steps = num_rows * config.num_train_epochs / rows_per_step
+    if config.schedule.max_steps is not None:
+        return config.schedule.max_steps
+    steps = num_rows * config.schedule.num_train_epochs / rows_per_step
     if steps > MAX_STEPS:
         raise ConfigError(
-            f"num_train_epochs: {config.num_train_epochs:g} passes over the data take {steps:g} "
-            f"steps; the most is {MAX_STEPS}"
+            f"num_train_epochs: {config.schedule.num_train_epochs:g} passes over the data take "
+            f"{steps:g} steps; the most is {MAX_STEPS}"
         )
     return max(1, math.ceil(steps))
 
@@ -113,7 +114,7 @@ class Trainer:
         self.precision = precision
         self.is_sharded = any(map(is_sharded, model.parameters()))
         # The layers of a sharded model are compiled before they are sharded.
-        compiles = config.compile and not self.is_sharded
+        compiles = config.model.compile and not self.is_sharded
         self.forward = torch.compile(model) if compiles else model
         self.optimizer = make_optimizer(model, config)
         self.flops = StepFlops.of(decoder_of(model))
@@ -121,16 +122,16 @@ class Trainer:
         self.batches_per_step = (ranks or num_row_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
         self.total_steps = number_of_steps(config, len(rows), per_step)
-        warmup = config.warmup_steps
+        warmup = config.schedule.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
-        self.eval_steps = config.eval_steps or max(1, math.ceil(self.total_steps / 5))
+        self.eval_steps = config.schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         self.done = 0
         self._between_steps = True
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
-        self._row: Callable[[int], int] = row_order(len(rows), config.seed)
-        if config.data_weights:
-            assert isinstance(rows, StoredRows)
-            self._row = MixedOrder(rows.sources, config.data_weights, config.seed)
+        self._row: Callable[[int], int] = row_order(len(rows), config.schedule.seed)
+        if config.data.data_weights:
+            assert isinstance(rows, PackedRows)
+            self._row = MixedOrder(rows.sources, config.data.data_weights, config.schedule.seed)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""
@@ -141,7 +142,7 @@ class Trainer:
         """Return options that make the head skip rows without a target, if that saves time."""
         few = batch.num_targets < 0.9 * batch.labels.numel()
         # torch.compile would trace the model again for every new number of targets.
-        if few and batch.num_targets and not self.config.compile:
+        if few and batch.num_targets and not self.config.model.compile:
             return {"skip_ignored": True, "max_valid": batch.num_targets}
         return {}
 
@@ -161,7 +162,7 @@ class Trainer:
         """
         config = self.config
         # The step determines the seed, so a checkpoint need not hold a generator's state.
-        torch.manual_seed((config.seed * 1_000_003 + step) % 2**63)
+        torch.manual_seed((config.schedule.seed * 1_000_003 + step) % 2**63)
         self.model.train()
         batches, metrics = self.objective.begin(self.call, batches, shared=True)
         # The gradients of ranks are averaged, not summed.
@@ -175,7 +176,7 @@ class Trainer:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if not self.is_sharded:
             average_gradients(parameters)
-        limit = config.max_grad_norm or math.inf
+        limit = config.optimizer.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]
@@ -184,10 +185,10 @@ class Trainer:
         rate = learning_rate(
             step,
             self.total_steps,
-            config.learning_rate,
+            config.schedule.learning_rate,
             self.warmup,
-            config.min_lr_rate,
-            config.schedule,
+            config.schedule.min_lr_rate,
+            config.schedule.name,
         )
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -246,8 +247,8 @@ class Trainer:
         """
         assert self.eval_rows is not None
         self.model.eval()
-        torch.manual_seed(self.config.seed)  # an objective may sample
-        number = min(len(self.eval_rows), self.config.max_eval_rows or len(self.eval_rows))
+        torch.manual_seed(self.config.schedule.seed)  # an objective may sample
+        number = min(len(self.eval_rows), self.config.data.max_eval_rows or len(self.eval_rows))
         size = self.objective.batch_size
         chunks = [range(at, min(number, at + size)) for at in range(0, number, size)]
         mine = partition(chunks)
@@ -274,7 +275,7 @@ class Trainer:
         if not with_loss:
             return {**found_metrics, "targets": targets}
         loss = float(total)
-        if type(self.objective) is Objective:
+        if self.objective.shown[0] == "eval_perplexity":
             found_metrics["eval_perplexity"] = perplexity(loss)
         return {"eval_loss": loss, **found_metrics, "targets": targets}
 
@@ -303,13 +304,13 @@ class Trainer:
         saved = from_rank_0(checkpoints.latest() if rank() == 0 else None)
         if saved is not None:
             if saved > self.total_steps:
-                last = checkpoints.files()[saved]
+                last = checkpoints.folders()[saved]
                 raise CheckpointError(
                     f"{last}: the run has only {self.total_steps} steps; {way_out(last)}"
                 )
             checkpoints.load(saved, self.model, self.optimizer)
             if rank() == 0:
-                checkpoints.prune(config.save_total_limit)
+                checkpoints.prune(config.output.save_total_limit)
         self.done = saved or 0
         run_dir.cut_metrics(-1 if saved is None else saved)
         metrics = run_dir.read_metrics() if rank() == 0 else []
@@ -355,7 +356,7 @@ class Trainer:
                     }
                 )
                 evaluates, saves = self._evaluates(step + 1), self._saves(step + 1)
-                if evaluates or saves or (step + 1) % config.logging_steps == 0:
+                if evaluates or saves or (step + 1) % config.output.logging_steps == 0:
                     self._log(run_dir, started, bar)
                 self._between_steps = True
                 if evaluates:
@@ -380,13 +381,13 @@ class Trainer:
         run_dir.sync_metrics()
         checkpoints.save(self.done, self.model, self.optimizer)
         if rank() == 0:
-            checkpoints.prune(self.config.save_total_limit)
+            checkpoints.prune(self.config.output.save_total_limit)
 
     def _evaluates(self, done: int) -> bool:
         return done == self.total_steps or done % self.eval_steps == 0
 
     def _saves(self, done: int) -> bool:
-        every = self.config.save_steps
+        every = self.config.output.save_steps
         return bool(every) and (done == self.total_steps or done % every == 0)
 
     def _evaluate(self, run_dir: RunDir, bar: tqdm[Any], check: Callable[[], None]) -> None:
@@ -459,3 +460,86 @@ def _values(metrics: dict[str, Mean]) -> dict[str, Tensor]:
 def _sums(metrics: dict[str, Mean], more: dict[str, Mean]) -> dict[str, Mean]:
     """Return the means over two sets of things."""
     return {**metrics, **{k: metrics[k] + v if k in metrics else v for k, v in more.items()}}
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Operations of forward and backward: for each token, each target, and each pair of tokens.
+
+    They are counted for the share of the GPU's peak (MFU) as in PaLM (Chowdhery et al. 2022,
+    appendix B): two for each weight and token in forward, and as many for each gradient. What a run
+    computes again in backward does not count, and what it does not need does not either: padding,
+    pairs of tokens that the mask hides, logits of tokens without a target, and the gradients of
+    frozen weights.
+
+    Attributes:
+        per_token, per_target: of the linears of the layers, and of the head.
+        per_pair: of the attention of one layer, for a query and a key.
+        windows: how far each layer looks back, in tokens; None is all the way.
+    """
+
+    per_token: int
+    per_target: int
+    per_pair: int
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, model: DecoderModel) -> StepFlops:
+        """Count the operations of a model, some of whose parameters may be frozen."""
+        weight_map = model.weight_map(model.built_from)
+        shapes = weight_map.source_shapes()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        per_token = per_target = 0
+        for name, parts in linears(weight_map).items():
+            if not name.startswith(("layers.", "head.")):
+                continue
+            size = sum(_size(shapes[f"{part.hf}.weight"]) for part in parts)
+            flops = (6 if f"{name}.weight" in trained else 4) * size
+            if name.startswith("layers."):
+                per_token += flops
+            else:
+                per_target += flops
+        # Adapters are matrices of the layers that the checkpoint does not have.
+        known = {f"{name}.weight" for name in linears(weight_map)}
+        per_token += 6 * sum(
+            p.numel()
+            for name, p in trained.items()
+            if name.startswith("layers.") and p.ndim == 2 and name not in known
+        )
+        config = model.config
+        if not per_target:  # the head is tied to the embedding
+            tied = "embed_tokens.weight" in trained
+            per_target = (6 if tied else 4) * config.vocab_size * config.hidden_size
+        heads = config.num_attention_heads * config.head_dim
+        return cls(per_token, per_target, 12 * heads, tuple(config.sliding_windows))
+
+    def count(self, batch: Batch) -> int:
+        """Return the operations of a batch."""
+        lengths = _lengths(batch).double()
+        pairs = 0.0
+        for window in set(self.windows):
+            layers = self.windows.count(window)
+            near = lengths if window is None else lengths.clamp(max=window)
+            # The first tokens see all before them, the others a whole window.
+            seen = near * (near + 1) / 2 + (lengths - near) * near
+            pairs += layers * float(seen.sum())
+        return (
+            self.per_token * batch.num_tokens
+            + self.per_target * batch.num_targets
+            + int(self.per_pair * pairs)
+        )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _lengths(batch: Batch) -> Tensor:
+    """Return the lengths of the documents of a batch; padding is one that has no target."""
+    if not batch.num_tokens:
+        return torch.zeros(0)
+    starts = batch.position_ids.flatten() == 0
+    document = starts.cumsum(0) - 1
+    targets = (batch.labels.flatten() != IGNORE_INDEX).double()
+    has_target = torch.bincount(document, targets) > 0
+    return torch.bincount(document)[has_target]

@@ -12,20 +12,20 @@ from safetensors.torch import load_file, save_file
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.adapters import LoraLinear
 from ligermodels.adapters.adapted_model import add_adapters, export_adapter, merged
-from ligermodels.cli.options import byte_size
 from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import save_heads
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.base import DecoderModel
 from tests.cli.helpers import SMALL, assert_one_line
-from tests.training.tiny_run import same
+from tests.training.tiny_run import forget, same
 
 
 def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
     for arguments, words in (
         (["convert", "m"], ["TARGET", "--verify"]),
         (["convert", "m", "--verify", "--dtype", "float16"], ["--dtype needs TARGET"]),
-        (["convert", "m", "t", "--max-shard-size", "0GB"], ["not a size: '0GB'"]),
+        (["convert", "m", "t", "--max-shard-size", "0GB"], ["max_shard_size"]),
     ):
         with subtests.test(" ".join(arguments)):
             assert_one_line(call(*arguments), *words)
@@ -56,7 +56,7 @@ def test_convert_keeps_shards_to_the_size_that_is_asked_for(call, checkpoint, tm
         with safe_open(shard, "pt") as file:
             tensors = [file.get_tensor(name) for name in file.keys()]
         total = sum(tensor.nbytes for tensor in tensors)
-        assert len(tensors) == 1 or total <= byte_size(size)
+        assert len(tensors) == 1 or total <= parse_bytes(size, "size")
 
 
 def test_convert_refuses_values_that_the_dtype_cannot_hold(call, checkpoint, tmp_path):
@@ -143,13 +143,14 @@ def test_a_checkpoint_of_a_run_is_converted(call, checkpoint, text, tmp_path):
     assert code == 0 and out == f"wrote the checkpoint to {tmp_path}/last\n"
     name = "model.safetensors"
     assert (tmp_path / "last" / name).read_bytes() == (run / "model" / name).read_bytes()
-    first = run / "checkpoints" / "step-00000001.safetensors"
+    first = run / "checkpoints" / "step-00000001"
     assert call("convert", first, tmp_path / "first", "--dtype", "bfloat16")[0] == 0
     assert (tmp_path / "first/tokenizer.json").is_file()
     weight = next(AutoLiger.from_hf(tmp_path / "first").parameters())
     assert weight.dtype == torch.bfloat16
-    shutil.copy(run / "checkpoints/step-00000002.safetensors", first)
-    assert_one_line(call("convert", first, tmp_path / "x"), "the name says step 1, but the file")
+    shutil.rmtree(first)
+    shutil.copytree(run / "checkpoints/step-00000002", first)
+    assert_one_line(call("convert", first, tmp_path / "x"), "the name says step 1, but the folder")
     assert_one_line(call("convert", run / "checkpoint-7", tmp_path / "x"), "step 7; it has 1, 2")
     unverified = "a checkpoint of a run cannot be verified; give TARGET, without --verify"
     assert_one_line(call("convert", run / "checkpoint-2", "--verify"), unverified)
@@ -230,14 +231,23 @@ def test_a_checkpoint_of_a_run_with_heads_is_converted(call, checkpoint, text, t
         with subtests.test(stage=stage):
             run = tmp_path / f"run{stage}"
             options = ["--train-files", text, "--output-dir", run, "--quiet", *SMALL]
-            options += ["--medusa-heads", "2", "--medusa-stage", str(stage), "--save-steps", "1"]
+            options += [
+                "--loss",
+                "medusa",
+                "--medusa-heads",
+                "2",
+                "--medusa-stage",
+                str(stage),
+                "--save-steps",
+                "1",
+            ]
             assert call("finetune", base, *options)[0] == 0
             assert call("convert", run / "checkpoint-2", out := tmp_path / f"out{stage}")[0] == 0
             for name in ("model.safetensors", HEADS_NAME):
                 assert same(load_file(out / name), load_file(run / "model" / name))
             base = run / "model"
-    (tmp_path / "run2" / "checkpoints" / "step-00000002.safetensors").unlink()
-    (tmp_path / "run2" / "checkpoints" / "step-00000001.safetensors").unlink()
+    forget(tmp_path / "run2", 2)
+    forget(tmp_path / "run2", 1)
     shutil.rmtree(tmp_path / "run2" / "model")
     file = tmp_path / "run1" / "model" / HEADS_NAME
     save_file({name: 2 * x for name, x in load_file(file).items()}, file)

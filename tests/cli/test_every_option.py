@@ -16,9 +16,9 @@ import pytest
 
 from ligermodels import LigerLlama, cli
 from ligermodels.cli import check_family, convert, evaluate, families, finetune, generate, inspect
-from ligermodels.cli.options import Parser
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.options import types_of
+from ligermodels.training.config import subjects
+from ligermodels.training.losses import LOSSES
+from ligermodels.training.options import flat_name, types_of
 
 
 @dataclass
@@ -49,10 +49,10 @@ RECORDED = {
     "heads.medusa_file:load_heads": "heads",
     "heads.medusa_file:read_heads": None,
     "text.tokenizer:Tokenizer.from_hf": None,
-    "training.data_sources:local_files": lambda files, **options: files,
+    "training.records:local_files": lambda files, library, **options: files,
     "training.evaluate:file_loss": LOSS,
     "training.finetune:pick_device": lambda device=None: device or "cpu",
-    "training.memory:outlook": OUTLOOK,
+    "training.model:outlook": OUTLOOK,
 }
 LOADING = {"--revision": "other", "--dtype": "float16", "--allow-nonfinite": ""}
 # Each command, its arguments, and a value of each option; "" for an option without one.
@@ -94,10 +94,10 @@ ROOMS = "adapters checks converters generation heads models text training".split
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__.split(".")[-1])
 def test_every_option_has_an_effect(module, checkpoint, monkeypatch, subtests, tmp_path):
     arguments, values = COMMANDS[module]
-    command = Parser()
-    module.add_arguments(command)
-    known = {x.option_strings[-1] for x in command._actions if x.option_strings}
-    assert known - {"--help"} == {*values}, "an option is missing in the table, or no longer there"
+    known = {"--" + flat_name(x).replace("_", "-") for x in fields(module.Arguments)}
+    positional = {"--model", "--prompt", "--source", "--target", "--family", "--import"}
+    given = {name.replace("--no-", "--") for name in values}
+    assert known - positional == given, "an option is missing in the table, or no longer there"
     monkeypatch.setitem(RECORDED, "converters.hub:resolve", lambda *_, **options: checkpoint)
     monkeypatch.chdir(tmp_path)
 
@@ -155,30 +155,26 @@ def test_every_option_has_an_effect(module, checkpoint, monkeypatch, subtests, t
                     assert given[name] != without[name], name
 
 
-def test_every_option_of_finetune_sets_its_field_alone(subtests):
-    command = Parser()
-    finetune.add_arguments(command)
-    given = "MODEL --train-files a.txt --output-dir folder".split()
-
-    def settings(*options: str) -> dict[str, Any]:
-        """Return the fields of the run and of its launch, with their defaults."""
-        namespace = command.parse_args([*given, *options])
-        run, launched = finetune._options(namespace)
-        defaults = {each.name: each.default for each in fields(FinetuneConfig)}
-        return {**defaults, **run, **vars(launched)}
-
-    plain = settings()
-    for cls in finetune.OPTIONS:
-        types = types_of(cls)
-        for each in fields(cls):
-            if each.name in ("model", "train_files", "output_dir"):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_option_of_finetune_sets_its_field(loss):
+    """All are given at once, each with another value than its default."""
+    words, wanted = ["finetune", "MODEL", "--loss", loss], {"model": "MODEL", "loss": loss}
+    for kind in subjects(loss).values():
+        types = types_of(kind)
+        for each in fields(kind):
+            name = flat_name(each)
+            if name in ("model", "resume"):
                 continue
-            option, value = "--" + each.name.replace("_", "-"), another_value(each, types)
-            words = map(str, value if isinstance(value, list) else [value])
+            option, value = name.replace("_", "-"), another_value(each, types)
             if isinstance(value, bool):
-                option, words = option if value else f"--no-{option[2:]}", []
-            with subtests.test(option):
-                assert settings(option, *words) == {**plain, each.name: value} != plain
+                words.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{option}", *map(str, values)]
+            wanted[name] = str(value) if each.metadata["is_size"] else value
+    found = finetune.parse_arguments(words).options
+    assert found.pop("resume") is False
+    assert found == wanted
 
 
 def another_value(each: Field[Any], types: dict[str, Any]) -> Any:
@@ -190,7 +186,7 @@ def another_value(each: Field[Any], types: dict[str, Any]) -> Any:
     if choices is not None:
         value = next(choice for choice in choices if choice != each.default)
     elif item is str:
-        value = "64MiB" if each.name == "memory" else "other"
+        value = "64MiB" if each.name == "budget" else "other"
     else:
         value = (each.default or 1) + 1 if item is int else (each.default or 0.5) / 2
     return [value] if get_origin(kind) is list else value

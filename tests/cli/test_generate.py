@@ -22,11 +22,11 @@ GENERATE = import_module("ligermodels.generation.generate")  # the module, not t
 
 def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
     for arguments, words in (
-        (["generate", "m", "p", "--temperature", "-1"], ["--temperature"]),
-        (["generate", "m", "p", "--top-p", "1.5"], ["--top-p", "at most 1"]),
-        (["generate", "m", "p", "--max-new-tokens", "0"], ["--max-new-tokens", "at least 1"]),
-        (["generate", "m", "p", "--max-new-tokens", str(10**18)], ["--max-new-tokens", "at most"]),
-        (["generate", "m", "p", "--seed", str(2**64)], ["--seed"]),
+        (["generate", "m", "p", "--temperature", "-1"], ["temperature"]),
+        (["generate", "m", "p", "--top-p", "1.5"], ["top_p", "at most 1"]),
+        (["generate", "m", "p", "--max-new-tokens", "0"], ["max_new_tokens", "at least 1"]),
+        (["generate", "m", "p", "--max-new-tokens", str(10**18)], ["max_new_tokens", "at most"]),
+        (["generate", "m", "p", "--seed", str(2**64)], ["seed"]),
         (["generate", "m", "p", "--device", "gpu"], ["did you mean 'cuda'?"]),
         (["generate", "m", "p", "--system", "s"], ["--system", "--chat"]),
     ):

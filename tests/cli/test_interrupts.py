@@ -1,6 +1,5 @@
 """Ctrl-C while the program starts and works: one line and exit code 130, wherever it comes."""
 
-import argparse
 import os
 import signal
 import subprocess
@@ -98,7 +97,7 @@ def test_a_second_signal_adds_no_line(tmp_path, monkeypatch):
         return count
 
     monkeypatch.setattr(os, "write", press_again)
-    said = interrupted(["families"], argparse, "Namespace", tmp_path)
+    said = interrupted(["families"], cli, "_module", tmp_path)
     assert said == (130, "ligermodels: interrupted\n")
 
 
@@ -112,7 +111,7 @@ def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     ("holder", "name", "arguments"),
-    [(argparse, "Namespace", ["families"]), (cli, "_say", ["inspect", "/nowhere/model"])],
+    [(cli, "_module", ["families"]), (cli, "_say", ["inspect", "/nowhere/model"])],
 )
 def test_the_first_and_the_last_lines_of_a_command_are_covered(holder, name, arguments, tmp_path):
     said = interrupted(arguments, holder, name, tmp_path)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 
+from ligermodels.cli.options import data_library
 from ligermodels.errors import DataError
-from ligermodels.training.data_sources import local_files
-from tests.training.tiny_run import make_checkpoint, run
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.data import read_documents
+from ligermodels.training.finetune import finetune
+from ligermodels.training.records import local_files, stored_documents
+from tests.training.tiny_run import make_checkpoint, make_text, options
 
 datasets = pytest.importorskip("datasets")
 ROWS = [{"text": "the cat saw a dog", "n": i} for i in range(20)] + [{"text": "ä 🙂", "n": 20}]
@@ -33,37 +38,39 @@ def test_tables_are_read(tmp_path, cache):
     table.to_parquet(tmp_path / "a.parquet")
     table.to_csv(tmp_path / "a.csv")
     for name in ("a.parquet", "a.csv"):
-        (file,) = local_files([str(tmp_path / name)])
+        (file,) = local_files([str(tmp_path / name)], data_library)
         assert rows(file) == ROWS and file.is_relative_to(cache)
-        assert local_files([str(tmp_path / name)]) == [file]
+        assert local_files([str(tmp_path / name)], data_library) == [file]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"bad\.parquet: the file cannot be read"):
-        local_files([str(tmp_path / "bad.parquet")])
+        local_files([str(tmp_path / "bad.parquet")], data_library)
 
 
 def test_a_copy_is_made_again_where_it_or_the_table_changed(tmp_path, cache):
     table = tmp_path / "a[1].csv"
     table.write_text("text\nfirst\n")
-    (file,) = local_files([str(table)])
+    (file,) = local_files([str(table)], data_library)
     for content in ('{"text": "other"}\n', ""):
         file.write_text(content)
-        assert local_files([str(table)]) == [file] and rows(file) == [{"text": "first"}]
+        assert local_files([str(table)], data_library) == [file] and rows(file) == [
+            {"text": "first"}
+        ]
     (file.parent / f"{file.name}.sha256").unlink()
-    assert local_files([str(table)]) == [file] and rows(file) == [{"text": "first"}]
+    assert local_files([str(table)], data_library) == [file] and rows(file) == [{"text": "first"}]
     assert len([*file.parent.iterdir()]) == 2
     at = table.stat().st_mtime_ns
     table.write_text("text\nagain\n")
     os.utime(table, ns=(at, at))
-    (file,) = local_files([str(table)])
+    (file,) = local_files([str(table)], data_library)
     assert rows(file) == [{"text": "again"}]
 
 
 def test_bars_are_hidden_where_nothing_is_shown(tmp_path, cache, capfd):
     (tmp_path / "a.csv").write_text("text\nfirst\n")
     (tmp_path / "b.csv").write_text("text\nsecond\n")
-    local_files([str(tmp_path / "a.csv")], progress=False)
+    local_files([str(tmp_path / "a.csv")], data_library, progress=False)
     assert capfd.readouterr().err == ""
-    local_files([str(tmp_path / "b.csv")])
+    local_files([str(tmp_path / "b.csv")], data_library)
     assert "examples/s" in capfd.readouterr().err
 
 
@@ -71,7 +78,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
     cache.write_text("no folder")
     (tmp_path / "a.csv").write_text("text\nfirst\n")
     with pytest.raises(DataError, match="the file cannot be written"):
-        local_files([str(tmp_path / "a.csv")])
+        local_files([str(tmp_path / "a.csv")], data_library)
 
 
 def test_a_run_learns_from_a_data_set_of_the_hub(tmp_path, cache, monkeypatch):
@@ -85,11 +92,51 @@ def test_a_run_learns_from_a_data_set_of_the_hub(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="no/such: the data set cannot be loaded: the hub cannot"):
-        local_files(["no/such"])
+        local_files(["no/such"], data_library)
     checkpoint = make_checkpoint(tmp_path / "tiny")
     given = {"max_steps": 2, "eval_files": ["some/data:test"]}
-    done = run(checkpoint, "some/data:main:train[:5]", tmp_path / "run", **given)
+
+    def tune(**more):
+        config = options(checkpoint, "some/data:main:train[:5]", tmp_path / "run", **given, **more)
+        return finetune(config, progress=False, data_library=data_library)
+
+    done = tune()
     assert {("some/data", "main", "train[:5]"), ("some/data", None, "test")} <= {*asked}
     assert done.steps == 2 and "some/data:main:train[:5]" in (tmp_path / "run/run.yaml").read_text()
-    again = run(checkpoint, "some/data:main:train[:5]", tmp_path / "run", **given, resume=True)
+    again = tune(resume=True)
     assert again.metrics == done.metrics
+
+
+def test_stored_documents_are_those_in_memory(tmp_path, cache):
+    """They are written once, of several files, and again for another separator."""
+    checkpoint = make_checkpoint(tmp_path / "tiny")
+    tokenizer = Tokenizer.from_hf(checkpoint)
+    files = [make_text(tmp_path / "a.txt", 3000), tmp_path / "b.jsonl"]
+    files[1].write_text('{"prompt": "ab", "completion": "cd"}\n' * 5)
+    for separator in ("", None):
+        found = [
+            stored_documents(files, tokenizer, checkpoint, data_library, separator, progress=False)
+            for _ in range(2)
+        ]
+        wanted = read_documents(files, tokenizer, separator=separator)
+        for stored in found:
+            assert len(stored) == len(wanted)
+            for one, other in zip(stored, wanted):
+                assert np.array_equal(one.ids, other.ids) and one.divisible == other.divisible
+                assert np.array_equal(one.loss_mask, other.loss_mask)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": \n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: the line is not JSON"):
+        stored_documents([bad], tokenizer, checkpoint, data_library, None, progress=False)
+
+
+def test_a_streamed_run_equals_one_in_memory(tmp_path, cache):
+    checkpoint, text = make_checkpoint(tmp_path / "tiny"), make_text(tmp_path / "a.txt")
+    losses = []
+    for stream in (False, True):
+        config = options(checkpoint, [text, text], tmp_path / str(stream), stream=stream)
+        made = finetune(config, progress=False, data_library=data_library)
+        losses.append([entry.get("loss") for entry in made.metrics])
+    assert losses[0] == losses[1]
+    with pytest.raises(DataError, match="stream: this needs the library datasets"):
+        finetune(options(checkpoint, text, tmp_path / "none", stream=True), progress=False)

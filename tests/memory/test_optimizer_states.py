@@ -36,7 +36,9 @@ def after_a_step(optimizer: torch.optim.Optimizer) -> int:
 
 
 def of_finetune(name: str, trained: Any) -> torch.optim.Optimizer:
-    config = FinetuneConfig(model="m", train_files=["t"], output_dir="o", optimizer=name)
+    config = FinetuneConfig.from_options(
+        model="m", train_files=["t"], output_dir="o", optimizer=name
+    )
     return make_optimizer(trained, config)
 
 

@@ -1,24 +1,28 @@
-"""The options of a run: their types and limits, and which ones may change on resume."""
+"""The options of a run: their types and limits, in Python and in a YAML file."""
 
 from __future__ import annotations
 
-import ast
-from dataclasses import fields
+from collections import Counter
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 from ligermodels.errors import ConfigError
-from ligermodels.training import config
-from ligermodels.training.config import (
-    FREE_ON_RESUME,
-    FinetuneConfig,
-)
-from ligermodels.training.options import types_of
+from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig, option_names, subjects
+from ligermodels.training.config_file import config_text, read_config
+from ligermodels.training.losses import DPO, GRPO, LOSSES, SFT, Loss
+from ligermodels.training.objectives import Objective
+from ligermodels.training.options import flat_name, option
+
+NEEDED = {"grpo": {"reward_function": "f.py:f"}, "distillation": {"teacher": "t"}}
+SIZES = {"batch_size": 8, "seq_len": 512}
 
 
 def make(**changes):
-    return FinetuneConfig(**({"model": "m", "train_files": ["t"], "output_dir": "o"} | changes))
+    return FinetuneConfig.from_options(
+        **({"model": "m", "train_files": ["t"], "output_dir": "o"} | changes)
+    )
 
 
 def test_values_that_make_no_sense_are_refused(subtests):
@@ -41,7 +45,7 @@ def test_values_that_make_no_sense_are_refused(subtests):
         ({"train_files": [None]}, "train_files: must be a list of paths"),
         ({"train_files": {"a": 1}}, "train_files: must be a list of paths"),
         ({"train_files": None}, "train_files: must be a list of paths"),
-        ({"model": None}, "model: must be a text, not None"),
+        ({"model": None}, "model: it is missing"),
         ({"output_dir": 3}, "output_dir: must be a text, not 3"),
         ({"separator": 3}, "separator: must be a text, not 3"),
         ({"compile": "yes"}, "compile: must be True or False, not 'yes'"),
@@ -58,23 +62,53 @@ def test_values_that_make_no_sense_are_refused(subtests):
             "batch_size and gradient_accumulation_steps: their product must be at most 1048576",
         ),
         (
-            {"lora": "r=4", "context_parallel": 2},
-            "context_parallel: this cannot be combined with lora",
+            {"lora_r": 4, "context_parallel": 2},
+            "context_parallel: this cannot be combined with lora_r",
         ),
-        ({"loss": "dpo", "context_parallel": 2}, "context_parallel: this is only for the loss sft"),
-        ({"num_generations": 4}, "num_generations: this is only for --loss grpo"),
-        ({"max_completion_length": 9}, "max_completion_length: this is only for --loss grpo"),
-        ({"loss": "dpo", "temperature": 0.5}, "temperature: this is only for --loss grpo"),
+        (
+            {"loss": "dpo", "context_parallel": 2},
+            "context_parallel: this cannot be combined with the loss dpo",
+        ),
+        ({"num_generations": 4}, "num_generations: this is only for the loss grpo"),
+        ({"max_completion_length": 9}, "max_completion_length: this is only for the loss grpo"),
+        (
+            {"loss": "dpo", "temperature": 0.5},
+            "temperature: this is only for the loss grpo, distillation, not for dpo",
+        ),
         (
             {"loss": "dpo", "label_smoothing": 0.1},
             "label_smoothing: this is only for the loss types robust, exo_pair, aot, aot_unpaired",
         ),
         (
             {"loss": "cpo", "loss_type": "hinge", "label_smoothing": 0.1},
-            "label_smoothing: this is only for the loss types sigmoid",
+            "label_smoothing: this is only for the loss type sigmoid",
         ),
-        ({"lora": "r=4", "freeze": ["norm"]}, "lora and freeze: set only one of them"),
-        ({"load_in": "4bit"}, "load_in: this needs adapters; set lora"),
+        ({"lora_r": 4, "freeze": ["norm"]}, "lora_r and freeze: set only one of them"),
+        ({"load_in": "4bit"}, "load_in: this needs adapters; set lora_r"),
+        ({"lora_alpha": 4.0}, "lora_alpha: this needs adapters; set lora_r"),
+        ({"loss": "dop"}, "loss: must be one of sft, dpo"),
+        ({"loss": "dpo", "beta": 0}, "beta: must be more than 0"),
+        ({"loss": "dpo", "loss_type": "exo_pair"}, "label_smoothing: exo_pair needs more than 0"),
+        ({"loss": "dpo", "discopop_tau": 0.1}, "discopop_tau: this is only for the loss_type"),
+        ({"loss": "dpo", "f_alpha_divergence_coef": 0.1}, "f_alpha_divergence_coef: this is only"),
+        ({"loss": "dpo", "reference": "adapters-off"}, "reference: this needs adapters"),
+        ({"loss": "dpo", "stream": True}, "stream: this is for packed documents, not for dpo"),
+        ({"data_weights": [1, 2]}, "data_weights: there are 2, but train_files has 1"),
+        ({"loss": "grpo"}, "reward_function: grpo needs one"),
+        ({"loss": "distillation"}, "teacher: distillation needs one"),
+        ({"loss": "distillation", "teacher": "t", "beta": 2}, "beta: must be at most 1"),
+        ({"loss": "medusa", "freeze": ["norm"]}, "freeze and medusa_heads: set only one of them"),
+        ({"loss": "medusa", "memory": "1GiB"}, "memory: in medusa_stage 1 the model is frozen"),
+        (
+            {"loss": "grpo", "reward_function": "f.py:f", "batch_size": 3},
+            "num_generations: must divide the completions of a step",
+        ),
+        (
+            {"loss": "grpo", "reward_function": "f.py:f", "batch_size": 8, "seq_len": 256},
+            "max_completion_length: 256 tokens leave no room",
+        ),
+        ({"loss": "grpo", "reward_function": "f.py:f", "loss_type": "cispo"}, "epsilon_high: cisp"),
+        ({"lr": 1}, "lr is no option; did you mean 'learning_rate'?"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
     ):
         with subtests.test(message):
@@ -83,26 +117,22 @@ def test_values_that_make_no_sense_are_refused(subtests):
             assert message in str(error.value)
 
 
-def test_the_type_of_an_optional_value_is_that_of_the_value():
-    types = types_of(FinetuneConfig)
-    assert types["model"] is str and types["precision"] is str
-    assert types["seq_len"] is int and types["max_steps"] is int
-    assert types["learning_rate"] is float and types["resume"] is bool
-    assert types["train_files"] == types["eval_files"] == list[str]
-
-
 def test_paths_become_strings_and_one_value_a_list():
     config = make(model=Path("m"), train_files=Path("a.txt"), eval_files=("b", Path("c")))
-    assert (config.model, config.train_files, config.eval_files) == ("m", ["a.txt"], ["b", "c"])
-    assert make(data_weights=2, report_to="wandb").data_weights == [2]
-    assert make(data_weights=0.5).data_weights == [0.5]
+    assert (config.model.path, config.data.train_files, config.data.eval_files) == (
+        "m",
+        ["a.txt"],
+        ["b", "c"],
+    )
+    assert make(data_weights=2, report_to="wandb").data.data_weights == [2]
+    assert make(data_weights=0.5).data.data_weights == [0.5]
 
 
 def test_memory_is_a_text_and_may_be_a_number():
-    assert make(memory=10**9).memory == "1000000000"
-    assert make(memory="off", activation_checkpointing=True).memory == "off"
+    assert make(memory=10**9).memory.budget == "1000000000"
+    assert make(memory="off", activation_checkpointing=True).memory.budget == "off"
     for text in ("auto", "off", "40GiB"):
-        assert make(memory=text).memory == text
+        assert make(memory=text).memory.budget == text
 
 
 def test_options_that_change_training_are_fixed_on_resume():
@@ -119,16 +149,125 @@ def test_options_that_change_training_are_fixed_on_resume():
     assert not fixed & FREE_ON_RESUME
 
 
-def test_every_option_is_read_by_the_run():
-    """As `config.NAME`, or by its name where `objectives.given` takes the options of a loss."""
-    read = set()
-    for file in Path(config.__file__).parent.glob("*.py"):
-        if file.name == "config.py":
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                if ast.unparse(node.value) in ("config", "self.config"):
-                    read.add(node.attr)
-            elif isinstance(node, ast.Constant) and file.name in ("objectives.py", "online.py"):
-                read.add(node.value)
-    assert not {each.name for each in fields(FinetuneConfig)} - read
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_owns_its_options_and_no_name_is_there_twice(loss: str) -> None:
+    names = option_names(loss)
+    assert max(Counter([*names, "loss"]).values()) == 1
+    config = make(loss=loss, **NEEDED.get(loss, {}), **SIZES)
+    assert type(config.loss) is LOSSES[loss]
+    assert FinetuneConfig.from_options(**config.options()) == config
+    for name in {flat_name(each) for kind in LOSSES.values() for each in fields(kind)} - {*names}:
+        with pytest.raises(ConfigError, match=f"{name}: this is only for the loss "):
+            make(loss=loss, **{name: 1})
+
+
+def test_every_option_has_a_help() -> None:
+    for loss in LOSSES:
+        for kind in subjects(loss).values():
+            for each in fields(kind):
+                assert len(each.metadata["help"]) > 10, flat_name(each)
+
+
+def test_a_loss_of_ones_own_is_found_by_its_name() -> None:
+    @dataclass(kw_only=True)
+    class Margin(Loss, name="margin"):
+        help = "of a test"
+        margin: float = option(0.5, "how far", at_least=0)
+
+        def objective(self, config: FinetuneConfig) -> Objective:
+            return Objective(config)
+
+    try:
+        assert make(loss="margin", margin=2).loss == Margin(margin=2)
+        with pytest.raises(ConfigError, match="margin: must be at least 0"):
+            make(loss="margin", margin=-1)
+    finally:
+        del LOSSES["margin"]
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text, **options):
+        file = tmp_path / "run.yaml"
+        file.write_text(text, encoding="utf-8")
+        return read_config(file, **options)
+
+    return read
+
+
+def test_values_have_the_types_of_yaml_1_2(read):
+    text = """# a comment
+model: some/model
+data:
+  train-files: [a.jsonl, "b c.txt"]
+  separator: ""
+  eval_files: null
+schedule: {learning_rate: 2e-5, seed: 010, name: linear}
+adam_epsilon: 1.e-8
+weight_decay: .1
+memory: off
+compile: true
+revision: 2024-01-01
+loss:
+  name: dpo
+  beta: 3
+"""
+    assert read(text) == {
+        "model": "some/model",
+        "train_files": ["a.jsonl", "b c.txt"],
+        "separator": "",
+        "eval_files": None,
+        "learning_rate": 2e-5,
+        "seed": 10,
+        "schedule": "linear",
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "memory": "off",
+        "compile": True,
+        "revision": "2024-01-01",
+        "loss": "dpo",
+        "beta": 3,
+    }
+    assert read("") == read("# nothing\n") == {}
+    assert read("gpus: 2", also=["gpus"]) == {"gpus": 2}
+
+
+def test_what_is_wrong_in_a_file_is_named_with_its_line(read, subtests):
+    for text, message in (
+        ("model: a\nlearning_rat: 1", r"run.yaml:2: learning_rat is no .*mean 'learning_rate'"),
+        ("data:\n  micro_batch_size: 1", r"run.yaml:2: micro_batch_size is no .*'batch_size'"),
+        ("loss:\n  name: sft\n  beta: 1", r"run.yaml:3: beta: this is only for the loss dpo"),
+        ("gpus: 2", r"gpus is no option"),
+        ("seed: 1\nschedule:\n  seed: 2", r"run.yaml:3: seed: the key is there twice"),
+        ("model: {x: 1, x: 2}", r"run.yaml:1: x is no option"),
+        ("freeze: {r: 1, r: 2}", r"run.yaml:1: .*a key is there twice"),
+        ("- a", r"run.yaml: the file must hold options"),
+        ("seed: [1", r"run.yaml:1: the file is not YAML: "),
+        ("seed: !!bool maybe", r"run.yaml: the file is not YAML: "),
+        ("model: !!python/name:os.system x", r"run.yaml:1: the file is not YAML: "),
+    ):
+        with subtests.test(text), pytest.raises(ConfigError, match=message):
+            read(text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml: the file is missing"):
+        read_config(tmp_path / "none.yaml")
+    (tmp_path / "odd.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(ConfigError, match=r"odd\.yaml: the file is not YAML"):
+        read_config(tmp_path / "odd.yaml")
+
+
+@pytest.mark.parametrize("loss", [SFT.name, DPO.name, GRPO.name])
+def test_what_is_written_is_read_again(read, loss):
+    odd = ["off", "ä b.txt", "1", "x: y", "#", "\udc80", "🙂" * 60]
+    config = make(
+        loss=loss,
+        model="2e-5",
+        train_files=odd,
+        separator="",
+        **{"learning_rate": 3e-7, **NEEDED.get(loss, {}), **SIZES},
+    )
+    text = config_text(config.options(), {"gpus": 2})
+    assert read(text, also=["gpus"]) == config.options() | {"gpus": 2}
+    assert "\n  # peak learning rate\n  learning_rate: 3.0e-07\n" in text

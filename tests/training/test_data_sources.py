@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from ligermodels.cli.options import data_library
 from ligermodels.errors import DataError
-from ligermodels.training.data_sources import _dataset, is_dataset, local_files
+from ligermodels.training.records import _dataset, is_dataset, local_files
 
 
 def test_the_names_of_data_sets(tmp_path, monkeypatch):
@@ -30,4 +31,4 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "ligermodels.integrations.hub_data", raising=False)
     monkeypatch.delattr("ligermodels.integrations.hub_data", raising=False)
     with pytest.raises(DataError, match=r"no/such: this needs the library datasets.*pip install"):
-        local_files(["no/such"])
+        local_files(["no/such"], data_library)

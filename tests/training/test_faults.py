@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import json
 import os
 import random
 import resource
@@ -17,11 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ligermodels.cli import main
+from ligermodels.errors import LigerError
+from ligermodels.training.files import file_hash
 from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
@@ -95,7 +99,7 @@ class Run:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
 
     def checkpoints(self) -> list[Path]:
-        return sorted((self.out / "checkpoints").glob("step-*.safetensors"))
+        return sorted((self.out / "checkpoints").glob("step-*"))
 
     def weights(self) -> bytes | None:
         file = self.out / "model" / "model.safetensors"
@@ -109,8 +113,9 @@ class Run:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     def cut_checkpoint(self) -> None:
-        if files := self.checkpoints():
-            os.truncate(files[-1], self.draw.randrange(files[-1].stat().st_size))
+        if folders := self.checkpoints():
+            file = self.draw.choice(sorted(folders[-1].iterdir()))
+            os.truncate(file, self.draw.randrange(file.stat().st_size))
 
     def flipped_bit(self) -> None:
         """A bit of the model that the run started from flips, once the run has begun."""
@@ -149,15 +154,26 @@ def twin(tmp_path_factory):
         yield twin
 
 
+def state_of(checkpoint: Path) -> tuple[Any, bytes]:
+    """Return the step and the bytes of the tensors, or nothing if a file is not what it was."""
+    try:
+        facts = json.loads((checkpoint / "facts.json").read_text())
+        hashes = {name: file_hash(checkpoint / name) for name in facts["files"]}
+        assert hashes == facts["files"]
+        return facts["step"], (checkpoint / "__0_0.distcp").read_bytes()
+    except (LigerError, OSError, ValueError, KeyError, AssertionError):
+        return None, b""
+
+
 def check_round(twin: Run, folder: Path, faults: Sequence[str], draw: random.Random) -> None:
-    this, whole = Run(folder, draw), {file.name: file.read_bytes() for file in twin.checkpoints()}
+    this, whole = Run(folder, draw), {each.name: state_of(each) for each in twin.checkpoints()}
     inputs = {path: path.read_bytes() for path in [this.text, *this.model.iterdir()]}
     this.out.mkdir()
     (this.out / "notes.txt").write_text("mine")
     settings = this.out / "run.json"
 
-    def is_complete(file: Path) -> bool:
-        return file.read_bytes() == whole.get(file.name)
+    def is_complete(checkpoint: Path) -> bool:
+        return state_of(checkpoint) == whole.get(checkpoint.name)
 
     def complete() -> tuple[str, bool]:
         """Return the newest checkpoint that is whole, and whether the export is."""
@@ -177,9 +193,9 @@ def check_round(twin: Run, folder: Path, faults: Sequence[str], draw: random.Ran
             assert complete()[0] >= newest and complete()[1] >= exported, f"lost after {fault}"
             continue
         # The user removes the checkpoint that the message names, and restores the settings.
-        for file in this.checkpoints():
-            if not is_complete(file):
-                file.unlink()
+        for checkpoint in this.checkpoints():
+            if not is_complete(checkpoint):
+                shutil.rmtree(checkpoint)
         if not settings.exists() and begun:
             settings.write_bytes(begun)
         elif not settings.exists() and len(os.listdir(this.out)) > 2:

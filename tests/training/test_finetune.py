@@ -18,9 +18,9 @@ from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerErr
 from ligermodels.training import checkpoints, data
 from ligermodels.training import run as module
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.data_sources import local_files
 from ligermodels.training.finetune import finetune, resumed_settings
-from ligermodels.training.interrupts import Interrupted
+from ligermodels.training.processes import Interrupted
+from ligermodels.training.records import local_files
 from ligermodels.training.trainer import Trainer
 from tests.limits import SECONDS
 from tests.training.tiny_run import (
@@ -74,7 +74,7 @@ def test_perplexity_falls_and_every_step_is_logged(finished):
 def test_the_folder_holds_plot_checkpoints_and_export(finished):
     assert (finished.output_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(file.name for file in (finished.output_dir / "checkpoints").iterdir())
-    assert names == ["step-00000032.safetensors", "step-00000040.safetensors"]
+    assert names == ["step-00000032", "step-00000040"]
     exported = {file.name for file in finished.model_dir.iterdir()}
     assert {
         "config.json",
@@ -126,7 +126,7 @@ def test_killing_at_any_moment_and_resuming_gives_the_same_weights(
     straight = tmp_path / "straight"
     for chain in chains:
         killed = tmp_path / f"killed-{chain}"
-        for name in ("model/model.safetensors", "checkpoints/step-00000012.safetensors"):
+        for name in ("model/model.safetensors", "checkpoints/step-00000012/__0_0.distcp"):
             assert (killed / name).read_bytes() == (straight / name).read_bytes(), (chain, name)
         assert timeless(killed) == timeless(straight)
         assert everything(killed) == everything(straight)
@@ -145,7 +145,7 @@ def test_a_run_is_resumed_from_another_folder(checkpoint, text, tmp_path, monkey
     saved = resumed_settings("run")
     assert saved["train_files"] == [str(text)] and saved["model"] == str(checkpoint)
     again = finetune(
-        FinetuneConfig(**saved | {"output_dir": "run", "resume": True}), progress=False
+        FinetuneConfig.from_options(**saved | {"output_dir": "run", "resume": True}), progress=False
     )
     assert again.metrics == first.metrics
 
@@ -211,9 +211,9 @@ def test_the_callers_generators_are_left_alone(checkpoint, text, tmp_path):
 
 def test_a_damaged_checkpoint_of_the_run_is_named(checkpoint, text, tmp_path):
     first = run(checkpoint, text, tmp_path / "run", max_steps=2)
-    (file,) = (first.output_dir / "checkpoints").iterdir()
+    file = first.output_dir / "checkpoints" / "step-00000002" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"step-00000002\.safetensors: the file is trunc"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: the content does not match"):
         run(checkpoint, text, tmp_path / "run", max_steps=2, resume=True)
 
 
@@ -238,7 +238,7 @@ PHASES = {
     "first evaluation": (Trainer, "evaluate", 1),
     "step": (Trainer, "step", 3),
     "a later evaluation": (Trainer, "evaluate", 3),
-    "checkpoint": (checkpoints, "save_file", 1),
+    "checkpoint": (checkpoints.dcp, "save", 1),
     "last step": (Trainer, "step", 6),
     "export": (LigerLlama, "save_hf", 1),
     "picture": (module, "plot_losses", 1),
@@ -337,7 +337,7 @@ def test_a_restart_resumes_only_what_its_own_launch_has_begun(
     given = {"max_steps": 1, "save_steps": 1}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     run(checkpoint, text, tmp_path / "run", **given)
-    made = tmp_path / "run/checkpoints/step-00000001.safetensors"
+    made = tmp_path / "run/checkpoints/step-00000001"
     before = made.stat().st_ino
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run(checkpoint, text, tmp_path / "run", **given)
@@ -353,10 +353,11 @@ def test_a_restart_resumes_only_what_its_own_launch_has_begun(
 def test_checkpoints_of_another_run_are_refused(checkpoint, text, tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         run(checkpoint, text, tmp_path / name, max_steps=2, seed=seed)
-    file = "checkpoints/step-00000002.safetensors"
-    shutil.copy(tmp_path / "b" / file, tmp_path / "a" / file)
+    file = "checkpoints/step-00000002"
+    shutil.rmtree(tmp_path / "a" / file)
+    shutil.copytree(tmp_path / "b" / file, tmp_path / "a" / file)
     with pytest.raises(CheckpointError, match="belongs to a run with another model, other data"):
         run(checkpoint, text, tmp_path / "a", max_steps=2, resume=True)
-    shutil.copy(tmp_path / "b" / file, tmp_path / "a" / "checkpoints/step-00000003.safetensors")
+    shutil.copytree(tmp_path / "b" / file, tmp_path / "a" / "checkpoints/step-00000003")
     with pytest.raises(CheckpointError, match="the run has only 2 steps; remove"):
         run(checkpoint, text, tmp_path / "a", max_steps=2, resume=True)

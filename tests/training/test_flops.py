@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import LigerLlama
 from ligermodels.training.data import Document
-from ligermodels.training.flops import StepFlops
 from ligermodels.training.packing import PackedRows
+from ligermodels.training.trainer import StepFlops
 from tests.training.tiny_run import tiny_config
 
 
@@ -19,7 +19,7 @@ def rows(*lengths, seq_len=64):
         Document(np.arange(n, dtype=np.int32) + 1, np.arange(n) > 0, divisible=False)
         for n in lengths
     ]
-    return PackedRows(documents, seq_len)
+    return PackedRows([documents], seq_len)
 
 
 @pytest.mark.parametrize("frozen", [(), ("layers.0",)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ligermodels.errors import DataError
-from ligermodels.training.formats import normalised
+from ligermodels.training.data import normalised
 
 
 def messages(*turns):

@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 
-from ligermodels.training import interrupts as module
-from ligermodels.training.interrupts import Interrupts
+from ligermodels.training import processes as module
+from ligermodels.training.processes import Interrupts
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

@@ -16,7 +16,7 @@ from ligermodels.heads.medusa_file import load_heads
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.training.tiny_run import make_checkpoint, options, same, tensors
+from tests.training.tiny_run import forget, make_checkpoint, options, same, tensors
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, out: Path, model: Path | None = None, **changes):
-    given = {"medusa_heads": 2, "eval_steps": 6, "learning_rate": 1e-2} | changes
+    given = {"loss": "medusa", "medusa_heads": 2, "eval_steps": 6, "learning_rate": 1e-2} | changes
     return options(model or folder / "model", folder / "text.txt", out, **given)
 
 
@@ -40,7 +40,7 @@ def test_both_stages(folder: Path, tmp_path: Path) -> None:
     assert same(tensors(one.model_dir), tensors(folder / "model"))  # the body was frozen
     first = load_heads(one.model, one.model_dir)
     assert first is not None and len(first.blocks) == 2 and not first.tied
-    (tmp_path / "one" / "checkpoints" / "step-00000006.safetensors").unlink()
+    forget(tmp_path / "one", 6)
     finetune(settings(folder, tmp_path / "one", save_steps=3, resume=True), progress=False)
     again = load_heads(one.model, one.model_dir)
     assert again is not None and same(first.state_dict(), again.state_dict())
@@ -57,7 +57,9 @@ def test_both_stages(folder: Path, tmp_path: Path) -> None:
             finetune(
                 settings(folder, tmp_path / "no", one.model_dir, **second | wrong), progress=False
             )
-    bare = settings(folder, tmp_path / "bare", one.model_dir, medusa_heads=None, max_steps=1)
+    bare = options(
+        one.model_dir, folder / "text.txt", tmp_path / "bare", max_steps=1, learning_rate=1e-2
+    )
     assert any(
         "neither trains nor exports these heads" in x for x in finetune(bare, progress=False).notes
     )
@@ -124,21 +126,3 @@ def cases(ranks: int) -> dict[str, Case]:
 def run(name: str, number: int, folder: Path) -> dict[str, float]:
     result = finetune(on_ranks(folder.parent, f"{name} two", **STAGES[name]), progress=False)
     return {"steps": abs(result.steps - 2)}
-
-
-def test_options_that_exclude_each_other(folder: Path, tmp_path: Path) -> None:
-    for changes, message in (
-        ({"teacher": "x"}, "teacher and medusa_heads: choose one"),
-        ({"context_parallel": 2}, "cannot be combined with medusa_heads"),
-        ({"memory": "1GiB"}, "memory: in medusa_stage 1 the model is frozen"),
-        ({"medusa_heads": None, "medusa_tied": True}, "these need medusa_heads"),
-        ({"loss": "dpo"}, "medusa_heads: this is only for --loss sft"),
-        ({"medusa_heads": None, "teacher": "x", "beta": 1.5}, "at most 1 for a teacher"),
-        ({"medusa_heads": None, "distill_weight": 0.5}, "this needs a teacher"),
-        (
-            {"medusa_heads": None, "teacher": "x", "context_parallel": 2},
-            "cannot be combined with a teacher",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            settings(folder, tmp_path, **changes)

@@ -18,9 +18,9 @@ from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.rates import gpu_bytes
 from ligermodels.memory.simulate import simulate
-from ligermodels.training.memory import outlook, planner, summary, weight_dtype
-from ligermodels.training.online import SampledModel
-from ligermodels.training.teacher import TaughtModel, TeacherModel
+from ligermodels.training.distillation import TaughtModel, TeacherModel
+from ligermodels.training.grpo import SampledModel
+from ligermodels.training.model import outlook, planner, summary, weight_dtype
 from tests.memory.step_bytes import error_of_prediction
 from tests.training.tiny_run import tiny_config
 

@@ -21,13 +21,13 @@ from ligermodels.training.optimizers import (
     set_learning_rate,
     state_of,
 )
-from tests.training.tiny_run import run, same, tensors, tiny_config
+from tests.training.tiny_run import forget, run, same, tensors, tiny_config
 
 
 def make(name, model=None, **options):
     torch.manual_seed(0)
     model = LigerLlama(tiny_config()) if model is None else model
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model="m", train_files=["t"], output_dir="o", optimizer=name, learning_rate=1e-2, **options
     )
     return model, make_optimizer(model, config)
@@ -58,7 +58,7 @@ def test_every_optimizer_learns_and_resumes_bitwise(checkpoint, text, tmp_path, 
         given["learning_rate"] = 0.05
     straight = run(checkpoint, text, tmp_path / "a", **given)
     assert straight.perplexity_after < 0.8 * straight.perplexity_before
-    (straight.output_dir / "checkpoints/step-00000006.safetensors").unlink()
+    forget(straight.output_dir, 6)
     again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
     assert same(tensors(again.model_dir), straight.model.state_dict())
 
@@ -161,7 +161,7 @@ def test_what_is_frozen_stays_as_it_was(checkpoint, text, tmp_path, changes):
     for name, value in done.model.state_dict().items():
         trained = name.startswith("layers.1") or ("freeze" in changes and "layers.0" not in name)
         assert torch.equal(value, before[name]) != trained, name
-    (done.output_dir / "checkpoints/step-00000004.safetensors").unlink()
+    forget(done.output_dir, 4)
     again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
     assert same(tensors(again.model_dir), done.model.state_dict())
 
@@ -177,7 +177,7 @@ def test_on_a_gpu_every_optimizer_trains_and_goes_on(checkpoint, text, tmp_path,
     straight = run(checkpoint, text, tmp_path / "a", **given)
     assert straight.perplexity_after < 0.8 * straight.perplexity_before
     assert 0 < straight.metrics[-2]["mfu"] < 1
-    (straight.output_dir / "checkpoints/step-00000008.safetensors").unlink()
+    forget(straight.output_dir, 8)
     again = run(checkpoint, text, tmp_path / "a", **given, resume=True)
     # Some kernels add in an order that changes between runs.
     assert again.eval_loss_after == pytest.approx(straight.eval_loss_after, rel=1e-2)

@@ -22,8 +22,8 @@ from ligermodels.parallel.ranks import rank
 from ligermodels.training import processes, run
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
-from ligermodels.training.interrupts import Interrupted
 from ligermodels.training.processes import (
+    Interrupted,
     RankError,
     barrier,
     local_device,
@@ -51,12 +51,12 @@ SIZES: dict[str, Any] = {
 
 
 LOSSES = ("dpo", "kto", "orpo")
-LORA = {"lora": "r=2", "load_in": "4bit", "learning_rate": 1e-2}
+LORA = {"lora_r": 2, "load_in": "4bit", "learning_rate": 1e-2}
 REWARDS = f"{__name__}:rewards"
 
 
 def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
-    return FinetuneConfig(
+    return FinetuneConfig.from_options(
         model=str(folder / "base"),
         train_files=[str(folder / "text.txt")],
         output_dir=str(folder / name),
@@ -88,7 +88,7 @@ def pairs(folder: Path, name: str, loss: str, **changes: Any) -> FinetuneConfig:
     changes = {"gradient_accumulation_steps": 3, "eval_fraction": 0.25, **changes}
     changes = {"seq_len": 64, "max_eval_rows": None, "loss": loss, **changes}
     config = options(folder, name, **changes)
-    config.train_files = [str(folder / "pairs.jsonl")]
+    config.data.train_files = [str(folder / "pairs.jsonl")]
     return config
 
 
@@ -106,8 +106,8 @@ def back_to(folder: Path, step: int) -> None:
     """Let a run look as if it had been killed after a step."""
     shutil.rmtree(folder / "model")
     for path in (folder / "checkpoints").iterdir():
-        if int(path.stem.removeprefix("step-")) > step:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
 
 
 def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
@@ -284,7 +284,7 @@ def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
 
 
 def taught(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
-    teacher = {"teacher": str(folder / "teacher"), "distill_weight": 0.7}
+    teacher = {"loss": "distillation", "teacher": str(folder / "teacher"), "distill_weight": 0.7}
     return options(folder, name, max_steps=2, eval_steps=2, save_steps=0, **teacher, **changes)
 
 
@@ -314,7 +314,7 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
     """All ranks raise the error of one of them, and one of them reports it."""
     config = options(folder.parent, f"failed {number if number == failing else 0}")
     if number == failing:
-        config.train_files = [str(folder / "missing.txt")]
+        config.data.train_files = [str(folder / "missing.txt")]
     try:
         finetune(config, progress=False)
     except LigerError as error:

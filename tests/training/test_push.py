@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from ligermodels.errors import ConfigError, SaveError
-from ligermodels.training.push import check_login, push
+from ligermodels.training.reports import check_login, push
 from tests.training.tiny_run import run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ligermodels.training.result import FinetuneResult
+from ligermodels.training.reports import FinetuneResult
 
 
 def test_losses_and_perplexities_are_those_of_the_evaluations() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
-from ligermodels.training.reference_file import reference_path, stored_log_probs
+from ligermodels.training.preferences import reference_path, stored_log_probs
 from ligermodels.training.run_dir import RunDir, plot_losses
 
 SETTINGS = {
@@ -112,7 +112,7 @@ def test_clearing_removes_a_runs_files_and_no_others(folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "config.json").touch()
-    (elsewhere / "step-00000001.safetensors").touch()
+    (elsewhere / "step-00000001").touch()
     (elsewhere / "trace.json.gz").touch()
     links = [folder.model_dir, folder.checkpoint_dir, folder.reference_dir, folder.profile_dir]
     for path in links:
@@ -126,7 +126,7 @@ def test_clearing_removes_a_runs_files_and_no_others(folder, tmp_path):
         "model/model-00001-of-00002.safetensors",
         "model/additional_chat_templates/a.jinja",
         "model/mine.gguf",
-        "checkpoints/step-00000001.safetensors",
+        "checkpoints/step-00000001",
         "checkpoints/best.safetensors",
         "metrics.jsonl",
         "loss.png",

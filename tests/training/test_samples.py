@@ -9,8 +9,8 @@ import pytest
 from ligermodels import AutoLiger
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.samples import Sampler
-from tests.training.tiny_run import make_checkpoint, run, same, tensors
+from ligermodels.training.reports import Sampler
+from tests.training.tiny_run import forget, make_checkpoint, run, same, tensors
 
 
 def lines(folder):
@@ -38,7 +38,7 @@ def test_samples_do_not_change_a_run_and_go_on_with_it(checkpoint, text, tmp_pat
     assert [(line["step"], line["prompt"]) for line in found] == [
         (step, prompt) for step in (0, 2, 4) for prompt in ("the", "a")
     ]
-    (done.output_dir / "checkpoints/step-00000004.safetensors").unlink()
+    forget(done.output_dir, 4)
     run(checkpoint, text, tmp_path / "b", **sampled, resume=True)
     assert lines(done.output_dir) == found
 

@@ -37,13 +37,13 @@ def make_rows(count=24, seq_len=32, seed=0):
         loss_mask = np.arange(length) >= (1 if i % 2 else length - 2)
         ids = rng.integers(0, 258, length).astype(np.int32)
         documents.append(Document(ids, loss_mask, divisible=False))
-    return PackedRows(documents, seq_len)
+    return PackedRows([documents], seq_len)
 
 
 def make_trainer(rows, eval_rows=None, **options):
     torch.manual_seed(0)
     model = LigerLlama(tiny_config())
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model="m", train_files=["t"], output_dir="o", adam_epsilon=ADAM_EPSILON, **options
     )
     return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
@@ -83,8 +83,12 @@ def test_the_head_takes_all_rows_where_skipping_does_not_pay():
 
 def test_the_number_of_steps_covers_the_epochs():
     def steps(rows, **options):
-        config = FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
-        return number_of_steps(config, rows, config.batch_size * config.gradient_accumulation_steps)
+        config = FinetuneConfig.from_options(
+            model="m", train_files=["t"], output_dir="o", **options
+        )
+        return number_of_steps(
+            config, rows, config.schedule.batch_size * config.schedule.gradient_accumulation_steps
+        )
 
     assert steps(10, batch_size=4) == 3
     assert steps(10, batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == 5
@@ -130,7 +134,7 @@ def test_a_packed_step_equals_its_documents_one_by_one():
     trainer = make_trainer(rows, batch_size=len(rows), max_steps=1)
     (batch,) = trainer.micro_batches(0)
     total, count = 0.0, 0
-    for piece in rows.pieces:
+    for piece in (p for i in range(len(rows)) for p in rows.documents(i)):
         ids = torch.from_numpy(piece.ids).long()[None]
         labels = torch.where(torch.from_numpy(piece.loss_mask), ids, -100)
         total += trainer.model(ids, labels=labels, reduction="sum").loss.item()
@@ -239,7 +243,7 @@ def beside_transformers(folder, rows, steps, rate):
     transformers = pytest.importorskip("transformers")
     ours = AutoLiger.from_hf(folder, dtype=torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model="m",
         train_files=["t"],
         output_dir="o",
@@ -250,9 +254,9 @@ def beside_transformers(folder, rows, steps, rate):
     )
     trainer = Trainer(ours, config, rows, None, torch.device("cpu"), "float32")
     optimizer = torch.optim.AdamW(
-        parameter_groups(theirs.parameters(), config.weight_decay),
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
+        parameter_groups(theirs.parameters(), config.optimizer.weight_decay),
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_epsilon,
     )
     losses = []
     for step in range(steps):
@@ -262,7 +266,7 @@ def beside_transformers(folder, rows, steps, rate):
         logits = theirs(batch.input_ids).logits[:, :-1].flatten(0, 1)
         other = torch.nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten())
         other.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.optimizer.max_grad_norm)
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = now
         optimizer.step()
         optimizer.zero_grad()
@@ -273,7 +277,7 @@ def beside_transformers(folder, rows, steps, rate):
 def test_fifty_steps_follow_transformers(tmp_path):
     folder = make_checkpoint(tmp_path / "tiny")
     ids = np.random.default_rng(0).integers(0, 40, 2000).astype(np.int32)
-    rows = PackedRows([Document(ids, np.ones(2000, dtype=bool))], seq_len=33)
+    rows = PackedRows([[Document(ids, np.ones(2000, dtype=bool))]], seq_len=33)
     losses = beside_transformers(folder, rows, steps=50, rate=1e-2)
     assert losses[-1][0] < losses[0][0] - 1
     assert max(abs(ours - theirs) for ours, theirs in losses) < 1e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ def options(checkpoint, text, output_dir, **changes):
 
     given = {
         "model": checkpoint,
-        "train_files": [text],
+        "train_files": text,
         "output_dir": output_dir,
         "separator": "",
         "seq_len": 64,
@@ -85,13 +86,19 @@ def options(checkpoint, text, output_dir, **changes):
         "max_steps": 6,
         "device": "cpu",
     }
-    return FinetuneConfig(**(given | changes))
+    return FinetuneConfig.from_options(**(given | changes))
 
 
 def run(*args, **changes):
     from ligermodels.training.finetune import finetune
 
     return finetune(options(*args, **changes), progress=False)
+
+
+def forget(folder, *steps):
+    """Remove checkpoints of a run, as if it had been killed before them."""
+    for step in steps:
+        shutil.rmtree(Path(folder) / "checkpoints" / f"step-{step:08d}")
 
 
 def tensors(folder):

@@ -14,9 +14,9 @@ from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import ConfigError, DataError, LigerError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
-from ligermodels.training.online import GroupObjective, load_reward
-from tests.training.test_objectives import learned, trainer_of
-from tests.training.tiny_run import make_checkpoint
+from ligermodels.training.grpo import GRPOObjective, load_reward
+from tests.training.test_losses import learned, trainer_of
+from tests.training.tiny_run import forget, make_checkpoint
 
 REWARDS = """
 def vowels(prompts, completions, completion_ids, wanted, **_):
@@ -93,7 +93,7 @@ def run(folder: Path, out: Path, function: str = "vowels", **options):
         "warmup_steps": 0,
         **SETTINGS,
     }
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=folder / "model",
         output_dir=out,
         loss="grpo",
@@ -110,7 +110,7 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
     keys = {"reward", "reward_std", "entropy", "completions/mean_length", "clip_ratio/low_mean"}
     assert keys <= result.metrics[1].keys()
     trained = result.model.state_dict()
-    (tmp_path / "checkpoints" / "step-00000008.safetensors").unlink()
+    forget(tmp_path, 8)
     resumed = run(folder, tmp_path, **options, resume=True)
     assert resumed.metrics[-1] == result.metrics[-1]
     assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
@@ -148,9 +148,10 @@ def test_a_loss_takes_three_products(folder: Path, monkeypatch) -> None:
     (batch,), _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     normalizers = trainer._normalizers([batch])
     config, found = trainer.objective.config, []
+    compiled = replace(config, model=replace(config.model, compile=True))
     for chunk_size in (None, 20):
         operations = []
-        for each in (config, replace(config, compile=True)):
+        for each in (config, compiled):
             monkeypatch.setattr(trainer.objective, "config", each)
             values, counted = learned(trainer, batch, chunk_size, **normalizers)
             found.append(values)
@@ -169,7 +170,7 @@ def part_of(batch, rows: slice):
 
 def test_samples_are_scored_at_their_temperature(folder: Path) -> None:
     trainer = grpo_trainer(folder, 8, 1)
-    assert isinstance(trainer.objective, GroupObjective)
+    assert isinstance(trainer.objective, GRPOObjective)
     (batch,), metrics = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
     assert batch.input_ids.shape == (8, 64) and batch.advantages.shape == (8,)
     assert trainer.objective.largest_batch([trainer.rows]) == (8, 64)
@@ -275,7 +276,7 @@ def test_options_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> No
     for options, fault in (
         ({"num_generations": 3}, "num_generations: must divide"),
         ({"max_completion_length": 64}, "leave no room for a prompt"),
-        ({"reference": "file"}, "needs fixed data"),
+        ({"reference": "file"}, "reference: must be one of float32"),
         ({"loss_type": "cispo"}, "epsilon_high: cispo needs it"),
     ):
         with pytest.raises(ConfigError, match=fault):

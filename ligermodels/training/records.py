@@ -1,4 +1,4 @@
-"""Read JSONL files of preferences, of judged completions, and of prompts, as TRL's data sets are.
+"""Where the records of preferences, judged completions and prompts come from, and what they hold.
 
 A text is a string, or a list of messages, which the chat template formats, with the line's "tools"
 and "chat_template_kwargs". One line is one of
@@ -8,16 +8,23 @@ and "chat_template_kwargs". One line is one of
                                         prompt that is a string beside them is not read
     {"prompt", "completion", "label"}   a completion that is desirable (true) or not
     {"prompt", ...}                     a prompt; a reward function is given the other keys
+
+Any file may also be a table or a data set of the hub, which the library `datasets` reads. That is
+handed to `finetune`, because this package does not need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from ligermodels.converters.checkpoint_files import copied_files
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import (
@@ -25,12 +32,122 @@ from ligermodels.training.data import (
     Document,
     Encoder,
     Text,
+    all_documents,
     check_files,
+    check_targets,
     checked_text,
     completed,
     read_records,
 )
-from ligermodels.training.grouped import Group
+from ligermodels.training.files import file_hash, fingerprint
+from ligermodels.training.packing import Group
+
+# OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; a split may be train[:1000].
+_DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]]*\])?))?")
+_TABLES = (".parquet", ".csv")
+
+
+class DataLibrary(Protocol):
+    """What the library `datasets` does for a run: `ligermodels.integrations.hub_data`."""
+
+    def jsonl_of(self, name: str, config: str | None, split: str, *, progress: bool) -> Path:
+        """Return a JSONL file with the rows of a data set of the hub."""
+
+    def jsonl_of_table(self, file: Path, *, progress: bool) -> Path:
+        """Return a JSONL file with the rows of a .parquet or .csv file."""
+
+    def stored_documents(
+        self, documents: Callable[[], Iterator[Document]], key: str, *, progress: bool
+    ) -> Sequence[Document]:
+        """Return documents whose tokens lie on the disk."""
+
+
+Library = Callable[[], DataLibrary]  # imports it when it is needed
+
+
+def is_dataset(name: str) -> bool:
+    """Return whether a name is that of a data set of the hub: there is no such file."""
+    return not os.path.lexists(name) and _dataset(name) is not None
+
+
+def _dataset(name: str) -> tuple[str, str | None, str] | None:
+    match = _DATASET.fullmatch(name)
+    if match is None or Path(match[1]).suffix:  # that of a mistyped file
+        return None
+    return match[1], match[2], match[3] or "train"
+
+
+def local_files(
+    names: Sequence[str], library: Library | None = None, *, progress: bool = True
+) -> list[Path]:
+    """Return the files with the data: those of these names, or copies of data sets and tables.
+
+    Args: library: imports what reads data sets and tables; progress: whether it may show bars.
+    Raises:
+        DataError: a file is missing or not supported, a data set cannot be loaded, or the library
+            `datasets` is needed and not installed.
+    """
+    found: list[str | Path] = []
+    for name in names:
+        if is_dataset(name):
+            dataset = _dataset(name)
+            assert dataset is not None
+            found.append(opened(library, name).jsonl_of(*dataset, progress=progress))
+        elif Path(name).suffix.lower() in _TABLES and os.path.isfile(name):
+            found.append(opened(library, name).jsonl_of_table(Path(name), progress=progress))
+        else:
+            found.append(name)
+    return check_files(found)
+
+
+def stored_documents(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    source: Path,
+    library: Library | None,
+    separator: str | None,
+    *,
+    progress: bool = True,
+) -> Sequence[Document]:
+    """Return the documents of files as `read_documents` does, with the tokens on the disk.
+
+    They are made once for the same files, tokenizer and code. Only one line of a file of JSON lines
+    is in memory then, or only one document of a text.
+
+    Args: source: the folder of the tokenizer.
+    Raises:
+        DataError: a file cannot be read, a line is wrong, or no document has a target.
+    """
+    code = sorted((Path(__file__).parent.parent / "text").glob("*.py"))
+    facts = {
+        "files": [(file_hash(file), file.suffix.lower()) for file in check_files(files)],
+        "separator": separator,
+        "tokenizer": [file_hash(source / name) for name in copied_files(source)],
+        # Other versions of this code, or of the libraries it uses, may make other tokens.
+        "code": [file_hash(file) for file in (Path(__file__).parent / "data.py", *code)],
+        "versions": [version(name) for name in ("jinja2", "sentencepiece", "tokenizers")],
+    }
+    found = opened(library, "stream").stored_documents(
+        lambda: all_documents(files, tokenizer, separator), fingerprint(facts), progress=progress
+    )
+    check_targets(found, files)
+    return found
+
+
+def opened(library: Library | None, what: str) -> DataLibrary:
+    """Return the library that reads data sets, or raise DataError that names what needs it."""
+    if library is None:
+        raise DataError(
+            f"{what}: this needs the library datasets; in Python, give finetune a data_library "
+            "that imports ligermodels.integrations.hub_data"
+        )
+    try:
+        return library()
+    except ImportError as error:
+        raise DataError(
+            f"{what}: this needs the library datasets, but {error.name} is not installed: "
+            "pip install 'ligermodels[data]'; or give text or .jsonl files"
+        ) from None
 
 
 def read_pairs(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:

@@ -16,9 +16,10 @@ from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.auto import AutoLiger, tokenizer_folder
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.checkpoints import fingerprint
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.inputs import weights_hash
+from ligermodels.training.files import fingerprint
+from ligermodels.training.losses import Distillation
+from ligermodels.training.model import weights_hash
 from ligermodels.training.objectives import Call, Objective, Rows
 from ligermodels.training.packing import Batch
 
@@ -53,9 +54,10 @@ class TaughtModel(nn.Module):
         return self.model(input_ids, teacher=self.teacher(input_ids, **inputs), **inputs)
 
 
-class TeacherObjective(Objective):
+class DistillationObjective(Objective):
     """The divergence from a teacher at every target, and if asked for, the loss of the target."""
 
+    options: Distillation
     shown = ("eval_loss", "loss")
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -63,28 +65,28 @@ class TeacherObjective(Objective):
         self.source: Path | None = None
         self.teacher: TeacherModel | None = None
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+    def open(self, tokenizer: Tokenizer) -> None:
         """Find the teacher, and check that it has the same tokens."""
-        assert self.config.teacher is not None
-        self.source = Path(resolve(self.config.teacher))
+        self.source = Path(resolve(str(self.options.teacher)))
         _check_tokens(self.source, Tokenizer.from_hf(tokenizer_folder(self.source)), tokenizer)
 
     def load(self, model: DecoderModel) -> int:
         """Load the teacher: in bfloat16 on a GPU, in float32 on a CPU."""
         assert self.source is not None
-        config, device = self.config, next(model.parameters()).device
+        options, device = self.options, next(model.parameters()).device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         teacher = AutoLiger.from_hf(self.source, dtype=dtype, device=device)
         if teacher.head.vocab_size < model.head.vocab_size:
             raise ConfigError(
                 f"teacher: {self.source} has a vocabulary of {teacher.head.vocab_size} classes and "
-                f"{config.model} one of {model.head.vocab_size}; the teacher must have as many"
+                f"{self.config.model.path} one of {model.head.vocab_size}; the teacher must have "
+                "as many"
             )
         self.teacher = TeacherModel(
             teacher,
-            beta=0.5 if config.beta is None else config.beta,
-            temperature=config.temperature,
-            share=config.distill_weight,
+            beta=options.beta,
+            temperature=options.temperature,
+            share=options.distill_weight,
         )
         return 0  # `planned_step` has it
 

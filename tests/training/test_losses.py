@@ -18,14 +18,14 @@ from ligermodels.errors import ConfigError
 from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, orpo_loss
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import LOSS_TYPES, FinetuneConfig
+from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
-from ligermodels.training.objectives import PairObjective, reference_copy
-from ligermodels.training.run import OBJECTIVES
+from ligermodels.training.losses import DPO
+from ligermodels.training.preferences import reference_copy
 from ligermodels.training.trainer import Trainer
-from tests.training.tiny_run import make_checkpoint
+from tests.training.tiny_run import forget, make_checkpoint
 
-OFFLINE = [loss for loss in LOSS_TYPES if loss not in ("sft", "grpo")]
+OFFLINE = ["dpo", "kto", "orpo", "cpo", "simpo"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def run(folder: Path, out: Path, loss: str, **options):
         "eval_fraction": 0.2,
         "eval_steps": 6,
     }
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=folder / "model",
         train_files=folder / "pairs.jsonl",
         output_dir=out,
@@ -94,7 +94,7 @@ def test_a_run_learns_and_resumes_exactly(folder: Path, tmp_path: Path, loss: st
     trained = result.model.state_dict()
     # A run that was killed after step 2.
     for step in (4, 6):
-        (tmp_path / "a" / "checkpoints" / f"step-{step:08d}.safetensors").unlink()
+        forget(tmp_path / "a", step)
     resumed = run(folder, tmp_path / "a", loss, save_steps=2, save_total_limit=9, resume=True)
     assert resumed.metrics[-1] == result.metrics[-1]
     for name, weight in resumed.model.state_dict().items():
@@ -104,7 +104,7 @@ def test_a_run_learns_and_resumes_exactly(folder: Path, tmp_path: Path, loss: st
 
 
 def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Trainer:
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=folder / "model",
         train_files=folder / "pairs.jsonl",
         output_dir="o",
@@ -114,9 +114,11 @@ def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Tra
         max_steps=1,
         **options,
     )
-    objective = OBJECTIVES.get(loss, PairObjective)(config)
+    objective = config.loss.objective(config)
+    objective.open(Tokenizer.from_hf(folder / "model"))
     model = AutoLiger.from_hf(folder / "model")
-    rows = objective.rows(objective.read(config.train_files, Tokenizer.from_hf(folder / "model")))
+    tokenizer = Tokenizer.from_hf(folder / "model")
+    rows = objective.rows([objective.read(config.data.train_files, tokenizer)])
     trainer = Trainer(model, config, rows, rows, torch.device("cpu"), "float32", objective)
     with torch.no_grad():  # so that the reference differs from the policy
         for parameter in model.parameters():
@@ -127,6 +129,7 @@ def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Tra
 def with_reference(trainer: Trainer, folder: Path, out: Path) -> Trainer:
     policy = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.model.load_state_dict(AutoLiger.from_hf(folder / "model").state_dict())
+    trainer.objective.load(trainer.model)
     trainer.objective.prepare(trainer.model, trainer.call, [trainer.rows], out, "base")
     trainer.model.load_state_dict(policy)
     return trainer
@@ -183,7 +186,8 @@ def test_a_loss_takes_three_products_if_groups_fit(
     normalizers = trainer._normalizers(batches)
     product = 2 * batch.num_targets * 64 * 258  # width, vocabulary
     # torch.compile gets no function of a batch, and so takes the way of four products.
-    config, compiled = trainer.objective.config, replace(trainer.objective.config, compile=True)
+    config = trainer.objective.config
+    compiled = replace(config, model=replace(config.model, compile=True))
     found = []
     # 40 tokens are some groups, but not all rows, which aot needs.
     for chunk_size, saved in ((None, product), (40, 0 if "aot" in options.values() else product)):
@@ -258,11 +262,11 @@ def test_a_step_has_the_loss_of_its_formula(folder: Path, tmp_path: Path) -> Non
 def test_sft_with_a_weighting(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text('{"prompt": "ab", "completion": "cd"}\n' * 4)
-    config = FinetuneConfig(
+    config = FinetuneConfig.from_options(
         model=folder / "model", train_files=file, output_dir="o", loss_type="dft", max_steps=1
     )
-    objective = OBJECTIVES["sft"](config)
-    rows = objective.rows(objective.read([file], Tokenizer.from_hf(folder / "model")))
+    objective = config.loss.objective(config)
+    rows = objective.rows([objective.read([file], Tokenizer.from_hf(folder / "model"))])
     model = AutoLiger.from_hf(folder / "model")
     trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
     (batch,) = trainer.micro_batches(0)
@@ -278,17 +282,17 @@ def test_sft_with_a_weighting(folder: Path, tmp_path: Path) -> None:
 
 def test_options_that_do_not_fit_are_refused() -> None:
     for options, fault in (
-        ({"loss": "dpo", "loss_type": "dft"}, "loss_type: dpo has no variant 'dft'; expected"),
-        ({"loss": "orpo", "loss_type": "ipo"}, "it has no variants"),
-        ({"loss": "dpo", "beta": 0.0}, "beta: must be more than 0 for dpo"),
+        ({"loss": "dpo", "loss_type": "dft"}, "loss_type: must be one of sigmoid"),
+        ({"loss": "orpo", "loss_type": "ipo"}, "loss_type: this is only for the loss sft, dpo"),
+        ({"loss": "dpo", "beta": 0.0}, "beta: must be more than 0"),
         ({"loss": "dpo", "loss_type": "exo_pair"}, "exo_pair needs more than 0"),
         ({"loss": "grpo"}, "reward_function: grpo needs one"),
-        ({"loss": "kto", "label_smoothing": 0.1}, "only for --loss dpo, cpo, simpo"),
-        ({"beta": 0.1}, "beta: this is only for --loss dpo, kto"),
+        ({"loss": "kto", "label_smoothing": 0.1}, "only for the loss dpo, cpo, simpo"),
+        ({"beta": 0.1}, "beta: this is only for the loss dpo, kto"),
         ({"loss": "ppo"}, "loss: must be one of sft, dpo"),
     ):
         with pytest.raises(ConfigError, match=fault):
-            FinetuneConfig(model="m", train_files=["t"], output_dir="o", **options)
+            FinetuneConfig.from_options(model="m", train_files=["t"], output_dir="o", **options)
 
 
 def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> None:
@@ -297,7 +301,10 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     trainer = with_reference(trainer_of(folder, "dpo", 4, 1, **options), folder, tmp_path)
     (batch,) = trainer.micro_batches(0)
     made = trainer.objective.loss(
-        trainer.call, batch, torch.tensor(4.0), torch.tensor(float(batch.num_targets))
+        trainer.call,
+        batch,
+        normalizer=torch.tensor(4.0),
+        token_normalizer=torch.tensor(float(batch.num_targets)),
     )
     out = trainer.call(batch, reduction="none", return_token_stats=("log_probs", "sum_sq_probs"))
     sums = torch.where(batch.mask, out.token_sum_sq_probs, 1.0).log()
@@ -311,9 +318,12 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
         {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
         {"loss_type": "discopop", "discopop_tau": 0.2},
     ):
-        trainer.objective.config = replace(trainer.config, **(dict.fromkeys(options) | chosen))
+        trainer.objective.options = DPO(**chosen)
         made = trainer.objective.loss(
-            trainer.call, batch, torch.tensor(4.0), torch.tensor(float(batch.num_targets))
+            trainer.call,
+            batch,
+            normalizer=torch.tensor(4.0),
+            token_normalizer=torch.tensor(float(batch.num_targets)),
         )
         want = dpo_loss(out.token_log_probs, batch.ref_log_probs, batch.mask, **chosen)
         torch.testing.assert_close(made.loss, want.loss)
@@ -325,7 +335,7 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(ConfigError, match=message):
             run(folder, tmp_path / "never", "dpo", **wrong)
-    with pytest.raises(ConfigError, match="ld_alpha: this is only for --loss dpo"):
+    with pytest.raises(ConfigError, match="ld_alpha: this is only for the loss dpo"):
         run(folder, tmp_path / "never", "kto", ld_alpha=0.5)
     assert not (tmp_path / "never").exists()
 

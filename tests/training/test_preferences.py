@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ligermodels.errors import CheckpointError, SaveError
-from ligermodels.training.reference_file import reference_path, stored_log_probs
+from ligermodels.training.preferences import reference_path, stored_log_probs
 
 
 def test_computed_once(tmp_path: Path) -> None:

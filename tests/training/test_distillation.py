@@ -12,15 +12,16 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
+from ligermodels.cli.options import data_library
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.layers import LossHead
 from ligermodels.losses.distillation import distillation
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.finetune import finetune
-from ligermodels.training.run import objective_of
-from ligermodels.training.trained_model import load_checkpoint
+from ligermodels.training.model import load_checkpoint
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import (
+    forget,
     make_checkpoint,
     make_text,
     make_tokenizer,
@@ -45,19 +46,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, out: Path, **changes):
-    given = {"teacher": str(folder / "teacher"), "temperature": 2.0, "eval_steps": 6} | changes
+    given = {
+        "loss": "distillation",
+        "teacher": str(folder / "teacher"),
+        "temperature": 2.0,
+        "eval_steps": 6,
+    } | changes
     return options(folder / "model", folder / "text.txt", out, **given)
 
 
-@pytest.mark.parametrize("beta", [None, pytest.param(0.0, marks=pytest.mark.long), 1.0])
+@pytest.mark.parametrize("beta", [0.5, pytest.param(0.0, marks=pytest.mark.long), 1.0])
 def test_a_student_comes_closer_to_its_teacher_and_resumes(
-    folder: Path, tmp_path: Path, beta: float | None
+    folder: Path, tmp_path: Path, beta: float
 ) -> None:
     result = finetune(settings(folder, tmp_path, beta=beta, save_steps=3), progress=False)
     assert result.eval_loss_after < 0.95 * result.eval_loss_before
     assert result.shown == ("eval_loss", "loss") and result.eval_after["eval_nll"] > 0
     trained = tensors(result.model_dir)
-    (tmp_path / "checkpoints" / "step-00000006.safetensors").unlink()  # it was killed after step 3
+    forget(tmp_path, 6)  # it was killed after step 3
     with pytest.raises(LigerError, match=r"distill_weight: the run was started with 1.0"):
         finetune(settings(folder, tmp_path, beta=beta, resume=True, distill_weight=0.5))
     finetune(settings(folder, tmp_path, beta=beta, save_steps=3, resume=True), progress=False)
@@ -70,15 +76,17 @@ def test_streamed_rows_have_a_teacher(
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf_home"))
     given = {"max_steps": 2, "eval_steps": 2}
     plain = finetune(settings(folder, tmp_path / "a", **given), progress=False)
-    streamed = finetune(settings(folder, tmp_path / "b", **given, stream=True), progress=False)
+    config = settings(folder, tmp_path / "b", **given, stream=True)
+    streamed = finetune(config, progress=False, data_library=data_library)
     assert same(tensors(plain.model_dir), tensors(streamed.model_dir))
     assert streamed.eval_after == plain.eval_after
 
 
 def test_an_adapter_is_a_teacher(folder: Path, tmp_path: Path) -> None:
     """The folder of an adapter may have no tokenizer, as that of PEFT."""
-    given = {"teacher": None, "temperature": 1.0, "lora": "r=2", "export": "adapter"}
-    adapter = finetune(settings(folder, tmp_path / "a", **given, max_steps=1), progress=False)
+    given = {"lora_r": 2, "export": "adapter", "max_steps": 1}
+    config = options(folder / "model", folder / "text.txt", tmp_path / "a", **given)
+    adapter = finetune(config, progress=False)
     (adapter.model_dir / "tokenizer.json").unlink()
     teacher = {"teacher": str(adapter.model_dir), "max_steps": 1}
     made = finetune(settings(folder, tmp_path / "b", **teacher), progress=False)
@@ -91,7 +99,7 @@ def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path)
     first = finetune(settings(folder, tmp_path / "run", **config), progress=False)
     load_checkpoint(first.output_dir, 1)
     shutil.rmtree(first.model_dir)
-    (tmp_path / "run" / "checkpoints" / "step-00000002.safetensors").unlink()
+    forget(tmp_path / "run", 2)
     file = teacher / "model.safetensors"
     save_file({name: -x for name, x in load_file(file).items()}, file)
     with pytest.raises(LigerError, match="was started with: teacher changed"):
@@ -103,10 +111,10 @@ def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, tmp_path, beta=0.3, distill_weight=0.75)
     model = AutoLiger.from_hf(folder / "model", dtype=torch.float32)
     teacher = AutoLiger.from_hf(folder / "teacher", dtype=torch.float32)
-    objective = objective_of(config)
+    objective = config.loss.objective(config)
     tokenizer = Tokenizer.from_hf(folder / "model")
-    objective.check_tokenizer(tokenizer)
-    rows = objective.rows(objective.read(config.train_files, tokenizer))
+    objective.open(tokenizer)
+    rows = objective.rows([objective.read(config.data.train_files, tokenizer)])
     assert objective.load(model) == 0  # the plan counts the teacher
     trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
     batch = rows.batch(range(4))
@@ -156,7 +164,9 @@ def test_a_teacher_with_other_tokens_is_refused(folder: Path, tmp_path: Path) ->
         finetune(config, progress=False)
     small = make_checkpoint(tmp_path / "small")
     big = make_checkpoint(tmp_path / "big", vocab_size=270)
-    config = options(big, folder / "text.txt", tmp_path / "out", teacher=str(small))
+    config = options(
+        big, folder / "text.txt", tmp_path / "out", loss="distillation", teacher=str(small)
+    )
     with pytest.raises(ConfigError, match=r"a vocabulary of 258 classes and .* one of 270"):
         finetune(config, progress=False)
     assert not (tmp_path / "out").exists()

@@ -43,21 +43,14 @@ from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, gathered, num_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.data import Document, file_hash
-from ligermodels.training.grouped import Group, GroupBatch, GroupedRows, padded, stack
-from ligermodels.training.objectives import (
-    Call,
-    Files,
-    Objective,
-    Rows,
-    bytes_here,
-    given,
-    log_probs_of,
-    reference_copy,
-    reference_log_probs,
-)
-from ligermodels.training.preference_data import read_prompts
+from ligermodels.training.data import Document
+from ligermodels.training.files import file_hash
+from ligermodels.training.losses import GRPO
+from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
+from ligermodels.training.packing import Group, GroupBatch, GroupedRows, padded, stack
+from ligermodels.training.preferences import bytes_here, reference_copy, reference_log_probs
 from ligermodels.training.processes import on_all_ranks
+from ligermodels.training.records import read_prompts
 
 
 class _AllEnded(Exception):
@@ -97,20 +90,26 @@ class SampledModel(nn.Module):
             model.head(hidden[:, -1:], prompts[:, -1:])  # gathers its weight, if that is sharded
 
 
-class GroupObjective(Objective):
+class GRPOObjective(Objective):
     """GRPO and its relatives: the advantage of sampled completions over others of their prompt."""
 
+    options: GRPO
     shown = ("eval_reward", "reward")
     evaluates_loss = False
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
-        assert config.reward_function is not None
-        self.reward, self.reward_hash = load_reward(config.reward_function)
+        self.reward: Reward | None = None
+        self.reward_hash: str | None = None
         self.model: DecoderModel | None = None
         self.reference_model: nn.Module | None = None
         self.tokenizer: Tokenizer | None = None
         self.columns: dict[str, None] = {}  # the keys of all records, in order, without "prompt"
+
+    def open(self, tokenizer: Tokenizer) -> None:
+        """Import the reward function."""
+        self.tokenizer = tokenizer
+        self.reward, self.reward_hash = load_reward(str(self.options.reward_function))
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return prompts.
@@ -118,7 +117,6 @@ class GroupObjective(Objective):
         Raises:
             DataError: a line is wrong, or has a key that the reward function gets from the run.
         """
-        self.tokenizer = tokenizer
         groups = read_prompts(files, tokenizer)
         self.columns |= dict.fromkeys(name for group in groups for name in group.record)
         self.columns.pop("prompt")
@@ -129,19 +127,19 @@ class GroupObjective(Objective):
             )
         return groups
 
-    def rows(self, items: list[Any]) -> Rows:
+    def rows(self, sources: Sequence[Sequence[Any]]) -> Rows:
         """Return prompts that leave room for a completion."""
-        room = self.config.seq_len - self.config.max_completion_length
-        return GroupedRows(items, room, needs_targets=False)
+        room = self.config.data.seq_len - self.options.max_completion_length
+        return GroupedRows(sources[0], room, needs_targets=False)
 
     def load(self, model: DecoderModel) -> int:
         """Copy the reference model, if the loss has one."""
         self.model = model
-        if not self.config.beta:
+        if not self.options.beta:
             return 0
-        usual = "bfloat16" if self.config.lora is None else "adapters-off"
+        usual = "bfloat16" if self.config.adapter.lora_r is None else "adapters-off"
         self.reference_model = reference_copy(
-            model, self.config.reference or usual, self.config.precision
+            model, self.options.reference or usual, self.config.model.precision
         )
         return bytes_here(self.reference_model)
 
@@ -149,7 +147,7 @@ class GroupObjective(Objective):
         """Return the model, which samples before a step."""
         assert self.model is not None
         longest = max(each.width for each in rows)
-        return SampledModel(self.model, longest, self.config.max_completion_length)
+        return SampledModel(self.model, longest, self.options.max_completion_length)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -157,8 +155,8 @@ class GroupObjective(Objective):
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
         """Return the completions of a forward pass, and their length with the padding."""
-        longest = max(each.width for each in rows) + self.config.max_completion_length
-        return self.config.batch_size, padded(longest)
+        longest = max(each.width for each in rows) + self.options.max_completion_length
+        return self.config.schedule.batch_size, padded(longest)
 
     @property
     def batches_per_step(self) -> int:
@@ -167,15 +165,15 @@ class GroupObjective(Objective):
 
     @property
     def batch_size(self) -> int:
-        """The prompts of a step; `config.batch_size` counts completions."""
-        config = self.config
-        return config.batch_size * config.gradient_accumulation_steps // config.num_generations
+        """The prompts of a step; `schedule.batch_size` counts completions."""
+        completions = self.config.schedule.batch_size * super().batches_per_step
+        return completions // self.options.num_generations
 
     def begin(
         self, call: Call, batches: list[GroupBatch], *, shared: bool = False
     ) -> tuple[list[Any], dict[str, Mean]]:
         """Sample completions of the prompts, reward them, and split them into micro-batches."""
-        config, count = self.config, self.config.num_generations
+        size, count = self.config.schedule.batch_size, self.options.num_generations
         groups = [group for batch in batches for group in batch.groups for _ in range(count)]
         completions = self._sample(groups)
         # The batches that only keep the ranks in step come last, and count for nothing.
@@ -190,8 +188,8 @@ class GroupObjective(Objective):
             advantages[:counted] = group_advantages(rewards, count)
         metrics = self._metrics(rewards, completions[:counted])
         made = []
-        for start in range(0, len(groups), config.batch_size):
-            part = slice(start, start + config.batch_size)
+        for start in range(0, len(groups), size):
+            part = slice(start, start + size)
             rows, mask = stack([document for document, _ in completions[part]])
             batch = GroupBatch(
                 **vars(rows),
@@ -216,8 +214,8 @@ class GroupObjective(Objective):
         return {"normalizer": int(self._count(batch))}
 
     def _count(self, batch: GroupBatch) -> Tensor:
-        kind, longest = self.config.loss_type or "dapo", self.config.max_completion_length
-        return grpo_normalizer(batch.mask, kind, longest)
+        options = self.options
+        return grpo_normalizer(batch.mask, options.loss_type, options.max_completion_length)
 
     def loss(  # type: ignore[override]
         self, call: Call, batch: GroupBatch, normalizer: Tensor
@@ -225,8 +223,8 @@ class GroupObjective(Objective):
         """Return the loss of a micro-batch, and its metrics. The samples are from this policy."""
         assert batch.advantages is not None
         advantages, reference = batch.advantages, batch.ref_log_probs
-        options = given(self.config, "beta", "loss_type", "epsilon_high", "max_completion_length")
-        options["normalizer"] = normalizer
+        names = "beta", "loss_type", "epsilon_high", "max_completion_length"
+        options = self.options.formula_options(*names) | {"normalizer": normalizer}
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
             mask = batch.mask[rows]
@@ -241,7 +239,7 @@ class GroupObjective(Objective):
 
     def _tempered(self, call: Call) -> Call:
         """Return the call with which the model has the probabilities that were sampled from."""
-        heat = self.config.temperature
+        heat = self.options.temperature
         return call if heat == 1 else partial(call, temperature=heat)
 
     @torch.no_grad()
@@ -251,7 +249,7 @@ class GroupObjective(Objective):
         The ranks of a sharded model sample together, each for its own prompts.
         """
         assert self.model is not None
-        model, size = self.model, self.config.batch_size
+        model, size = self.model, self.config.schedule.batch_size
         ends = resolve_eos_token_ids(None, model.source_generation_config, model.config)
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
         seed = int(torch.randint(2**48, ()))  # the same on all ranks
@@ -293,9 +291,9 @@ class GroupObjective(Objective):
             self.model.generate(
                 prompts,
                 callback=step,
-                max_new_tokens=self.config.max_completion_length,
+                max_new_tokens=self.options.max_completion_length,
                 do_sample=True,
-                temperature=self.config.temperature,
+                temperature=self.options.temperature,
                 top_k=None,
                 top_p=None,
                 repetition_penalty=1.0,
@@ -311,7 +309,7 @@ class GroupObjective(Objective):
         What the function does to its arguments, to the random state and to the gradient mode does
         not reach the run.
         """
-        assert self.tokenizer is not None and self.model is not None
+        assert self.tokenizer is not None and self.model is not None and self.reward is not None
         if not groups:  # This rank has no prompts. It only takes part in the sampling.
             return torch.zeros(0, dtype=torch.float64)
         records = [copy.deepcopy(group.record) for group in groups]
@@ -322,7 +320,7 @@ class GroupObjective(Objective):
             if isinstance(prompt, list):
                 texts[i] = [{"role": "assistant", "content": texts[i]}]
         columns = {name: [record.get(name) for record in records] for name in self.columns}
-        where = f"reward function {self.config.reward_function}"
+        where = f"reward function {self.options.reward_function}"
         device = self.model.rotary_emb.inv_freq.device
         gpus = [device] if device.type == "cuda" else []
         try:
@@ -357,7 +355,7 @@ class GroupObjective(Objective):
         if any(scored for _, scored in counts) or not any(number for number, _ in counts):
             return
         error = LigerError(
-            f"reward function {self.config.reward_function}: no completion of this step has a "
+            f"reward function {self.options.reward_function}: no completion of this step has a "
             f"reward, of {short_repr(groups[0].record['prompt'])} and the other prompts; return a "
             "number for some, or give a step more prompts (--gradient-accumulation-steps)"
         )
@@ -368,7 +366,7 @@ class GroupObjective(Objective):
         self, rewards: Tensor, completions: list[tuple[Document, bool]]
     ) -> dict[str, Mean]:
         scored = ~rewards.isnan()
-        groups = rewards.view(-1, self.config.num_generations)
+        groups = rewards.view(-1, self.options.num_generations)
         deviations = groups.std(1) if len(groups) else torch.zeros(0)  # std of nothing warns
         lengths = torch.tensor([float(document.num_targets) for document, _ in completions])
         cut_off = torch.tensor([float(not ended) for _, ended in completions])

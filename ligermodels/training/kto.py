@@ -1,0 +1,99 @@
+"""KTO: a loss of completions that are desirable or not, without pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.losses import LossOutput, Mean, kto_kl, kto_loss, token_metrics
+from ligermodels.losses.terms import mean_of
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.losses import KTO
+from ligermodels.training.objectives import Call, Files, log_probs_of
+from ligermodels.training.packing import IGNORE_INDEX, GroupBatch
+from ligermodels.training.preferences import PairObjective, reference_log_probs
+from ligermodels.training.processes import summed, summed_output
+from ligermodels.training.records import read_judged
+
+
+class KTOObjective(PairObjective):
+    """KTO: a loss of completions that are desirable or not."""
+
+    shown = ("eval_loss", "loss")
+
+    options: KTO
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return completions, each with another one for the KL."""
+        return read_judged(files, tokenizer)
+
+    def begin(
+        self, call: Call, batches: list[GroupBatch], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
+        """Estimate the KL of the whole step, and keep only the rows of the loss."""
+        rows = sum(len(batch.groups) for batch in batches if batch.num_targets)
+        if shared:
+            rows = summed({"rows": rows})["rows"]
+        halves = [(_part(batch, 0), _part(batch, 1)) for batch in batches]
+        if self.options.loss_type == "apo_zero_unpaired":
+            return [first for first, _ in halves], {}
+        kl = torch.zeros(())
+        with torch.no_grad():
+            for _, other in halves:
+                log_probs = log_probs_of(call(other, reduction="none"))
+                reference = reference_log_probs(call, other, self.reference_model)
+                reference, mask = reference.to(log_probs.device), other.mask.to(log_probs.device)
+                part = kto_kl(log_probs, reference, mask, normalizer=rows)
+                kl = kl.to(part) + (part if other.num_targets else 0 * part)
+        if shared:
+            kl, _ = summed_output(kl, {})
+        return [replace(first, kl=kl) for first, _ in halves], {}
+
+    def counts(self, batch: GroupBatch) -> dict[str, int]:
+        """Count completions."""
+        return {"normalizer": len(batch.groups)}
+
+    def loss(  # type: ignore[override]
+        self, call: Call, batch: GroupBatch, normalizer: Tensor
+    ) -> LossOutput:
+        """Return the loss of the completions of a batch, and its metrics."""
+        labels = [group.label for group in batch.groups]
+        desirable = torch.tensor(labels, device=batch.mask.device)
+        reference = reference_log_probs(call, batch, self.reference_model)
+        names = "beta", "loss_type", "desirable_weight", "undesirable_weight"
+        options = self.options.formula_options(*names) | {"normalizer": normalizer}
+
+        def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
+            log_probs, mask, label = log_probs_of(tokens), batch.mask[rows], desirable[rows]
+            kl = 0.0 if batch.kl is None else batch.kl
+            loss, metrics = kto_loss(log_probs, reference[rows], mask, label, kl, **options)
+            metrics |= token_metrics(mask, entropy=tokens.entropy)
+            assert tokens.mean_logits is not None
+            for name, some in (("chosen", label), ("rejected", ~label)):
+                metrics[f"logits/{name}"] = mean_of(tokens.mean_logits, mask & some[:, None])
+            return LossOutput(loss, metrics)
+
+        share = len(batch.groups) / normalizer
+        return self.loss_of_rows(call, batch, of_rows, share, stats=("entropy", "mean_logits"))
+
+
+def _part(batch: GroupBatch, number: int) -> GroupBatch:
+    """Return the rows of a batch that are the groups' documents of this number."""
+    count = len(batch.groups)
+    rows = slice(number * count, (number + 1) * count)
+    reference = batch.ref_log_probs
+    part = replace(
+        batch,
+        input_ids=batch.input_ids[rows],
+        labels=batch.labels[rows],
+        position_ids=batch.position_ids[rows],
+        mask=batch.mask[rows],
+        num_tokens=sum(len(group.documents[number]) for group in batch.groups),
+        num_targets=int((batch.labels[rows] != IGNORE_INDEX).sum()),
+        ref_log_probs=None if reference is None else reference[rows],
+    )
+    return part if batch.num_targets else part.uncounted()

@@ -1,0 +1,331 @@
+"""The losses by name: one class for each, which has its options and refuses what does not fit.
+
+What a loss computes is an objective in another module, which `Loss.objective` imports. This module
+does not import torch, so that the command line shows its help quickly. The formulas are those of
+`ligermodels.losses`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+from ligermodels.errors import ConfigError
+from ligermodels.training.options import Options, option
+
+LOSSES: dict[str, type[Loss]] = {}  # by name
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+COPIES = ("float32", "bfloat16", "int8", "adapters-off")  # references that are not a file
+_BETA = "how strongly the model is held to the one it starts from"
+_REFERENCE = (
+    "the reference model: its log-probabilities, computed once into a file; a frozen copy of the "
+    "model in a dtype; or, with adapters, the model with its adapters off"
+)
+_SMOOTHING = "rate of wrong preferences"
+_WRONG_RATE: dict[str, Any] = {"at_least": 0, "less_than": 0.5}
+
+
+@dataclass(kw_only=True)
+class Loss(Options):
+    """What a run minimises. A class with a name is found by it: `class Mine(Loss, name="mine")`.
+
+    Attributes:
+        name: the name on the command line and in run.yaml.
+        help: what its data are, in a line.
+        computed_by: the module of this package, and in it the class that computes the loss.
+        packed: whether it learns from documents that are packed into rows. Others compare whole
+            completions.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    computed_by: ClassVar[str]
+    packed: ClassVar[bool] = False
+
+    def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if name is not None:
+            cls.name = name
+            LOSSES[name] = cls
+
+    def check(self, config: Any) -> None:
+        """Check the options of this loss with those of the other subjects.
+
+        Raises:
+            ConfigError: the loss cannot be used with one of them.
+        """
+        for name in () if self.packed else ("stream", "data_weights"):
+            if getattr(config.data, name):
+                raise ConfigError(f"{name}: this is for packed documents, not for {self.name}")
+        if config.parallel.context_parallel > 1 and type(self) is not SFT:
+            raise ConfigError(
+                f"context_parallel: this cannot be combined with the loss {self.name}, which reads "
+                "whole rows; leave one out"
+            )
+        if getattr(self, "reference", None) == "adapters-off" and config.adapter.lora_r is None:
+            raise ConfigError("reference: this needs adapters; set lora_r, for example to 16")
+
+    def objective(self, config: Any) -> Any:
+        """Return the `Objective` that computes the loss in a run with this config."""
+        module, name = self.computed_by.split(":")
+        return getattr(import_module(f"ligermodels.training.{module}"), name)(config)
+
+    def formula_options(self, *names: str) -> dict[str, Any]:
+        """Return options of these names that are set. The formulas have defaults for the others."""
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(kw_only=True)
+class SFT(Loss, name="sft"):
+    """The loss of the next token."""
+
+    help = "the loss of the next token; text, prompt and completion, or messages"
+    computed_by = "objectives:Objective"
+    packed = True
+
+    loss_type: str = option(
+        "nll", "variant of the loss, named as in TRL", choices=("nll", "dft", "focal")
+    )
+
+
+@dataclass(kw_only=True)
+class DPO(Loss, name="dpo"):
+    """Direct preference optimization and its variants (Rafailov et al. 2023)."""
+
+    help = "preferences; prompt, chosen and rejected"
+    computed_by = "preferences:DPOObjective"
+
+    loss_type: str = option(
+        "sigmoid",
+        "variant of the loss, named as in TRL",
+        choices=(
+            *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"),
+            *("sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"),
+            *("sigmoid_norm", "sft"),
+        ),
+    )
+    beta: float = option(0.1, _BETA, more_than=0)
+    label_smoothing: float = option(
+        0.0, f"{_SMOOTHING}, for robust, exo_pair, aot and aot_unpaired", **_WRONG_RATE
+    )
+    reference: str = option("file", _REFERENCE, choices=("file", *COPIES))
+    f_divergence_type: str = option(
+        "reverse_kl", "divergence from the reference model", choices=DIVERGENCES
+    )
+    f_alpha_divergence_coef: float | None = option(
+        None, "the coefficient of alpha_divergence (default: 0.5)"
+    )
+    discopop_tau: float | None = option(
+        None, "the temperature of discopop (default: 0.05)", more_than=0
+    )
+    ld_alpha: float | None = option(
+        None,
+        "weight of the tokens beyond the length of the shorter completion of a pair",
+        at_least=0,
+        at_most=1,
+    )
+    use_weighting: bool = option(False, "weight each pair by its probability under the model (WPO)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        smoothed = ("robust", "exo_pair", "aot", "aot_unpaired")
+        if self.label_smoothing and self.loss_type not in smoothed:
+            raise ConfigError(
+                f"label_smoothing: this is only for the loss types {', '.join(smoothed)}"
+            )
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            raise ConfigError("label_smoothing: exo_pair needs more than 0; its paper takes 1e-3")
+        if self.discopop_tau is not None and self.loss_type != "discopop":
+            raise ConfigError("discopop_tau: this is only for the loss_type discopop")
+        if (
+            self.f_alpha_divergence_coef is not None
+            and self.f_divergence_type != "alpha_divergence"
+        ):
+            raise ConfigError(
+                "f_alpha_divergence_coef: this is only for the f_divergence_type alpha_divergence"
+            )
+
+
+@dataclass(kw_only=True)
+class KTO(Loss, name="kto"):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024)."""
+
+    help = "judged completions; prompt, completion and label, or pairs"
+    computed_by = "kto:KTOObjective"
+
+    loss_type: str = option(
+        "kto", "variant of the loss, named as in TRL", choices=("kto", "apo_zero_unpaired")
+    )
+    beta: float = option(0.1, _BETA, more_than=0)
+    desirable_weight: float = option(1.0, "factor of desirable examples", at_least=0)
+    undesirable_weight: float = option(1.0, "factor of the other examples", at_least=0)
+    reference: str = option("file", _REFERENCE, choices=("file", *COPIES))
+
+
+@dataclass(kw_only=True)
+class ORPO(Loss, name="orpo"):
+    """Odds ratio preference optimization (Hong et al. 2024)."""
+
+    help = "preferences without a reference model; prompt, chosen and rejected"
+    computed_by = "preferences:ORPOObjective"
+
+    beta: float = option(0.1, "the weight of the odds ratio", at_least=0)
+
+
+@dataclass(kw_only=True)
+class CPO(Loss, name="cpo"):
+    """Contrastive preference optimization (Xu et al. 2024)."""
+
+    help = ORPO.help
+    computed_by = "preferences:CPOObjective"
+
+    loss_type: str = option(
+        "sigmoid", "variant of the loss, named as in TRL", choices=("sigmoid", "hinge", "ipo")
+    )
+    beta: float = option(0.1, "the scale of the margin", more_than=0)
+    label_smoothing: float = option(0.0, f"{_SMOOTHING}, for sigmoid", **_WRONG_RATE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ConfigError("label_smoothing: this is only for the loss type sigmoid")
+
+
+@dataclass(kw_only=True)
+class SimPO(Loss, name="simpo"):
+    """Simple preference optimization (Meng et al. 2024)."""
+
+    help = ORPO.help
+    computed_by = "preferences:SimPOObjective"
+
+    beta: float = option(0.1, "the scale of the margin", more_than=0)
+    simpo_gamma: float = option(0.5, "the margin that is asked for", at_least=0)
+    label_smoothing: float = option(0.0, _SMOOTHING, **_WRONG_RATE)
+
+
+@dataclass(kw_only=True)
+class GRPO(Loss, name="grpo"):
+    """Group relative policy optimization (Shao et al. 2024), and its relatives."""
+
+    help = "rewards of sampled completions; prompt, and keys for the reward function"
+    computed_by = "grpo:GRPOObjective"
+
+    loss_type: str = option(
+        "dapo",
+        "variant of the loss, named as in TRL",
+        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+    )
+    beta: float = option(0.0, _BETA, at_least=0)
+    reference: str | None = option(
+        None,
+        "with beta, the reference model: a frozen copy of the model in a dtype, or with adapters "
+        "the model with its adapters off (default: bfloat16, or with adapters adapters-off)",
+        choices=COPIES,
+    )
+    reward_function: str | None = option(
+        None,
+        "the reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts, completions and "
+        "the other keys of the data, each a list, and returns a list of numbers",
+    )
+    num_generations: int = option(8, "completions that are sampled for a prompt", at_least=2)
+    max_completion_length: int = option(256, "most tokens of a sampled completion", at_least=1)
+    temperature: float = option(1.0, "temperature of the samples", more_than=0)
+    epsilon_high: float | None = option(
+        None, "how far above 1 ratios are clipped; for cispo the largest ratio", more_than=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_function is None:
+            raise ConfigError("reward_function: grpo needs one (--reward-function FILE.py:NAME)")
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
+
+    def check(self, config: Any) -> None:
+        """Check that a step holds whole groups, and a row a prompt and its completion."""
+        super().check(config)
+        schedule, seq_len = config.schedule, config.data.seq_len
+        completions = schedule.batch_size * schedule.gradient_accumulation_steps
+        if completions % self.num_generations:
+            raise ConfigError(
+                "num_generations: must divide the completions of a step, batch_size * "
+                f"gradient_accumulation_steps = {completions}, but is {self.num_generations}"
+            )
+        if self.max_completion_length >= seq_len:
+            raise ConfigError(
+                f"max_completion_length: {self.max_completion_length} tokens leave no room for a "
+                f"prompt in rows of {seq_len}; use longer rows (seq_len)"
+            )
+
+
+@dataclass(kw_only=True)
+class Distillation(Loss, name="distillation"):
+    """The divergence from the next-token distribution of a teacher (GKD, Agarwal et al. 2023)."""
+
+    help = "the distribution of a teacher; data as for sft"
+    computed_by = "distillation:DistillationObjective"
+    packed = True
+
+    teacher: str | None = option(
+        None, "hub id or local folder of the teacher, a model with the same tokenizer"
+    )
+    beta: float = option(
+        0.5,
+        "0: KL(teacher || model); 1: KL(model || teacher); between them the generalized "
+        "Jensen-Shannon divergence",
+        at_least=0,
+        at_most=1,
+    )
+    temperature: float = option(1.0, "temperature of both distributions", more_than=0)
+    distill_weight: float = option(
+        1.0,
+        "share of the divergence in the loss; the rest is the loss of the next token",
+        more_than=0,
+        at_most=1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher is None:
+            raise ConfigError("teacher: distillation needs one (--teacher MODEL)")
+
+
+@dataclass(kw_only=True)
+class Medusa(Loss, name="medusa"):
+    """The losses of heads for the tokens after the next one (Cai et al. 2024)."""
+
+    help = "heads that make generation faster; data as for sft"
+    computed_by = "medusa:MedusaObjective"
+    packed = True
+
+    medusa_heads: int = option(
+        3, "train so many heads, which are exported with the model", at_least=1, at_most=64
+    )
+    medusa_stage: int = option(
+        1,
+        "1: the model is frozen, and only its heads learn; 2: both learn, from the heads that the "
+        "folder of the model holds, if there are any",
+        at_least=1,
+        at_most=2,
+    )
+    medusa_tied: bool = option(
+        False, "the heads share the model's projection instead of each having its own"
+    )
+
+    def check(self, config: Any) -> None:
+        """Refuse what freezes parts of the model, and a plan for layers that keep nothing."""
+        super().check(config)
+        for name, value in (
+            ("lora_r", config.adapter.lora_r),
+            ("freeze", config.model.freeze),
+            ("train_only", config.model.train_only),
+        ):
+            if value:
+                raise ConfigError(f"{name} and medusa_heads: set only one of them")
+        if config.memory.budget not in (None, "off") and self.medusa_stage == 1:
+            raise ConfigError(
+                "memory: in medusa_stage 1 the model is frozen, and its layers keep nothing that a "
+                "plan could save; leave it out"
+            )

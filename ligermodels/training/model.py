@@ -1,0 +1,301 @@
+"""The model of a run: loaded, with adapters or frozen parts, hashed, and planned for the memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
+from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files, is_adapter
+from ligermodels.converters.hub import resolve
+from ligermodels.errors import CheckpointError
+from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.layers.fusion import is_sharded
+from ligermodels.memory.byte_sizes import GIB
+from ligermodels.memory.fit import Planner
+from ligermodels.memory.plan import MemoryPlan, keeping
+from ligermodels.memory.rates import data_sheet, gpu_bytes
+from ligermodels.models.auto import AutoLiger
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
+from ligermodels.parallel.ranks import from_rank_0, rank
+from ligermodels.training.checkpoints import Checkpoints, digests
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.files import file_hash, fingerprint
+from ligermodels.training.optimizers import freeze
+from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir
+
+# run/checkpoints/step-00000500, run/checkpoint-500
+_STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
+
+NOT_FILES = ("weights", "teacher", "heads", "reward_function")  # hashes of other things
+
+
+def load_model(
+    source: Path,
+    config: FinetuneConfig,
+    precision: str,
+    device: torch.device,
+    *,
+    meta: bool = False,
+) -> tuple[DecoderModel, str | None]:
+    """Return the model of a checkpoint as a run trains it.
+
+    Args: precision: the run's precision, never None; meta: whether the weights are read later.
+    Returns: the model, and the hash of the weights that the checkpoint holds if they are kept in
+        few bits. Devices may round those in different ways.
+    Raises:
+        CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
+    """
+    options, adapter = config.model, config.adapter
+    dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
+    place, stored = torch.device("meta") if meta else device, None
+    if adapter.load_in is not None:
+        place = torch.device("cpu")  # the linears are converted one by one
+    model: DecoderModel = AutoLiger.from_hf(source, dtype=dtype, device=place)
+    if adapter.lora_r is not None:
+        if adapter.load_in is not None:
+            stored = weights_hash(model)
+            quantize(model, int(adapter.load_in[0]), device)
+        add_adapters(
+            model,
+            adapter.lora_r,
+            adapter.lora_alpha or 2.0 * adapter.lora_r,
+            adapter.lora_dropout,
+            targets=adapter.lora_targets,
+            dtype=weight_dtype(precision),
+            seed=config.schedule.seed,
+        )
+    elif patterns := options.freeze or options.train_only:
+        freeze(model, patterns, only=options.train_only is not None)
+    return model, stored
+
+
+def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
+    """Return the folder of a run and a step, if the path names a checkpoint of a run.
+
+    It is that of the folder in RUN/checkpoints, or RUN/checkpoint-STEP.
+    """
+    path = Path(path)
+    match = _STEP.fullmatch(path.name)
+    run = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    if match is None or not os.path.isfile(run / RUN_FILE):
+        return None
+    return run, int(match[1])
+
+
+def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | None]:
+    """Return the model after a step of a run, on the CPU, and Medusa's heads if it trained them.
+
+    Adapters are added to the model's weights.
+
+    Raises:
+        CheckpointError: the run has no such checkpoint, it is damaged, or the model that the run
+            started from has changed or is gone.
+    """
+    run_dir = RunDir(run)
+    saved = run_dir.read_settings()
+    if saved is None:
+        raise CheckpointError(f"{run}: the folder holds no run")
+    checkpoints = Checkpoints(run_dir.checkpoint_dir)
+    if step not in (steps := checkpoints.folders()):
+        known = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+        raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
+    config = FinetuneConfig.from_options(**saved["settings"])
+    source = Path(resolve(str(config.model.path), revision=config.model.revision))
+    # The other hashes are not those of files.
+    check_unchanged(source, {k: v for k, v in saved["base"].items() if k not in NOT_FILES})
+    precision = config.model.precision or "float32"
+    model, stored = load_model(source, config, precision, torch.device("cpu"))
+    objective = config.loss.objective(config)
+    trained = objective.module(model)
+    # The checkpoint holds the trained weights alone.
+    partial = not all(p.requires_grad for p in model.parameters())
+    if partial and (stored or weights_hash(model)) != saved["base"].get("weights"):
+        raise CheckpointError(
+            f"{source}: these are not the weights that the run in {run} was started with; restore "
+            "the model"
+        )
+    checkpoints.load(step, trained)
+    return model if config.adapter.lora_r is None else merged(model), objective.heads
+
+
+def file_hashes(source: Path) -> dict[str, str]:
+    """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the folder holds an adapter instead of a model.
+    """
+    if is_adapter(source):
+        raise CheckpointError(
+            f"{source}: this is an adapter; make a whole checkpoint of it first ('ligermodels "
+            "convert'), or train on with --resume and the folder of its run"
+        )
+    names = [CONFIG_NAME, *copied_files(source)]
+    return {name: file_hash(source / name) for name in names}
+
+
+def check_unchanged(source: Path, files: dict[str, str]) -> None:
+    """Raise CheckpointError if files of the model were changed since they were hashed."""
+    if found := changed(files, file_hashes(source)):
+        raise CheckpointError(
+            f"{source / found[0]}: the file was changed while the run was using it; restore it "
+            "and resume the run"
+        )
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
+    state = model.state_dict()
+    if not any(map(is_sharded, state.values())):
+        own = digests(state, lambda name: [state[name].detach()]) if rank() == 0 else {}
+        return from_rank_0(fingerprint(own))
+    found: dict[str, str] = {}
+    assert isinstance(model, DecoderModel)
+    for name, _ in model.named_parameters():
+        whole = [model.whole_parameter(name)]  # every rank helps to gather it
+        if rank() == 0:
+            found |= digests([name], lambda _, whole=whole: whole)  # type: ignore[misc]
+    return from_rank_0(fingerprint(found))
+
+
+def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return the names whose values differ, also by being absent."""
+    return sorted(name for name in {**then, **now} if then.get(name) != now.get(name))
+
+
+def difference(then: dict[str, str], files: Sequence[str | Path]) -> str:
+    """Say which training files differ. Hashes decide, because files may have been renamed."""
+    now = {os.path.realpath(file): file_hash(file) for file in files}
+    if new := [file for file, digest in now.items() if digest not in then.values()]:
+        return f"{', '.join(new)} changed or is new"
+    if gone := [file for file, digest in then.items() if digest not in now.values()]:
+        return f"{', '.join(gone)} is left out"
+    return (
+        "the files are the same, but their order, the evaluation files (--eval-files), the part "
+        "that is held out (--eval-fraction) or the tokenizer changed"
+    )
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of the trained weights at a precision of ModelOptions."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def frozen_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of weights that no optimizer updates: the one in which they are used."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def planner(
+    model: DecoderModel,
+    budget: int | str,
+    *,
+    precision: str,
+    accumulates: bool = False,
+    **options: Any,
+) -> Planner:
+    """Return a planner for the training steps of a run with packed rows.
+
+    A head that skips the rows without a target needs less than it plans for.
+
+    Args:
+        model: its weights have the dtype of `precision`.
+        budget: bytes, as an int or a text, or "auto".
+        precision: that of ModelOptions.
+        accumulates: whether gradients exist before forward, because a step has several batches.
+        options: those of `Planner`, such as the optimizer; by default it is AdamW.
+    """
+    # Sharded weights are gathered in bfloat16 instead.
+    casts = precision == "bf16-mixed" and not any(map(is_sharded, model.parameters()))
+    return Planner(
+        model,
+        budget,
+        autocast=torch.bfloat16 if casts else None,
+        packed=True,
+        gradients="kept" if accumulates else "new",
+        **options,
+    )
+
+
+def summary(plan: MemoryPlan) -> str:
+    """Describe a plan that has a prediction in one line."""
+    said = plan.prediction
+    assert said is not None
+    counts = Counter(map(str, plan.layers))
+    policies = ", ".join(
+        f"{count} {keeping(count)} {policy}" for policy, count in counts.most_common()
+    )
+    return (
+        f"{policies}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
+        f"{said.budget / GIB:.2f} GiB for {said.batch} x {said.seq} tokens"
+    )
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What fits into a budget.
+
+    Attributes:
+        plan: the fastest plan that fits, or None if none fits.
+        budget, least_bytes: the budget, and the smallest one with which the batch fits, in bytes.
+        largest_batch: with rows of the same length, within 2%.
+        largest_seq: with as many rows, within 2%.
+        rates: where the rates of the device come from.
+    """
+
+    plan: MemoryPlan | None
+    budget: int
+    least_bytes: int
+    largest_batch: int
+    largest_seq: int
+    rates: str
+
+
+def outlook(
+    family: type[DecoderModel],
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    *,
+    budget: str | None = None,
+    gpu: str | None = None,
+    precision: str = "bf16-mixed",
+) -> Outlook:
+    """Plan the fine-tuning of a model that need not exist, with all weights trained.
+
+    Args:
+        batch, seq: rows, and tokens of each row.
+        budget: bytes of GPU memory as a text. By default, and for "auto", all of the GPU: of `gpu`,
+            or the bytes that are free on the GPU of this machine.
+        gpu: a GPU with a data sheet, such as "H200". By default that of this machine, or an H100.
+        precision: that of ModelOptions.
+    Raises:
+        ConfigError: the GPU is not known, or the budget cannot be read.
+    """
+    with torch.device("meta"):
+        model = family(config).to(weight_dtype(precision))
+    rates = None
+    if gpu is not None or not torch.cuda.is_available():
+        gpu = gpu or "H100"
+        if budget in (None, "auto"):
+            budget = str(gpu_bytes(gpu))
+        rates = data_sheet(gpu, torch.float32 if precision == "float32" else torch.bfloat16)
+    found = planner(model, budget or "auto", precision=precision, rates=rates)
+    least = found.least_bytes(batch, seq)
+    return Outlook(
+        plan=found.plan(batch, seq) if least <= found.budget else None,
+        budget=found.budget,
+        least_bytes=least,
+        largest_batch=found.largest_batch(seq),
+        largest_seq=found.largest_seq(batch),
+        rates=found.rates.source,
+    )

@@ -1,0 +1,355 @@
+"""Losses of preferences: DPO, ORPO, CPO and SimPO, and the reference model that DPO and KTO have.
+
+By default the reference's log-probabilities are computed once and kept in a file. A run that has
+them needs no reference model in memory. The file's name holds a hash of the data and the model, so
+a file is found by what it was computed from, and several runs may share a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ligermodels.adapters.reference import WithoutAdapters, frozen_copy
+from ligermodels.converters.files import names_if_present
+from ligermodels.converters.safetensors_file import SafetensorsFile
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.layers.fusion import is_sharded
+from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, orpo_loss, token_metrics
+from ligermodels.models.base import DecoderModel
+from ligermodels.parallel.layout import local_tensor, reshard
+from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
+from ligermodels.parallel.shard import shard
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.files import PART, atomic_write, writing
+from ligermodels.training.losses import CPO, DPO, ORPO, SimPO
+from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
+from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
+from ligermodels.training.processes import partition
+from ligermodels.training.records import read_pairs
+
+_NAME, _SHA256 = "log_probs", "sha256"
+_FILE = re.compile(r"reference-[0-9a-f]{24}\.safetensors(" + re.escape(PART) + ")?")
+
+
+class PairObjective(Objective):
+    """A loss of a chosen and a rejected completion of each prompt.
+
+    Attributes:
+        prompt_targets: whether the prompts of the chosen completions are targets as well.
+        divisible: whether the loss of a batch is the sum of those of its pairs.
+    """
+
+    shown = ("eval_rewards/accuracies", "reward accuracy")
+    rows_per_item = 2
+    prompt_targets = False
+    divisible = True
+    token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logits")  # for the metrics
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        self.reference = getattr(self.options, "reference", None)  # None: the loss has none
+        self.reference_model: nn.Module | None = None
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return pairs."""
+        return read_pairs(files, tokenizer)
+
+    def rows(self, sources: Sequence[Sequence[Any]]) -> Rows:
+        """Return pairs of rows."""
+        return GroupedRows(sources[0], self.config.data.seq_len, prompt_targets=self.prompt_targets)
+
+    def load(self, model: DecoderModel) -> int:
+        """Copy the model, if the reference is not a file."""
+        if self.reference in (None, "file"):
+            return 0
+        self.reference_model = reference_copy(model, self.reference, self.config.model.precision)
+        return bytes_here(self.reference_model)
+
+    def prepare(
+        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
+    ) -> None:
+        """Compute the reference's log-probabilities into a file, if there is no copy."""
+        if self.reference != "file":
+            return
+        for each in rows:
+            assert isinstance(each, GroupedRows)
+            path = reference_path(folder, base, each.fingerprint(), str(self.config.data.seq_len))
+            each.reference = stored_log_probs(
+                path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
+            )
+        reshard(model)
+
+    def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
+        """Return the most rows of a forward pass, and their length with the padding."""
+        count, longest = super().largest_batch(rows)
+        return count, padded(longest)
+
+    def counts(self, batch: GroupBatch) -> dict[str, int]:
+        """Return the number of pairs, and of the targets in their chosen completions."""
+        chosen = batch.labels[: len(batch.groups)]
+        return {
+            "normalizer": len(batch.groups),
+            "token_normalizer": int((chosen != IGNORE_INDEX).sum()),
+        }
+
+    def of_pairs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
+    ) -> LossOutput:
+        """Return the loss of some pairs of a batch, and its metrics.
+
+        Args: tokens: the head's output for these rows; rows: their numbers in the batch.
+        """
+        raise NotImplementedError
+
+    def loss(  # type: ignore[override]
+        self, call: Call, batch: GroupBatch, normalizer: Tensor, token_normalizer: Tensor
+    ) -> LossOutput:
+        """Return the loss of the pairs of a batch, and its metrics."""
+
+        def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
+            loss, metrics = self.of_pairs(
+                tokens, batch, rows, normalizer=normalizer, token_normalizer=token_normalizer
+            )
+            metrics |= token_metrics(
+                batch.mask[rows],
+                entropy=tokens.entropy,
+                correct=tokens.correct,
+                mean_logits=tokens.mean_logits,
+                paired=True,
+            )
+            return LossOutput(loss, metrics)
+
+        return self.loss_of_rows(
+            *(call, batch, of_rows, len(batch.groups) / normalizer),
+            stats=self.token_stats,
+            group_size=2,
+            divisible=self.divisible,
+        )
+
+
+class DPOObjective(PairObjective):
+    """DPO: how much more the model prefers the chosen completions than its reference does."""
+
+    options: DPO
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__(config)
+        self.divisible = self.options.loss_type not in ("aot", "aot_unpaired")
+        if self.options.use_weighting:
+            self.token_stats += ("sum_sq_probs",)
+        nothing = torch.zeros(2, 1)  # options that exclude each other are an error before the run
+        dpo_loss(nothing, nothing, nothing > 0, **self._formula(nothing, nothing > 0))
+
+    def loss(self, call: Call, batch: GroupBatch, **normalizers: Tensor) -> LossOutput:  # type: ignore[override]
+        """Return the loss of the pairs of a batch, and its metrics."""
+        reference = reference_log_probs(call, batch, self.reference_model)
+        return super().loss(call, replace(batch, ref_log_probs=reference), **normalizers)
+
+    def of_pairs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
+    ) -> LossOutput:
+        """Return the loss of some pairs of a batch, and its metrics."""
+        assert batch.ref_log_probs is not None
+        reference, mask = batch.ref_log_probs[rows], batch.mask[rows]
+        options = self._formula(tokens.sum_sq_probs, mask) | normalizers
+        return dpo_loss(log_probs_of(tokens), reference, mask, **options)
+
+    def _formula(self, sum_sq_probs: Tensor | None, mask: Tensor) -> dict[str, Any]:
+        """Return the options of the formula."""
+        names = ["beta", "loss_type", "label_smoothing", "f_divergence_type", "ld_alpha"]
+        names += ["f_alpha_divergence_coef", "discopop_tau"]
+        options = self.options.formula_options(*names)
+        if self.options.use_weighting:
+            assert sum_sq_probs is not None
+            # Outside the mask they are 0, whose logarithm would give NaN.
+            logs = torch.where(mask, sum_sq_probs, 1.0).log()
+            options |= {"use_weighting": True, "log_sum_sq_probs": logs}
+        return options
+
+
+class ORPOObjective(PairObjective):
+    """ORPO: the likelihood of the chosen texts, prompts included, and the odds of the answers."""
+
+    options: ORPO
+    prompt_targets = True
+
+    def of_pairs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
+    ) -> LossOutput:
+        """Return the loss of some pairs of a batch, and its metrics."""
+        nll_mask = F.pad(batch.labels[rows][:, 1:] != IGNORE_INDEX, (0, 1))
+        options = self.options.formula_options("beta") | normalizers
+        return orpo_loss(log_probs_of(tokens), batch.mask[rows], nll_mask=nll_mask, **options)
+
+
+class CPOObjective(PairObjective):
+    """CPO: a margin between the completions, and the likelihood of the chosen ones."""
+
+    options: CPO
+
+    def of_pairs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
+    ) -> LossOutput:
+        """Return the loss of some pairs of a batch, and its metrics."""
+        options = self.options.formula_options("beta", "loss_type", "label_smoothing")
+        return cpo_loss(log_probs_of(tokens), batch.mask[rows], **options | normalizers)
+
+
+class SimPOObjective(PairObjective):
+    """SimPO: a margin between the mean log-probabilities of the completions."""
+
+    options: SimPO
+
+    def of_pairs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
+    ) -> LossOutput:
+        """Return the loss of some pairs of a batch, and its metrics."""
+        options = self.options.formula_options("beta", "simpo_gamma", "label_smoothing")
+        options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
+        return cpo_loss(log_probs_of(tokens), batch.mask[rows], **options | normalizers)
+
+
+def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:
+    """Return a frozen copy of a model that has its first weights; of a sharded one, a sharded copy.
+
+    With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
+
+    Args: precision: the run's precision. If it is mixed, the copy computes in bfloat16, too.
+    Raises:
+        ConfigError: the dtype is int8 and the model is sharded.
+    """
+    if dtype == "adapters-off":
+        return WithoutAdapters(model)
+    if not any(map(is_sharded, model.parameters())):
+        return frozen_copy(model, dtype)
+    if dtype == "int8":
+        raise ConfigError(
+            "reference: 8-bit weights are not spread over several processes; take bfloat16, or the "
+            "file, which needs no copy"
+        )
+    assert model.source_folder is not None
+    wide = getattr(torch, dtype)
+    copy = type(model).from_hf(model.source_folder, dtype=wide, device="meta")
+    # No autocast surrounds the forward of a sharded model.
+    compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    return shard(copy.requires_grad_(False).eval(), compute_dtype=compute_dtype)
+
+
+def bytes_here(model: nn.Module) -> int:
+    """Return the bytes of a model's weights on this rank."""
+    return sum(local_tensor(x).nbytes for x in (*model.parameters(), *model.buffers()))
+
+
+def reference_log_probs(call: Call, batch: GroupBatch, model: nn.Module | None) -> Tensor:
+    """Return the reference model's log-probabilities of a batch, stored or computed by `model`."""
+    if model is None:
+        assert batch.ref_log_probs is not None
+        return batch.ref_log_probs
+    with torch.no_grad():
+        log_probs = log_probs_of(call(batch, model=model, reduction="none"))
+    reshard(model)
+    return log_probs
+
+
+@torch.no_grad()
+def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
+    """Return the log-probabilities of all targets, in the order of the groups."""
+    starts = range(0, len(rows), batch_size)
+    mine = []
+    for start, _ in partition(starts):
+        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+        log_probs = log_probs_of(call(batch, reduction="none")).cpu()
+        count = len(batch.groups)
+        places = [row for i in range(count) for row in range(i, count * rows.per_group, count)]
+        mine.append(torch.cat([log_probs[row, batch.mask[row]] for row in places]))
+    every = gathered(mine)
+    return torch.cat([every[i % len(every)][i // len(every)] for i in range(len(starts))])
+
+
+def reference_path(folder: Path, *parts: str) -> Path:
+    """Return the file for log-probabilities that depend on these texts, hashes for example."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{len(part)}:{part}".encode())
+    return folder / f"reference-{digest.hexdigest()[:24]}.safetensors"
+
+
+def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> Tensor:
+    """Return the numbers in a file; if there is no file, compute and write them first.
+
+    Args:
+        path: from `reference_path`; its folder is made.
+        count: how many numbers there are.
+        compute: returns them, (count) float32. All ranks call it together, and rank 0 writes.
+    Returns: (count) float32, on the CPU.
+    Raises:
+        CheckpointError: the file is damaged, or holds another number of values.
+        SaveError: the file cannot be written.
+    """
+    if not from_rank_0(path.exists()):
+        values = compute().detach().float().cpu().contiguous()
+        assert values.shape == (count,), values.shape
+        with error_on_all_ranks():
+            if rank() == 0:
+                _write(path, values)
+        return values
+    with error_on_all_ranks():
+        try:
+            return _read(path, count)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; remove the file, and it is computed again") from None
+
+
+def _write(path: Path, values: Tensor) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {_SHA256: _digest(values)}
+    atomic_write(path, lambda part: save_file({_NAME: values}, part, metadata))
+
+
+def _read(path: Path, count: int) -> Tensor:
+    file = SafetensorsFile(path)
+    if [*file.tensors] != [_NAME]:
+        raise CheckpointError(f"{path}: the file holds no log-probabilities")
+    info = file.tensors[_NAME]
+    if (info.dtype, tuple(info.shape)) != ("F32", (count,)):
+        raise CheckpointError(
+            f"{path}: the file holds {info.dtype} of shape {tuple(info.shape)}; expected F32 of "
+            f"shape ({count},)"
+        )
+    values = file.tensor(_NAME)
+    if file.metadata.get(_SHA256) != _digest(values):
+        raise CheckpointError(f"{path}: the content does not match its checksum")
+    return values
+
+
+def remove_stored(folder: Path) -> None:
+    """Remove all files of `reference_path` in a folder, and the folder if nothing else is in it.
+
+    Raises:
+        SaveError: a file cannot be removed.
+    """
+    for name in names_if_present(folder, CheckpointError) or ():
+        if _FILE.fullmatch(name):
+            with writing(folder / name):
+                (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
