@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ligermodels import kernels
+from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.kernels.dtypes import cast
 from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -51,7 +53,8 @@ class PendingNorm(NamedTuple):
 
     def apply(self) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual)."""
-        return kernels.add_rms_norm(self.x, self.residual, self.weight, **self.options)
+        y, total = kernels.add_rms_norm(self.x, self.residual, self.weight, **self.options)
+        return _as_operand(y), total
 
     def of_the_sum(self) -> "PendingNorm":
         """Return the same norm with x + residual as its x, computed now."""
@@ -74,6 +77,16 @@ PreNormed = PendingNorm | AppliedNorm
 """What `pre_norm` returns. `Attention` and `GatedMLP` accept it instead of a tensor."""
 
 
+def _as_operand(y: Tensor) -> Tensor:
+    """Cast a norm's output to the dtype in which autocast computes the products with it.
+
+    The norms of this library return the dtype of x. If autograd added the gradients of several
+    products in that dtype, they would depend on whether a memory plan has added the residual, which
+    may have another dtype, to x before.
+    """
+    return cast(y, autocast_dtype(y) or y.dtype)
+
+
 def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreNormed:
     """Return norm(x + residual) as input of a sub-layer, which then also returns x + residual.
 
@@ -82,15 +95,17 @@ def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreN
     other norms this function adds it.
 
     Args: norm: any module from (..., hidden) to (..., hidden); x, residual: (..., hidden).
+    Returns: what a sub-layer takes. The output of its `apply` has the dtype of autocast, if that is
+        enabled, else the dtype that the norm returns.
     """
     if is_plain(norm, RMSNorm):
         return PendingNorm(x, residual, norm.weight, norm.options)
-    if residual is None:
-        return AppliedNorm(norm(x), x)
-    if isinstance(norm, (RMSNorm, LayerNorm)):
-        return AppliedNorm(*norm(x, residual))
-    total = x + residual
-    return AppliedNorm(norm(total), total)
+    if residual is not None and isinstance(norm, (RMSNorm, LayerNorm)):
+        y, total = norm(x, residual)
+    else:
+        total = x if residual is None else x + residual
+        y = norm(total)
+    return AppliedNorm(_as_operand(y), total)
 
 
 def pre_norm_names(block: nn.Module) -> tuple[str, str]:

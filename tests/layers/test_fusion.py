@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ligermodels.layers import RMSNorm
+from ligermodels.layers import LayerNorm, RMSNorm
 from ligermodels.layers.fusion import (
     AppliedNorm,
     PendingNorm,
@@ -102,6 +102,20 @@ def test_a_norm_that_is_not_plain_is_called() -> None:
     torch.testing.assert_close(called, fused)
     assert torch.equal(called_total, total)
     assert norm_then_linear(pre_norm(foreign, x), linear)[1] is x
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm, nn.RMSNorm])
+def test_under_autocast_a_norm_does_not_depend_on_how_its_sum_is_split(
+    kind: Callable[[int], nn.Module],
+) -> None:
+    """Autograd adds the gradients of several products in the dtype of the norm's output."""
+    torch.manual_seed(0)
+    norm, x, residual = kind(6), torch.randn(4, 6).bfloat16(), torch.randn(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, total = pre_norm(norm, x, residual).apply()
+        same_y, same_total = pre_norm(norm, x + residual).apply()
+    assert y.dtype == same_y.dtype == torch.bfloat16 and total.dtype == torch.float32
+    assert torch.equal(y, same_y) and torch.equal(total, same_total)
 
 
 def test_where_norms_stand_by_their_names() -> None:

@@ -82,10 +82,8 @@ INPUTS: dict[str, Any] = {
 }
 
 
-def fits(inputs: str, model_is: Any, autocast: bool) -> bool:
-    """With adapters in bfloat16, a plan changes roundings; a frozen body leaves a cache nothing."""
-    if model_is is lora_with_dropout:
-        return not autocast
+def fits(inputs: str, model_is: Any) -> bool:
+    """A frozen body leaves a cache nothing."""
     return inputs != "cache" or getattr(model_is, "args", None) != ("layers.",)
 
 
