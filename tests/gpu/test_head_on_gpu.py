@@ -256,7 +256,6 @@ STEPS: dict[str, Step] = {
     "none": step(chunk_size=100, reduction="none"),
     "none, small budget": step(max_scratch_bytes=SMALL, reduction="none"),
     "number": step(chunk_size=100, normalizer=17),
-    "tensor": step(chunk_size=100, normalizer=torch.tensor(17.0)),
     "options": step(chunk_size=100, label_smoothing=0.1, z_loss=1e-4, softcap=30.0),
     "stats": step(chunk_size=100, return_token_stats=True),
     "asked for by name": step(asked, chunk_size=100),
