@@ -235,7 +235,8 @@ def test_values_and_gradients(place: Any, case: str, head_dim: int, split: bool)
         mask = AttentionMask(count, keys, shard=shard, padding_at_ends=bool(at_ends), **given)
         if not at_ends:
             prepare(mask, window, softcap, batch, heads, q.device, dtype, head_dim, causal)
-        with no_synchronisation() if at_ends and device == "cuda" else nullcontext():
+        # The kernel of 16-bit types never waits for the host; the compiler of the other one may.
+        with no_synchronisation() if at_ends and dtype == torch.bfloat16 else nullcontext():
             out = attend_in_parts(attention, piece(q), k, v, mask, causal)
         outs.append(out.detach())
         for total, grad in zip(sums, torch.autograd.grad(out, (q, k, v), piece(upstream))):
