@@ -63,7 +63,7 @@ from ligermodels.training.reports import (
     sampler_of,
     sampling,
 )
-from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.run_dir import RUN_FORMAT, RunDir, plot_losses
 from ligermodels.training.trainer import Trainer
 
 
@@ -411,7 +411,8 @@ class Run:
         }
         if saved is None:
             files = {os.path.realpath(file): file_hash(file) for file in self.train_files}
-            self.saved |= {"files": files, "exported": False, "ligermodels": __version__}
+            self.saved |= {"format": RUN_FORMAT, "files": files, "exported": False}
+            self.saved["ligermodels"] = __version__
             if not is_distributed():
                 self.interrupts.check()
             self.run_dir.clear()

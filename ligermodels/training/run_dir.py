@@ -68,6 +68,9 @@ OWNED = (
     *(CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT, PROFILE, TENSORBOARD, WANDB_ID),
 )
 
+# The version of run.json and of the checkpoints. A run of another one is not resumed.
+RUN_FORMAT = 2
+
 # run.json has these keys, with values of these types.
 _RUN_KEYS: dict[str, tuple[type, ...]] = {
     "settings": (dict,),  # the options of the run
@@ -80,6 +83,7 @@ _RUN_KEYS: dict[str, tuple[type, ...]] = {
     "ranks": (int,),  # how many processes, or groups of them, had their own rows at its start
     "launch": (str, type(None)),  # which start of torchrun has begun or resumed it, if one has
     "ligermodels": (str,),  # the version
+    "format": (int,),  # RUN_FORMAT
 }
 
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
@@ -266,8 +270,6 @@ class RunDir:
         found = read_json_if_present(file, CheckpointError)
         if found is None:
             return None
-        found.setdefault("ranks", 1)  # runs of older versions had one process
-        found.setdefault("launch", None)
         for key, kind in _RUN_KEYS.items():
             if key not in found:
                 raise CheckpointError(
@@ -280,6 +282,11 @@ class RunDir:
                 raise CheckpointError(
                     f"{file}: {key}: {short_repr(value)} is not what a run writes; restore the file"
                 )
+        if found["format"] != RUN_FORMAT:
+            raise CheckpointError(
+                f"{file}: format: {found['format']} is of another version of ligermodels, which "
+                f"has to resume this run; this one reads format {RUN_FORMAT}"
+            )
         return found
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
 from ligermodels.training.preferences import reference_path, stored_log_probs
-from ligermodels.training.run_dir import RunDir, plot_losses
+from ligermodels.training.run_dir import RUN_FORMAT, RunDir, plot_losses
 
 SETTINGS = {
     "settings": {},
@@ -21,7 +21,10 @@ SETTINGS = {
     "steps": 1,
     "memory_plan": None,
     "exported": False,
+    "ranks": 1,
+    "launch": None,
     "ligermodels": "0",
+    "format": RUN_FORMAT,
 }
 
 
@@ -191,6 +194,7 @@ def test_a_file_of_settings_that_no_run_writes_is_refused(folder, subtests):
         cases.append((json.dumps(left), f"{key}: the key is missing"))
         cases.append((json.dumps({**SETTINGS, key: [1]}), rf"{key}: \[1\] is not what"))
     cases.append((json.dumps({**SETTINGS, "steps": True}), "steps: True is not what"))
+    cases.append((json.dumps({**SETTINGS, "format": 1}), "format: 1 is of another version"))
     cases.append((json.dumps({**SETTINGS, "files": {"a": 1}}), "files: {'a': 1} is not what"))
     for text, message in cases:
         with subtests.test(text[:60]):
