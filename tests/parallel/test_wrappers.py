@@ -134,8 +134,8 @@ def bytes_of_a_step(
     mesh: DeviceMesh, policy: CheckpointingPolicy, rank: int, folder: Path
 ) -> dict[str, float]:
     """A simulation of sharded parameters predicts the bytes that FSDP2's step takes."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard(make(policy == "input"), mesh, mp_policy=policy)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make(policy == "input"), mesh, mp_policy=precision)
     model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
     # A thread of gloo may hold the tensors of a collective a moment longer.
     return {"bytes": max(0.0, abs(error_of_prediction(model, SEQ, steps=4)) - 0.01)}
