@@ -110,7 +110,9 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 def _check_number(key: str, value: Any, *, whole: bool) -> None:
     if not is_number(value) or abs(value) > 1e30:
-        raise CheckpointError(f"adapter: {key} is {short_repr(value)}, but must be a number")
+        raise CheckpointError(
+            f"adapter: {key} is {short_repr(value)}, but must be a number from -1e30 to 1e30"
+        )
     if whole and (not isinstance(value, int) or value < 1):
         raise CheckpointError(
             f"adapter: {key} is {short_repr(value)}, but must be a rank of at least 1"

@@ -163,8 +163,6 @@ def _theta_and_scaling(
             f"'{key}.partial_rotary_factor' is {value}, which changes the computation and is not "
             "implemented"
         )
-    if nested := [name for name, value in scaling.items() if isinstance(value, dict)]:
-        raise ConfigError(f"'{key}.{printable(nested[0])}': rope per layer type is not implemented")
     if rope_type == "default":
         return theta, None
     _check(rope_type, scaling, raw, f"'{key}.")
@@ -174,12 +172,15 @@ def _theta_and_scaling(
 def _refuse_unread(scaling: Mapping[str, Any], may_stay: Collection[str], where: str) -> None:
     """Refuse a key that no rope reads: the family's own code may compute with it, as with alpha."""
     for name, value in scaling.items():
-        known = name in _READ or name in may_stay
-        if not known and value is not None and not isinstance(value, dict):
-            raise ConfigError(
-                f"{where}{printable(name)}' is {short_repr(value)}, which no rope here reads; if "
-                "it does not change the computation, add it to unread_rope_keys of the config class"
-            )
+        if name in _READ or name in may_stay or value is None:
+            continue
+        what = "which no rope here reads"
+        if isinstance(value, dict):
+            what = "but rope per layer type is not implemented"
+        raise ConfigError(
+            f"{where}{printable(name)}' is {short_repr(value)}, {what}; if it does not change the "
+            "computation, add it to unread_rope_keys of the config class"
+        )
 
 
 def check_scaling(
@@ -190,7 +191,8 @@ def check_scaling(
     Args: sizes holds the config's rope_theta and max_position_embeddings, and as head_dim the size
         of the rotated part of a head. unread names keys that may stay although no rope reads them.
     Raises:
-        ConfigError: a number is missing or wrong. The message names it.
+        ConfigError: a number is missing or wrong, or a key says something else than the config's
+            own fields. The message names it.
     """
     rope_type = scaling.get("rope_type")
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
@@ -199,6 +201,15 @@ def check_scaling(
             f"{', '.join(ROPE_TYPES)}"
         )
     _refuse_unread(scaling, unread, "config: 'rope_scaling.")
+    own = {"type": rope_type, "partial_rotary_factor": 1, **sizes}
+    for name in ("type", "rope_theta", "partial_rotary_factor"):
+        if scaling.get(name) not in (None, own[name]):
+            raise ConfigError(
+                f"config: 'rope_scaling.{name}' is {short_repr(scaling[name])}, but the model "
+                f"would have {short_repr(own[name])}, because this key is only read in a "
+                "config.json; remove it, and set "
+                f"{'rope_type' if name == 'type' else f'{name} of the config'}"
+            )
     _check(rope_type, scaling, sizes, "config: 'rope_scaling.")
 
 

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, did_you_mean
 from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
@@ -230,9 +231,11 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         inputs = self._check_inputs(input_ids, inputs_embeds)
         batch, seq = inputs.shape[:2]
         if labels is None and loss_options:
+            hint = did_you_mean(next(iter(loss_options)), signature(self.forward).parameters)
             raise ValueError(
-                f"{', '.join(loss_options)}: loss options need labels; pass labels, or leave the "
-                "options out. (HF's Trainer takes the labels out for label_smoothing_factor, where "
+                f"{', '.join(loss_options)}: the model has no such input{hint} "
+                "(loss options need labels; pass labels, or leave the options out. HF's Trainer "
+                "takes the labels out for label_smoothing_factor, where "
                 "model.head.loss_options['label_smoothing'] does the same, and for "
                 "compute_loss_func, which needs LigerForCausalLM.from_native(model))"
             )

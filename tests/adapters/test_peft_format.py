@@ -200,6 +200,7 @@ def refused(folder: Path, weights: Any, config: dict[str, Any], message: str) ->
         ({"some_new_key": "x"}, "some_new_key='x' cannot be converted"),
         ({"lora_alpha": "16"}, "lora_alpha is '16', but must be a number"),
         ({"lora_alpha": 1e400}, "lora_alpha is inf"),
+        ({"lora_alpha": 1e39}, r"lora_alpha is 1e\+39, but must be a number from -1e30 to 1e30"),
         ({"r": 4}, r"q_proj.lora_A.weight has the shape \[8, 48\], expected \[4, 48\]"),
         ({"rank_pattern": {"v_proj": 5}}, r"v_proj.lora_A.weight has the shape"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern is .* but must be an object"),

@@ -197,6 +197,9 @@ def test_a_scaling_that_no_model_can_have_is_refused():
     for scaling, change, message in (
         ({"rope_type": "dynamic", "factor": 2.0}, {"head_dim": 2}, "needs a head_dim greater"),
         (YARN, {"rope_theta": 1}, "needs a rope_theta other than 1"),
+        ({**YARN, "rope_theta": 1e6}, {}, r"rope_theta' is 1000000\.0, but the model would have 1"),
+        ({**YARN, "type": "linear"}, {}, "type' is 'linear', but the model would have 'yarn'"),
+        ({**YARN, "partial_rotary_factor": 0.5}, {}, "factor' is 0.5, but the model would have 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             hf_rope.check_scaling(scaling, sizes | change)
@@ -266,6 +269,10 @@ def test_a_key_that_no_rope_reads_is_refused(config_class, rope_type, spelling):
     raw[spelling] = {"sliding_attention": rope} if nested else rope
     with pytest.raises(ConfigError, match=r"alpha' is 1000\.0, which no rope here reads"):
         config_class(**fields_from_hf(raw, config_class))
+    if rope_type != "default":
+        for alpha in (1000.0, {"full_attention": 1000.0}):
+            with pytest.raises(ConfigError, match=r"config: 'rope_scaling\.alpha' is"):
+                config_class(rope_scaling={**rope, "alpha": alpha})
     harmless = type("Harmless", (config_class,), {"unread_rope_keys": ("alpha",)})
     if not (nested and rope_type != "default"):  # sliding layers have plain rope
         found = harmless(**fields_from_hf(raw, harmless)).rope_scaling

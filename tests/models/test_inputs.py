@@ -32,6 +32,7 @@ def test_inputs_that_no_model_can_honour_are_refused(subtests: pytest.Subtests) 
         ({"labels": labels[:, :7]}, "differ in shape"),
         ({"labels": labels.tolist()}, "labels is a list"),
         ({"normalizer": 3}, "need labels"),
+        ({"attention_masks": None}, r"attention_masks: .*; did you mean 'attention_mask'\?"),
         ({"labels": labels, "reduction": "average"}, "reduction"),
         *(({"input_ids": torch.zeros(s).long()}, "input_ids") for s in ((8,), (2, 0), (1, 2, 3))),
         ({"input_ids": torch.zeros(2, 8)}, r"input_ids is torch\.float32; expected"),
