@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from ligermodels.models import auto
+from ligermodels.training.losses import LOSSES
 from tests import limits, markdown, outside
 from tests.test_readme import RESULTS, step_line, steps
 
@@ -64,6 +66,16 @@ def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path)
     markdown.run_shell(text, checkout, tmp_path)
 
 
+@pytest.fixture
+def losses() -> Iterator[None]:
+    """Remove the losses that a block defines after it."""
+    before = dict(LOSSES)
+    yield
+    LOSSES.clear()
+    LOSSES.update(before)
+
+
+@pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.id)
 def test_python_block(
     block: markdown.Block, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -70,7 +71,7 @@ def test_a_run_tells_both_what_it_measures(checkpoint, text, tmp_path, board, mo
     assert sent.options["project"] == "mine" and sent.options["name"] == "run"
     assert sent.options["config"]["max_steps"] == 2 and sent.closed
 
-    (tmp_path / "run/checkpoints/step-00000002.safetensors").unlink()
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000002")
     run(checkpoint, text, tmp_path / "run", **given, resume=True)
     _, _, written, sent = board.made
     assert written.options == {"purge_step": 2}  # what step 1 wrote is not written again
