@@ -105,7 +105,7 @@ def main() -> None:
     rows = []
     for folder in arguments.checkpoints:
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        dtype = str(AutoLiger.from_hf(folder).source_dtype).removeprefix("torch.")
+        dtype = str(AutoLiger.from_hf(folder).source.dtype).removeprefix("torch.")
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             times = turns(folder, arguments.repeats)

@@ -34,7 +34,7 @@ def make_student(teacher: str, folder: Path, every: int = 2) -> None:
             index, _, rest = rest.partition(".")
             weights[name] = whole.state_dict()[f"layers.{kept[int(index)]}.{rest}"]
     student.load_state_dict({name: weights[name] for name in student.state_dict()})
-    student.source_files = whole.source_files
+    student.source.files = whole.source.files
     student.save_hf(folder)
 
 

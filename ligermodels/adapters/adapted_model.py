@@ -97,9 +97,9 @@ def merged(model: DecoderModel) -> DecoderModel:
         CheckpointError: the checkpoint's weights cannot be read, or are no longer those that the
             model was loaded from, or a sum is not finite.
     """
-    assert model.source_folder is not None
+    assert model.source.folder is not None
     dtype = model.embed_tokens.weight.dtype
-    whole: DecoderModel = AutoLiger.from_hf(model.source_folder, dtype=dtype)
+    whole: DecoderModel = AutoLiger.from_hf(model.source.folder, dtype=dtype)
     _check_same_weights(model, whole)
     for name, each in model.named_modules():
         if isinstance(each, LoraLinear):
@@ -129,7 +129,7 @@ def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
             same = torch.equal(getattr(base, last).detach().cpu(), stored.detach())
         if not same:
             raise CheckpointError(
-                f"{model.source_folder}: {name} was changed while the run was using it; restore "
+                f"{model.source.folder}: {name} was changed while the run was using it; restore "
                 "the model and resume the run"
             )
 
@@ -147,7 +147,7 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
     if dtype is not None:
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     config["base_model_name_or_path"] = base
-    save_adapter(folder, weights, config, source_files=model.source_files)
+    save_adapter(folder, weights, config, source_files=model.source.files)
 
 
 def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:

@@ -65,11 +65,11 @@ def with_adapter(
         peft_format.add_lora(dict(model.named_parameters()), weights, config, weight_map)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    model.source_folder = None  # its weights are others, and a tool would take that folder for them
+    model.source.folder = None  # its weights are others, and a tool would take that folder for them
     if TOKENIZERS & files.keys():  # It may have learned other tokens.
-        kept = {GENERATION_CONFIG_NAME} & model.source_files.keys()
-        model.source_files = {name: model.source_files[name] for name in kept}
-    model.source_files |= files
+        kept = {GENERATION_CONFIG_NAME} & model.source.files.keys()
+        model.source.files = {name: model.source.files[name] for name in kept}
+    model.source.files |= files
     if generation_config is not None:
-        model.source_generation_config = generation_config
+        model.source.generation_config = generation_config
     return model

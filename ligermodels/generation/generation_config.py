@@ -48,7 +48,7 @@ def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
     Raises:
         CheckpointError: a value that is used has the wrong type.
     """
-    found, path = model.source_generation_config, model.source_folder or Path()
+    found, path = model.source.generation_config, model.source.folder or Path()
     path /= GENERATION_CONFIG_NAME
     for key, (holds, expected) in _READ.items():
         if found.get(key) is not None and not holds(found[key]):

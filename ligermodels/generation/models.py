@@ -1,11 +1,11 @@
 """What generation asks of a model and of heads that draft."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ligermodels.converters.source import Source
 from ligermodels.layers import LossHead, RotaryEmbedding
 
 
@@ -23,8 +23,7 @@ class LanguageModel(Protocol):
 
     head: LossHead
     rotary_emb: RotaryEmbedding
-    source_folder: Path | None
-    source_generation_config: dict[str, Any]
+    source: Source
 
     @property
     def config(self) -> TextConfig: ...

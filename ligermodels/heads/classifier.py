@@ -104,9 +104,7 @@ class SequenceClassifier(DecoderModel):
             if name != "head":
                 setattr(classifier, name, module)
         classifier.score = score
-        classifier.source_constants = model.source_constants
-        classifier.source_files = model.source_files
-        classifier.source_folder, classifier.source_dtype = model.source_folder, model.source_dtype
+        classifier.source = model.source
         return classifier.train(model.training)
 
     def forward(  # type: ignore[override]

@@ -71,16 +71,15 @@ class MultiTokenModel(nn.Module):
         normalizer divides the sum over tokens of each. By default it is the number of its targets.
         """
         model = self.model
-        contexts, _ = model._contexts(input_ids)
-        context, embeds = contexts[model.ropes[-1]], model.embed_tokens(input_ids)
+        context, embeds = model.prepare_context(input_ids), model.embed_tokens(input_ids)
         ignore_index = model.head.loss_options.get("ignore_index", -100)
-        hidden, extras = model._hidden(embeds, contexts)
+        hidden, extras = model.run_layers(embeds, context)
         states, targets = [hidden], [next_token_targets(labels, None, ignore_index)]
         later = embeds
         for k, module in enumerate(self.mtp, 1):
             # The last k positions have no later token, and no target either.
             later = F.pad(later[:, 1:], (0, 0, 0, 1))
-            states.append(module(states[-1], later, context))
+            states.append(module(states[-1], later, context.layers[-1]))
             targets.append(draft_targets(labels, k, None, ignore_index))
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
         share = self.weight / max(len(self.mtp), 1)
@@ -130,8 +129,8 @@ class _Drafter:
                 states = torch.cat((waiting, states), 1)
             start = cache.length
             embeds = self.body.embed_tokens(tokens[:, -states.shape[1] :])
-            contexts, _ = self.body._contexts(states, cache=cache)
-            made = module(states, embeds, contexts[self.body.ropes[-1]])
+            context = self.body.prepare_context(states, cache=cache)
+            made = module(states, embeds, context.layers[-1])
             cache.advance(states.shape[1])
             known = max(0, length + 1 - k)  # so many positions have read a known token
             cache.truncate(known)

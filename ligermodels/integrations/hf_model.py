@@ -77,8 +77,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             setattr(self.lm_head, "_is_hf_initialized", True)  # noqa: B010
         else:
             self.lm_head = native.head.proj
-        if native.source_generation_config:
-            self.generation_config = GenerationConfig(**native.source_generation_config)
+        if native.source.generation_config:
+            self.generation_config = GenerationConfig(**native.source.generation_config)
         self._take_hf_names(split_projections)
         self.post_init()
 
@@ -92,8 +92,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         wrapper = class_of(type(model), cls)
         raw = copy.deepcopy(hf_config.to_hf(model.config))
         config = wrapper.config_class.from_dict(raw)
-        if model.source_folder is not None:
-            config._name_or_path = str(model.source_folder)
+        if model.source.folder is not None:
+            config._name_or_path = str(model.source.folder)
         return wrapper(config, model).train(model.training)
 
     def _up_to_date(self) -> DecoderModel:

@@ -3,7 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,29 @@ _ATTRIBUTES = {
     "norm": "an RMSNorm or a LayerNorm",
     "head": "a LossHead",
 }
+
+
+class DecoderContext(NamedTuple):
+    """What the layers of one forward share; `DecoderModel.prepare_context` makes it.
+
+    Attributes:
+        layers: the `AttentionContext` of each layer. Layers with the same rope have the same one.
+        document_ids: (batch or 1, seq), the number of each token's document, or None if rows are
+            not packed.
+    """
+
+    layers: list[AttentionContext]
+    document_ids: Tensor | None
+
+    @property
+    def mask(self) -> AttentionMask:
+        """The mask of the rows, which all layers share."""
+        return self.layers[0].mask
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The cache to which all layers append, or None."""
+        return self.layers[0].cache
 
 
 class DecoderModel(LoadableModel, SavableModel, PlannedModel):
@@ -219,17 +242,8 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
             loss_options = given  # type: ignore[assignment]
             if found:
                 cu_seqlens, max_seqlen, position_ids = found.values()
-        check_tensors(
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            attention_mask=attention_mask,
-            prefix_lengths=prefix_lengths,
-            memory=memory,
-            memory_mask=memory_mask,
-        )
+        check_tensors(inputs_embeds=inputs_embeds)
         inputs = self._check_inputs(input_ids, inputs_embeds)
-        batch, seq = inputs.shape[:2]
         if labels is None and loss_options:
             hint = did_you_mean(next(iter(loss_options)), signature(self.forward).parameters)
             raise ValueError(
@@ -240,27 +254,28 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
                 "compute_loss_func, which needs LigerForCausalLM.from_native(model))"
             )
         if labels is not None:
-            check_labels(labels, (batch, seq))
-        contexts, document_ids = self._contexts(
-            inputs, position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, cache
+            check_labels(labels, inputs.shape[:2])
+        context = self.prepare_context(
+            inputs,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            attention_mask=attention_mask,
+            prefix_lengths=prefix_lengths,
+            memory=memory,
+            memory_mask=memory_mask,
+            cache=cache,
         )
-        if memory is not None or memory_mask is not None:
-            self._add_memory(contexts, memory, memory_mask, inputs)
         shard = self.row_shard
         inputs = inputs if shard is None else shard.split(inputs)
         # No variable here names the embeddings: it would hold them until the end of the head.
-        hidden, extras = self._hidden(
-            self.embed_tokens(inputs) if inputs_embeds is None else inputs, contexts
+        hidden, extras = self.run_layers(
+            self.embed_tokens(inputs) if inputs_embeds is None else inputs, context
         )
-        fault = next(iter(contexts.values())).mask.fault
-        if fault is not None:
-            hidden = hidden + fault.to(hidden.device)
-        if cache is not None:
-            cache.advance(seq)
         if labels is None:
             return hidden if shard is None else shard.whole(hidden)
         ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
-        targets = next_token_targets(labels, document_ids, ignore_index)
+        targets = next_token_targets(labels, context.document_ids, ignore_index)
         if shard is None:
             output = self.head(hidden, targets, **loss_options)
         else:
@@ -343,32 +358,41 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         check_embeds(inputs_embeds, self.embed_tokens, self.parameters())
         return inputs_embeds
 
-    def _hidden(
-        self, x: Tensor, contexts: dict[str, AttentionContext]
-    ) -> tuple[Tensor, list[Tensor]]:
+    def run_layers(self, x: Tensor, context: DecoderContext) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states after the final norm, and the third tensors of the layers.
 
-        Args: x: the embeddings.
+        `forward` is `prepare_context`, `embed_tokens`, this, and the head. If the context has a
+        cache, it advances by these tokens.
+
+        Args:
+            x: (batch, seq, hidden), such as `embed_tokens` returns. Under context parallelism, they
+                are those of this rank's part of each row.
+            context: what `prepare_context` returned for them.
         """
         residual = None
         extras: list[Tensor] = []
         extra: list[Tensor]
-        store = self._offloader(x.device, contexts)
-        cache = next(iter(contexts.values())).cache
+        store = self._offloader(x.device, context.layers)
+        cache, seq = context.cache, x.shape[1]
         runs: Counter[nn.Module] = Counter()
         repeats = getattr(cache, "uses", 1) > 1  # another class with a cache's methods may lack it
-        layers = zip(self.layers, self.ropes, self._layer_plans())
-        for index, (layer, rope, plan) in enumerate(layers):
+        layers = zip(self.layers, context.layers, self._layer_plans())
+        for index, (layer, inputs, plan) in enumerate(layers):
             if cache is not None and repeats:
                 cache.use = runs[layer]
                 runs[layer] += 1
             with nullcontext() if store is None else store.layer(index, plan.host):
                 kept_in = store if plan.host else None
                 x, residual, *extra = run_layer(
-                    layer, x, residual, contexts[rope], plan.policy, plan.tile, kept_in
+                    layer, x, residual, inputs, plan.policy, plan.tile, kept_in
                 )
                 extras += extra
-        return self.norm(x) if residual is None else self.norm(x, residual)[0], extras
+        hidden = self.norm(x) if residual is None else self.norm(x, residual)[0]
+        if context.mask.fault is not None:
+            hidden = hidden + context.mask.fault.to(hidden.device)
+        if cache is not None:
+            cache.advance(seq)
+        return hidden, extras
 
     def _check_attributes(self) -> None:
         """Raise ConfigError if an attribute that the model computes with was not set."""
@@ -403,20 +427,38 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         """For each layer, the name of the attribute that holds its rotary embedding."""
         return ["rotary_emb"] * len(self.layers)
 
-    def _contexts(
+    def prepare_context(
         self,
         inputs: Tensor,
+        *,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
-    ) -> tuple[dict[str, AttentionContext], Tensor | None]:
-        """Return each rope's context (angles and the shared mask), and the document ids.
+    ) -> DecoderContext:
+        """Return what the layers of one forward share, for `run_layers` or for a layer alone.
 
-        The document ids are None if rows are not packed.
+        Args:
+            inputs: ids (batch, seq) or embeddings (batch, seq, hidden), of which only the shape and
+                the device count.
+            position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, memory,
+                memory_mask, cache: as in `forward`.
+        Raises:
+            ValueError: the arguments contradict each other, or one has a wrong shape or dtype.
+            ConfigError: `ropes` does not fit the layers.
         """
+        check_tensors(
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            attention_mask=attention_mask,
+            prefix_lengths=prefix_lengths,
+            memory=memory,
+            memory_mask=memory_mask,
+        )
         batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
         shard = self.row_shard
@@ -432,6 +474,7 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         )
         if cache is None:
             self._prepare(mask, batch, inputs.device)
+        keys = self._memory_keys(memory, memory_mask, inputs)
         length: int | None = None
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
@@ -442,20 +485,18 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
             cos, sin = getattr(self, name)(position_ids, length)
             if shard is not None:
                 cos, sin = shard.split(cos), shard.split(sin)
-            contexts[name] = AttentionContext(cos, sin, mask, cache, shared)
-        return contexts, document_ids
+            contexts[name] = AttentionContext(cos, sin, mask, cache, shared, memory, keys)
+        return DecoderContext([contexts[name] for name in self.ropes], document_ids)
 
-    def _add_memory(
-        self,
-        contexts: dict[str, AttentionContext],
-        memory: Tensor | None,
-        memory_mask: Tensor | None,
-        inputs: Tensor,
-    ) -> None:
-        """Put the memory and its mask into the contexts."""
-        batch, seq = inputs.shape[:2]
+    def _memory_keys(
+        self, memory: Tensor | None, memory_mask: Tensor | None, inputs: Tensor
+    ) -> AttentionMask | None:
+        """Check the memory, and return the mask of its keys; None without a memory."""
         if memory is None:
-            raise ValueError("memory_mask: it needs a memory, which is missing")
+            if memory_mask is not None:
+                raise ValueError("memory_mask: it needs a memory, which is missing")
+            return None
+        batch, seq = inputs.shape[:2]
         layers = [x for x in self.layers.modules() if isinstance(x, CrossAttention)]
         if not layers:
             raise ValueError(
@@ -470,8 +511,7 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         for each in layers:
             heads, head_dim = each.num_heads, each.head_dim
             prepare(mask, None, each.softcap, batch, heads, inputs.device, dtype, head_dim, False)
-        for context in contexts.values():
-            context.memory, context.memory_mask = memory, mask
+        return mask
 
     def _prepare(self, mask: AttentionMask, batch: int, device: torch.device) -> None:
         """Compute the forms of the mask that the layers will need, once for each kind of layer."""

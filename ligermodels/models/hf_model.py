@@ -3,7 +3,6 @@
 import copy
 import inspect
 import math
-from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.safetensors_file import StoredTensor
+from ligermodels.converters.source import Source
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
 from ligermodels.models.config import ModelConfig
@@ -26,17 +24,8 @@ class HFModel(nn.Module):
     Attributes:
         config: the family's config.
         built_from: a copy of the config from the time when the modules were made.
-        source_folder: the local checkpoint folder that the weights were loaded from, or None.
-        source_dtype: the dtype of the weights when they were loaded, or None.
-        source_constants: HF name -> a tensor of the checkpoint that the model does not need.
-            `save_hf` writes it as it was.
-        source_files: name -> content of the tokenizer and generation files that were in
-            source_folder when the weights were loaded. `save_hf` writes them.
-        source_generation_config: the content of generation_config.json when the weights were
-            loaded; {} without such a file.
+        source: the checkpoint that the model was loaded from.
         layout: how the model is divided over ranks, or None if this rank has all of it.
-        unread: the checkpoint of a model that `from_hf(device="meta")` has made, until its values
-            are read.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -47,13 +36,8 @@ class HFModel(nn.Module):
         config.validate()
         self.config = config
         self.built_from = copy.deepcopy(config)
-        self.source_folder: Path | None = None
-        self.source_dtype: torch.dtype | None = None
-        self.source_constants: dict[str, StoredTensor] = {}
-        self.source_files: dict[str, bytes] = {}
-        self.source_generation_config: dict[str, Any] = {}
+        self.source = Source()
         self.layout: Layout | None = None
-        self.unread: Checkpoint | None = None
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -182,7 +182,7 @@ def check_tensors(**given: object) -> None:
             raise ValueError(f"{name} is a {type(value).__name__}; expected a tensor")
 
 
-def check_labels(labels: Tensor, shape: tuple[int, int]) -> None:
+def check_labels(labels: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless labels are int64 and have the inputs' shape (batch, seq)."""
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"

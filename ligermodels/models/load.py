@@ -22,6 +22,7 @@ from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.safetensors_file import DTYPES
 from ligermodels.converters.save_dir import read_one_version
+from ligermodels.converters.source import Source
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, first_line
 from ligermodels.layers import RotaryEmbedding
@@ -108,8 +109,6 @@ class LoadableModel(HFModel):
             reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
             for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
                 pass
-        else:
-            model.unread = checkpoint
         _set_parameters(model, weights)
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
@@ -118,11 +117,14 @@ class LoadableModel(HFModel):
             model.compute_buffers(device)
         if dtype is not None:
             config.dtype = name_of(dtype)
-        model.source_folder = folder
-        model.source_constants = constants
-        model.source_files = source_files
-        model.source_generation_config = generation_config
-        model.source_dtype = model.embed_tokens.weight.dtype
+        model.source = Source(
+            folder=folder,
+            dtype=model.embed_tokens.weight.dtype,
+            constants=constants,
+            files=source_files,
+            generation_config=generation_config,
+            unread=None if reads_now else checkpoint,
+        )
         return model
 
     def compute_buffers(self, device: torch.device | str | None = None) -> None:

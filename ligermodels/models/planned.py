@@ -170,7 +170,7 @@ class PlannedModel(nn.Module):
         return self._memory_plan.layers
 
     def _offloader(
-        self, device: torch.device, contexts: dict[str, AttentionContext]
+        self, device: torch.device, contexts: Sequence[AttentionContext]
     ) -> Offloader | None:
         """Return the offloader of a device at the start of a forward.
 
@@ -195,7 +195,7 @@ class PlannedModel(nn.Module):
                 store = self._offloaders[device] = Offloader(device, budget)
         shared = [
             x
-            for context in contexts.values()
+            for context in contexts
             for x in (context.cos, context.sin, context.memory)
             if x is not None
         ]

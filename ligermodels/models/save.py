@@ -64,7 +64,7 @@ class SavableModel(HFModel):
         if layout is not None:
             layout.reshard(self)
         dtype = self.embed_tokens.weight.dtype
-        if dtype != self.source_dtype:
+        if dtype != self.source.dtype:
             config = dataclasses.replace(config, dtype=name_of(dtype))
         weight_map = self.weight_map(config)
         # With an untied config, a weight that the user has tied by hand is saved under both names.
@@ -78,7 +78,7 @@ class SavableModel(HFModel):
         _check_tied(self, folder)
 
         constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
-        constants |= self.source_constants
+        constants |= self.source.constants
 
         def write(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
@@ -87,7 +87,7 @@ class SavableModel(HFModel):
                 weight_map,
                 get_tensor,
                 constants=constants,
-                source_files=self.source_files,
+                source_files=self.source.files,
                 max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,

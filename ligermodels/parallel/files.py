@@ -19,7 +19,7 @@ def read_slices(model: DecoderModel) -> None:
         CheckpointError: on any rank, a value is NaN or infinite, a file was changed after its
             header was read, or a tied head differs from the embedding. All ranks raise.
     """
-    checkpoint, model.unread = model.unread, None
+    checkpoint, model.source.unread = model.source.unread, None
     assert checkpoint is not None, "from_hf was not called with device='meta'"
     weight_map, weights = model.weight_map(model.built_from), dict(model.named_parameters())
     splits, silent = splits_of(model), True if rank() else None

@@ -85,7 +85,7 @@ def shard(
     if any(map(is_sharded, model.parameters())) or isinstance(model, FSDPModule):
         raise ConfigError(f"shard: this {type(model).__name__} is sharded already")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if on_meta and model.unread is None:
+    if on_meta and model.source.unread is None:
         raise ConfigError(
             "shard: the model is on the meta device, and no checkpoint belongs to it; load it "
             'with from_hf(path, device="meta"), or make it on another device'

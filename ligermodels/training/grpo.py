@@ -250,7 +250,7 @@ class GRPOObjective(Objective):
         """
         assert self.model is not None
         model, size = self.model, self.config.schedule.batch_size
-        ends = resolve_eos_token_ids(None, model.source_generation_config, model.config)
+        ends = resolve_eos_token_ids(None, model.source.generation_config, model.config)
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
         seed = int(torch.randint(2**48, ()))  # the same on all ranks
         found = []

@@ -40,12 +40,12 @@ class MedusaObjective(Objective):
     def module(self, model: DecoderModel) -> nn.Module:
         """Return the model with its heads, of which only the heads learn in the first stage."""
         options = self.options
-        heads = None if model.source_folder is None else load_heads(model, model.source_folder)
+        heads = None if model.source.folder is None else load_heads(model, model.source.folder)
         if heads is None or options.medusa_stage == 1:
             heads = MedusaHeads(model.head, options.medusa_heads, tied=options.medusa_tied)
         elif (len(heads.blocks), heads.tied) != (options.medusa_heads, options.medusa_tied):
             raise ConfigError(
-                f"medusa_heads: {model.source_folder} holds {_described(heads)}, from which stage "
+                f"medusa_heads: {model.source.folder} holds {_described(heads)}, from which stage "
                 "2 goes on; set medusa_heads and medusa_tied as they were in stage 1"
             )
         self.heads = heads

@@ -241,9 +241,9 @@ def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn
             "reference: 8-bit weights are not spread over several processes; take bfloat16, or the "
             "file, which needs no copy"
         )
-    assert model.source_folder is not None
+    assert model.source.folder is not None
     wide = getattr(torch, dtype)
-    copy = type(model).from_hf(model.source_folder, dtype=wide, device="meta")
+    copy = type(model).from_hf(model.source.folder, dtype=wide, device="meta")
     # No autocast surrounds the forward of a sharded model.
     compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
     return shard(copy.requires_grad_(False).eval(), compute_dtype=compute_dtype)

@@ -170,7 +170,7 @@ def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path
     found = model.head.logits(model(IDS))
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert type(model) is type(AutoLiger.from_hf(folders[family]))
-    assert model.source_folder is None  # whose weights are others
+    assert model.source.folder is None  # whose weights are others
 
 
 QV = ["q_proj", "v_proj"]
@@ -305,7 +305,7 @@ def test_the_model_of_an_adapter_is_found(adapter: Any, folders: dict[str, Path]
     with pytest.raises(CheckpointError, match="cannot be added to weights that are read later"):
         AutoLiger.from_hf(folder, device="meta")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert AutoLiger.from_hf(folder).source_generation_config["eos_token_id"] == [7, 9]
+    assert AutoLiger.from_hf(folder).source.generation_config["eos_token_id"] == [7, 9]
     shutil.copytree(folders["qwen2"], folder, dirs_exist_ok=True)
     with pytest.warns(UserWarning, match="adapter beside the model is not added"):
         AutoLiger.from_hf(folder)

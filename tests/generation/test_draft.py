@@ -77,7 +77,7 @@ def test_refusals() -> None:
         other = MedusaHeads(LossHead(size, vocab), 1)
         with pytest.raises(ValueError, match=f"vocabulary of {vocab} and hidden states of {size}"):
             generate_drafted(model, other, prompt)
-    model.source_generation_config = {"repetition_penalty": 1.3}
+    model.source.generation_config = {"repetition_penalty": 1.3}
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.3, given or from"):
         generate_drafted(model, heads, prompt)
     found = model.generate(prompt, heads=heads, repetition_penalty=1.0, max_new_tokens=9)
@@ -90,9 +90,9 @@ def guesses_of_a_whole_forward(modules: MultiTokenModel, ids: torch.Tensor) -> l
     """Return what the modules guess after ids, from forwards over all tokens, without caches."""
     model, hidden = modules.model, modules.model(ids[:, :-1])
     for k, module in enumerate(modules.mtp, 1):
-        contexts, _ = model._contexts(hidden, None, None, None, None, None, None)
+        context = model.prepare_context(hidden).layers[-1]
         embeds = model.embed_tokens(ids[:, k:])
-        hidden = module(hidden, embeds, contexts[model.ropes[-1]])
+        hidden = module(hidden, embeds, context)
         guess = model.head.logits(hidden[:, -1:]).argmax(-1)
         ids = torch.cat((ids, guess), 1)
     return ids[0, -len(modules.mtp) :].tolist()

@@ -29,12 +29,12 @@ def test_the_loss(family) -> None:
     out = model(ids, labels=labels)
 
     main, wanted = model.model, []
-    contexts, _ = main._contexts(ids, None, None, None, None, None, None)
+    context = main.prepare_context(ids).layers[-1]
     hidden, embeds = main(ids), main.embed_tokens(ids)
     wanted.append(main(ids, labels=labels).loss)
     for k, module in enumerate(model.mtp, 1):
         later = torch.cat((embeds[:, k:], embeds[:, :k] * 0), 1)
-        hidden = module(hidden, later, contexts[main.ropes[-1]])
+        hidden = module(hidden, later, context)
         logits = main.head.logits(hidden[:, : -(k + 1)])
         wanted.append(F.cross_entropy(logits.flatten(0, 1), labels[:, k + 1 :].flatten()))
     total = wanted[0] + 0.2 * (wanted[1] + wanted[2])

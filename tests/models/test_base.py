@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig as LlamaConfigHF
 from transformers import LlamaForCausalLM
 
-from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig, MemoryPlan
+from ligermodels import ConfigError, DecoderModel, KVCache, LigerLlama, LlamaConfig, MemoryPlan
 from ligermodels.converters.hf_config import to_hf
 from ligermodels.layers import (
     Attention,
@@ -48,6 +48,21 @@ def test_loss_is_the_forward_loss() -> None:
     expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
     z = 1e-3 * logits.logsumexp(-1).square()[targets != -100].mean()
     assert smooth.item() == pytest.approx((expected + z).item(), rel=1e-5)
+
+
+def test_a_forward_in_steps_equals_it() -> None:
+    """Also packed, and with a cache, which advances."""
+    model, (ids, _) = tiny_model(), tokens(2, 8)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    context = model.prepare_context(ids, position_ids=positions)
+    hidden, _ = model.run_layers(model.embed_tokens(ids), context)
+    assert torch.equal(hidden, model(ids, position_ids=positions))
+    cache, again = (KVCache.of(model, 2, 8) for _ in range(2))
+    for part in ids.split(4, 1):
+        context = model.prepare_context(part, cache=cache)
+        hidden, _ = model.run_layers(model.embed_tokens(part), context)
+        assert torch.equal(hidden, model(part, cache=again))
+    assert cache.length == again.length == 8
 
 
 def test_an_output_says_where_the_logits_are() -> None:

@@ -99,12 +99,12 @@ def test_one_offloader_serves_all_passes_and_no_compiled_one(
         model = tiny_model()
     device, plan = torch.device("meta"), MemoryPlan.uniform(3, "input", host=True)
     model.set_memory_plan(plan)
-    store = model._offloader(device, {})
-    assert store is not None and model._offloader(device, {}) is store
+    store = model._offloader(device, [])
+    assert store is not None and model._offloader(device, []) is store
     other = copy.deepcopy(store)
     assert other is not store and other.host_budget == store.host_budget
     with torch.no_grad():
-        assert model._offloader(device, {}) is None
+        assert model._offloader(device, []) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ConfigError, match="a compiled model cannot keep tensors in host memory"):
-        model._offloader(device, {})
+        model._offloader(device, [])

@@ -111,9 +111,9 @@ def test_a_save_holds_the_files_and_what_was_changed(both, tmp_path):
     (out / "tokenizer.model").write_bytes(b"of another tokenizer")
     model = (out / "model.safetensors").read_bytes(), (out / "config.json").read_bytes()
     ours.save_hf(out)
-    for name, content in ours.source_files.items():
+    for name, content in ours.source.files.items():
         assert (out / name).read_bytes() == content == (tmp_path / name).read_bytes()
-    assert {p.name for p in out.glob("token*")} == ours.source_files.keys()
+    assert {p.name for p in out.glob("token*")} == ours.source.files.keys()
     assert ((out / "model.safetensors").read_bytes(), (out / "config.json").read_bytes()) == model
     ours.pad_token, ours.chat_template = ours.bos_token, "{{ messages[0].content }}"
     ours.save_pretrained(out)
