@@ -22,6 +22,12 @@ def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
     or another tensor subclass (tensor parallelism, `fully_shard` on the module itself). If it is
     False, the layer calls the module.
     """
+    weight = getattr(module, "weight", None)
+    return has_plain_call(module, kind) and type(weight) in (nn.Parameter, Tensor)
+
+
+def has_plain_call(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Return whether a call of `module` computes the forward of `kind` and nothing else."""
     return (
         type(module) is kind
         and "forward" not in module.__dict__
@@ -30,7 +36,6 @@ def is_plain(module: nn.Module | None, kind: type[Kind]) -> TypeGuard[Kind]:
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and not torch_module._has_any_global_hook()
-        and type(module.weight) in (nn.Parameter, Tensor)
     )
 
 

@@ -12,24 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, all_gather
 from ligermodels.layers import Attention, GatedMLP, LayerNorm, RMSNorm
-from ligermodels.layers.fusion import is_plain
+from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.collectives import (
-    GatherSequence,
-    ScatterSequence,
-    gather_sequence,
-    scatter_sequence,
-)
 from ligermodels.parallel.layout import IndexRange, ModelLayout, Ranges, TensorSplit
-from ligermodels.parallel.vocabulary import replace_forward, split_vocabulary
+from ligermodels.parallel.modules import ColumnLinear, RowLinear, sequence_norm
+from ligermodels.parallel.vocabulary import split_vocabulary
 
 
 def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
@@ -46,47 +38,18 @@ def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
             splitter.attention(module)
         elif isinstance(module, GatedMLP):
             splitter.mlp(module)
-        elif isinstance(module, (RMSNorm, LayerNorm)):
-            replace_forward(module, _summing_gradients(module, group))
+    norms: dict[nn.Module, nn.Module] = {}
+    for name, module in [*model.layers.named_modules(remove_duplicate=False)]:
+        if isinstance(module, (RMSNorm, LayerNorm)):
+            if module not in norms:
+                norms[module] = sequence_norm(module, group)
+            model.layers.set_submodule(name, norms[module])
+    model.norm = sequence_norm(model.norm, group, gathers=True)
     split_vocabulary(model, splitter.split, mesh)
-    norm = _summing_gradients(model.norm, group)
-
-    def whole_sequence(*args: Any, **kwargs: Any) -> Any:
-        out = norm(*args, **kwargs)
-        if isinstance(out, Tensor):
-            return GatherSequence.apply(out, group)
-        return GatherSequence.apply(out[0], group), out[1]
-
-    replace_forward(model.norm, whole_sequence)
     layout = ModelLayout.of(model)
     parts = 1 if layout.rows is None else layout.rows.ranks
     model.register_forward_pre_hook(_refuse_inputs(ranks, parts), with_kwargs=True)
     layout.tensors = splitter.named()
-
-
-class ColumnLinear(nn.Linear):
-    """A linear whose outputs are split over ranks, and whose input is split along the sequence.
-
-    `shared` (first row, rows, ranks): rows that so many neighbouring ranks have in common.
-    """
-
-    group: Any
-    shared: tuple[int, int, int] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, seq, outputs of this rank) for x (batch, seq / ranks, inputs)."""
-        return _ColumnProduct.apply(x, self.weight, self.bias, self.group, self.shared)
-
-
-class RowLinear(nn.Linear):
-    """A linear whose inputs are split over ranks. Its output is split along the sequence."""
-
-    group: Any
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, seq / ranks, outputs) for x (batch, seq, inputs of this rank)."""
-        y = ScatterSequence.apply(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + SumGradient.apply(self.bias, self.group)
 
 
 class _Splitter:
@@ -167,6 +130,8 @@ def _check(model: DecoderModel, ranks: int) -> None:
 
     if model.head is None:
         raise ConfigError("tensor parallelism: a classifier cannot be split; use FSDP2 (dp_shard)")
+    if not _is_norm(model.norm):
+        raise _cannot_be_cut("norm", model.norm)
     projections: set[nn.Module] = set()
     for name, module in model.layers.named_modules():
         if isinstance(module, Attention) and _computes_like(module, Attention):
@@ -181,13 +146,10 @@ def _check(model: DecoderModel, ranks: int) -> None:
             linears = [module.gate_up_proj, module.down_proj]
             if module.down_proj.in_features % ranks:
                 raise refuse(f"an MLP of width {module.down_proj.in_features}")
-        elif isinstance(module, (RMSNorm, LayerNorm)) or module in projections:
+        elif _is_norm(module) or module in projections:
             continue
         elif [*module.parameters(recurse=False)]:
-            raise ConfigError(
-                f"tensor parallelism: layers.{name} is a {type(module).__name__}, which cannot be "
-                "cut; use FSDP2 alone (dp_shard)"
-            )
+            raise _cannot_be_cut(f"layers.{name}", module)
         else:
             continue
         projections.update(linears)
@@ -200,6 +162,17 @@ def _check(model: DecoderModel, ranks: int) -> None:
     vocab = model.head.vocab_size
     if vocab <= -(-vocab // ranks) * (ranks - 1):
         raise refuse(f"a vocabulary of {vocab}")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return has_plain_call(module, RMSNorm) or has_plain_call(module, LayerNorm)
+
+
+def _cannot_be_cut(name: str, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"tensor parallelism: {name} is a {type(module).__name__}, which cannot be cut; use FSDP2 "
+        "alone (dp_shard)"
+    )
 
 
 def _computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -226,66 +199,3 @@ def _refuse_inputs(ranks: int, parts: int) -> Callable[..., None]:
             )
 
     return check
-
-
-def _summing_gradients(module: nn.Module, group: Any) -> Callable[..., Any]:
-    """Return the module's forward with parameters whose gradients are summed over the ranks."""
-    original = type(module).forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)
-        try:
-            for name, parameter in own.items():
-                if parameter is not None and parameter.requires_grad:
-                    module._parameters[name] = SumGradient.apply(parameter, group)
-            return original(module, *args, **kwargs)
-        finally:
-            module._parameters.update(own)
-
-    return forward
-
-
-class _ColumnProduct(torch.autograd.Function):
-    """Gather the sequence and multiply. It saves this rank's part, and gathers it again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: Any,
-        shared: tuple[int, int, int] | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.shared = group, shared
-        return F.linear(gather_sequence(x, group), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = None
-        if needs_x:
-            grad_x = scatter_sequence(grad @ weight, ctx.group)
-        rows = grad.flatten(0, -2)
-        if needs_weight:
-            grad_weight = rows.t() @ gather_sequence(x, ctx.group).flatten(0, -2)
-            _sum_shared(grad_weight, ctx.shared, ctx.group)
-        if needs_bias:
-            grad_bias = rows.sum(0)
-            _sum_shared(grad_bias, ctx.shared, ctx.group)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def _sum_shared(grad: Tensor, shared: tuple[int, int, int] | None, group: Any) -> None:
-    """Sum the gradient of rows that neighbouring ranks have in common, in place."""
-    if shared is None:
-        return
-    first, rows, ranks = shared
-    own = grad[first : first + rows].contiguous()
-    every = own.new_empty(dist.get_world_size(group) * rows, *own.shape[1:])
-    all_gather(every, own, group=group)
-    start = dist.get_rank(group) // ranks * ranks
-    same = every.view(-1, *own.shape)[start : start + ranks]
-    grad[first : first + rows] = same.sum(0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ligermodels import ConfigError
-from ligermodels.parallel import tensor
+from ligermodels.layers import RMSNorm
+from ligermodels.parallel import modules
 from ligermodels.parallel.layout import local_slices, splits_of
 from ligermodels.parallel.state import _take_own_slices
 from ligermodels.parallel.tensor import tensor_parallel
@@ -59,6 +60,19 @@ def test_modules_that_are_not_known_are_refused() -> None:
     model.layers[1].mlp.down_proj = type("Other", (torch.nn.Linear,), {})(28, 20)
     with pytest.raises(ConfigError, match=r"a projection of layers.1.mlp is a Other"):
         tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+    model = make(True)
+    model.norm = type("Other", (RMSNorm,), {})(20)
+    with pytest.raises(ConfigError, match="norm is a Other, which cannot be cut"):
+        tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+
+
+def test_a_norm_with_two_names_stays_one() -> None:
+    model = make(True)
+    block = model.layers[0]
+    block.post_attention_layernorm = block.input_layernorm
+    tensor_parallel(model, Mesh(2))  # type: ignore[arg-type]
+    assert type(block.input_layernorm) is modules.SequenceRMSNorm
+    assert block.post_attention_layernorm is block.input_layernorm
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
@@ -96,9 +110,9 @@ def test_rows_that_neighbours_share_get_the_sum_of_their_gradients(
         assert own.equal(every[3])
         out.copy_(every.flatten(0, 1))
 
-    monkeypatch.setattr(tensor, "all_gather", gather)
-    monkeypatch.setattr(tensor.dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(tensor.dist, "get_rank", lambda group: 3)
+    monkeypatch.setattr(modules, "all_gather", gather)
+    monkeypatch.setattr(modules.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(modules.dist, "get_rank", lambda group: 3)
     grad = torch.cat([torch.ones(1, 1), every[3], torch.ones(1, 1)])
-    tensor._sum_shared(grad, (1, 2, 2), None)
+    modules._sum_shared(grad, (1, 2, 2), None)
     assert grad.flatten().tolist() == [1.0, 4.0 + 6.0, 5.0 + 7.0, 1.0]

@@ -1,0 +1,187 @@
+"""The modules that tensor parallelism puts in the place of linears, norms and the embedding.
+
+Each is a subclass of the module that it replaces and has parameters of the same names, so that
+layers call it instead of fusing it, and names in a state dict stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels import kernels
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, all_gather
+from ligermodels.layers import LayerNorm, RMSNorm
+from ligermodels.parallel.collectives import (
+    GatherSequence,
+    ScatterSequence,
+    gather_sequence,
+    scatter_sequence,
+)
+
+
+class ColumnLinear(nn.Linear):
+    """A linear whose outputs are split over ranks, and whose input is split along the sequence.
+
+    `shared` (first row, rows, ranks): rows that so many neighbouring ranks have in common.
+    """
+
+    group: Any
+    shared: tuple[int, int, int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, seq, outputs of this rank) for x (batch, seq / ranks, inputs)."""
+        return _ColumnProduct.apply(x, self.weight, self.bias, self.group, self.shared)
+
+
+class RowLinear(nn.Linear):
+    """A linear whose inputs are split over ranks. Its output is split along the sequence."""
+
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, seq / ranks, outputs) for x (batch, seq, inputs of this rank)."""
+        y = ScatterSequence.apply(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + SumGradient.apply(self.bias, self.group)
+
+
+class SequenceRMSNorm(RMSNorm):
+    """An RMSNorm of this rank's part of the sequence. Its gradient is summed over the ranks.
+
+    `gathers`: whether it returns the whole sequence.
+    """
+
+    group: Any
+    gathers: bool
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x, or x + residual: see `RMSNorm`."""
+        weight = SumGradient.apply(self.weight, self.group)
+        if residual is None:
+            return _whole(self, kernels.rms_norm(x, weight, **self.options))
+        y, total = kernels.add_rms_norm(x, residual, weight, **self.options)
+        return _whole(self, y), total
+
+
+class SequenceLayerNorm(LayerNorm):
+    """A LayerNorm of this rank's part of the sequence; see `SequenceRMSNorm`."""
+
+    group: Any
+    gathers: bool
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x, or x + residual: see `LayerNorm`."""
+        weight, bias = (
+            None if each is None else SumGradient.apply(each, self.group)
+            for each in (self.weight, self.bias)
+        )
+        if residual is None:
+            return _whole(self, kernels.layer_norm(x, weight, bias, self.eps))
+        y, total = kernels.add_layer_norm(x, residual, weight, bias, self.eps)
+        return _whole(self, y), total
+
+
+def sequence_norm(
+    norm: RMSNorm | LayerNorm, group: Any, *, gathers: bool = False
+) -> SequenceRMSNorm | SequenceLayerNorm:
+    """Return a norm of a part of the sequence, with the parameters and settings of `norm`."""
+    made: SequenceRMSNorm | SequenceLayerNorm
+    size = norm.normalized_shape[0]
+    if isinstance(norm, RMSNorm):
+        made = SequenceRMSNorm(size, **norm.options, device="meta")
+    else:
+        made = SequenceLayerNorm(size, norm.eps, device="meta")
+        made.bias = norm.bias
+    made.weight, made.group, made.gathers = norm.weight, group, gathers
+    return made.train(norm.training)
+
+
+def _whole(norm: SequenceRMSNorm | SequenceLayerNorm, y: Tensor) -> Tensor:
+    return GatherSequence.apply(y, norm.group) if norm.gathers else y
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which this rank has some rows. Its output is split along the sequence.
+
+    Args:
+        embedding: the whole embedding, whose settings and scale it takes.
+        weight: (rows of this rank, hidden).
+        first: the id of the first of these rows.
+        group: the ranks that share the vocabulary.
+    """
+
+    def __init__(self, embedding: nn.Embedding, weight: nn.Parameter, first: int, group: Any):
+        sizes = embedding.num_embeddings, embedding.embedding_dim
+        super().__init__(*sizes, embedding.padding_idx, device="meta")
+        self.weight, self.first, self.group = weight, first, group
+        self.scale: float | None = getattr(embedding, "scale", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up (batch, seq) int64 and return (batch, seq / ranks, hidden)."""
+        here = input - self.first
+        mine = (here >= 0) & (here < len(self.weight))
+        # On a GPU, the lookup of an id outside the whole vocabulary must fail, as in nn.Embedding.
+        outside = (input < 0) | (input >= self.num_embeddings)
+        rows = F.embedding(torch.where(mine, here, outside * len(self.weight)), self.weight)
+        if self.padding_idx is not None:
+            # The padding token's embedding gets no gradient, as in nn.Embedding.
+            trained = (mine & (input != self.padding_idx)).unsqueeze(-1)
+            rows = torch.where(trained, rows, rows.detach())
+        rows = ScatterSequence.apply(rows.masked_fill(~mine.unsqueeze(-1), 0.0), self.group)
+        if self.scale is None:
+            return rows
+        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """Gather the sequence and multiply. It saves this rank's part, and gathers it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Any,
+        shared: tuple[int, int, int] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.shared = group, shared
+        return F.linear(gather_sequence(x, group), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = scatter_sequence(grad @ weight, ctx.group)
+        rows = grad.flatten(0, -2)
+        if needs_weight:
+            grad_weight = rows.t() @ gather_sequence(x, ctx.group).flatten(0, -2)
+            _sum_shared(grad_weight, ctx.shared, ctx.group)
+        if needs_bias:
+            grad_bias = rows.sum(0)
+            _sum_shared(grad_bias, ctx.shared, ctx.group)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _sum_shared(grad: Tensor, shared: tuple[int, int, int] | None, group: Any) -> None:
+    """Sum the gradient of rows that neighbouring ranks have in common, in place."""
+    if shared is None:
+        return
+    first, rows, ranks = shared
+    own = grad[first : first + rows].contiguous()
+    every = own.new_empty(dist.get_world_size(group) * rows, *own.shape[1:])
+    all_gather(every, own, group=group)
+    start = dist.get_rank(group) // ranks * ranks
+    same = every.view(-1, *own.shape)[start : start + ranks]
+    grad[first : first + rows] = same.sum(0)
