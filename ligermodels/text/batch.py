@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     import torch
 
 SIDES = ("left", "right")
-_PADDINGS = (True, False, "longest", "max_length", "do_not_pad")
 
 
 class Encoding(dict[str, Any]):
@@ -32,14 +31,14 @@ def check_options(
     padding: Any, truncation: Any, max_length: Any, padding_side: Any, return_tensors: Any
 ) -> None:
     """Raise ValueError for options of a call that there are not, or that have no effect."""
-    if padding not in _PADDINGS:
-        raise ValueError(f"padding={padding!r}: expected one of {_PADDINGS}")
-    if not isinstance(truncation, bool):
-        raise ValueError(f"truncation={truncation!r}: expected True or False")
-    if padding_side not in SIDES:
-        raise ValueError(f"padding_side={padding_side!r}: expected one of {SIDES}")
-    if return_tensors not in (None, "pt"):
-        raise ValueError(f"return_tensors={return_tensors!r}: expected 'pt', or None for lists")
+    for name, value, choices in (
+        ("padding", padding, (True, False, "longest", "max_length", "do_not_pad")),
+        ("truncation", truncation, (True, False)),
+        ("padding_side", padding_side, SIDES),
+        ("return_tensors", return_tensors, ("pt", None)),  # None returns lists.
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: expected one of {choices}")
     if max_length is not None and not (type(max_length) is int and max_length > 0):
         raise ValueError(f"max_length={max_length!r}: expected a number of tokens above 0")
     if max_length is not None and not truncation and padding != "max_length":
@@ -58,8 +57,6 @@ def cut(whole: list[int], plain: list[int], length: int, side: str) -> list[int]
     Raises:
         ValueError: there is no room for the text.
     """
-    if len(whole) <= length:
-        return whole
     around = len(whole) - len(plain)
     if length <= around:
         raise ValueError(
@@ -70,26 +67,25 @@ def cut(whole: list[int], plain: list[int], length: int, side: str) -> list[int]
     return whole[:start] + kept + whole[start + len(plain) :]
 
 
-def padded(rows: Sequence[list[int]], length: int | None, pad: int | None, side: str) -> Encoding:
+def padded(rows: Sequence[list[int]], length: int, pad: int | None, side: str) -> Encoding:
     """Return rows and their masks, filled to a length.
 
-    Args: length: None fills nothing; pad: the token that fills, if there is one.
+    Args: pad: the token that fills, if there is one.
     Raises:
         ValueError: something has to be filled, and there is no such token.
     """
-    ids, masks = [], []
-    for row in rows:
-        count = max(0, (length or 0) - len(row))
-        if count and pad is None:
-            raise ValueError(
-                "the tokenizer has no pad_token; set one, such as "
-                "tokenizer.pad_token = tokenizer.eos_token"
-            )
-        more, hidden = [pad or 0] * count, [0] * count
-        seen = [1] * len(row)
-        ids.append(more + row if side == "left" else row + more)
-        masks.append(hidden + seen if side == "left" else seen + hidden)
-    return Encoding(input_ids=ids, attention_mask=masks)
+    if pad is None and any(len(row) < length for row in rows):
+        raise ValueError(
+            "the tokenizer has no pad_token; set one, such as "
+            "tokenizer.pad_token = tokenizer.eos_token"
+        )
+
+    def filled(row: list[int], value: int | None) -> list[Any]:
+        more = [value] * (length - len(row))
+        return more + row if side == "left" else row + more
+
+    masks = [filled([1] * len(row), 0) for row in rows]
+    return Encoding(input_ids=[filled(row, pad) for row in rows], attention_mask=masks)
 
 
 def as_tensors(encoding: Encoding) -> Encoding:

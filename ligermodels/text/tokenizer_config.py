@@ -1,177 +1,135 @@
-"""Read the tokenizer settings of a checkpoint: the special tokens and the added tokens."""
+"""Read the files of a checkpoint's tokenizer, and check its settings."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Required
-
-from ligermodels.converters.files import is_token_id, read_json_if_present
+from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
+from ligermodels.converters.files import is_token_id, parse_json
 from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.text.batch import SIDES
 
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-
-
-# The settings that switch something on or off, and the flags of an added token; null means the
-# default.
+SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in "bos eos unk sep pad cls mask".split())
 _SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
-FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 # A checkpoint's own id: a decimal number below 2**31 that is written in one way only.
 _ID = re.compile(r"0|[1-9][0-9]{,9}")
 
 
-class AddedToken(TypedDict, total=False):
-    """An entry of "added_tokens_decoder"; the flags are those of `tokenizers.AddedToken`."""
+class TokenizerFiles:
+    """The files of a tokenizer's folder, read once.
 
-    content: Required[str]
-    special: bool
-    lstrip: bool
-    rstrip: bool
-    normalized: bool
-    single_word: bool
-
-
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, or {} if there is no such file.
-
-    The keys that ligermodels uses are checked. A config without "added_tokens_decoder" has the
-    older layout, whose special tokens are in special_tokens_map.json.
-
+    Args: folder: a local folder.
+    Attributes:
+        contents: name -> content of each file.
+        config: the settings of tokenizer_config.json. Those that ligermodels uses are checked. In
+            the older layout, without "added_tokens_decoder", it is filled from
+            special_tokens_map.json.
     Raises:
         CheckpointError: a file is damaged. The message names the file and the key.
     """
-    config = _read_checked(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        config = {**_read_checked(folder / "special_tokens_map.json"), **config}
-    return config
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.contents = copied_files(folder)
+        self.contents.pop(GENERATION_CONFIG_NAME, None)
+        self.config = self._settings("tokenizer_config.json")
+        if "added_tokens_decoder" not in self.config:
+            self.config = {**self._settings("special_tokens_map.json"), **self.config}
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder / name}: {problem}")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file, or {} if there is no such file."""
+        return parse_json(self.contents.get(name, b"{}"), str(self.folder / name), CheckpointError)
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        found = self.read_json(name)
+        for keys, is_good, expected in _CHECKS:
+            for key in keys:
+                value = found.get(key)
+                if value is not None and not is_good(value):
+                    raise self.error(name, f"{key!r} is {short_repr(value)}, expected {expected}")
+        return found
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the special tokens: name, such as "bos_token" -> text.
+
+        An empty text, as in the first conversions of Llama, means that there is no such token.
+        """
+        texts = {name: _text(self.config.get(name)) for name in SPECIAL_TOKENS}
+        return {name: text for name, text in texts.items() if text}
+
+    def added_tokens(self) -> dict[int, dict[str, Any]]:
+        """Return the "added_tokens_decoder" as id -> entry, in the order of the ids."""
+        decoder = self.config.get("added_tokens_decoder") or {}
+        return {int(index): decoder[index] for index in sorted(decoder, key=int)}
+
+    def all_added_tokens(self) -> dict[int, dict[str, Any]]:
+        """Return `added_tokens` with those of the older layout's added_tokens.json.
+
+        Raises:
+            CheckpointError: the file is damaged, or it gives another token's id to a token.
+        """
+        found, name = self.added_tokens(), "added_tokens.json"
+        for token, index in self.read_json(name).items():
+            is_id = is_token_id(index) and index >= 0
+            if not is_id or found.setdefault(index, {"content": token})["content"] != token:
+                raise self.error(
+                    name,
+                    f"{short_repr(token)} is {short_repr(index)}, expected an id from 0 to 2**31 "
+                    "- 1 that no other token has",
+                )
+        return found
 
 
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens of the config: name, such as "bos_token" -> text.
+def added_token(entry: dict[str, Any], **flags: bool) -> "AddedToken":
+    """Return an entry of "added_tokens_decoder" as a token of the package `tokenizers`."""
+    from tokenizers import AddedToken
 
-    An empty text, as in the first conversions of Llama, means that there is no such token.
-    """
-    texts = {name: _text(config.get(name)) for name in SPECIAL_TOKENS}
-    return {name: text for name, text in texts.items() if text}
-
-
-def added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the config's "added_tokens_decoder" as id -> token, in the order of the ids."""
-    decoder = config.get("added_tokens_decoder", {})
-    return {int(index): decoder[index] for index in sorted(decoder, key=int)}
-
-
-def read_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Return the tokens of the older layout's added_tokens.json and of the config as id -> token.
-
-    Raises:
-        CheckpointError: the file is damaged, or it contradicts itself or the config.
-    """
-    path = folder / "added_tokens.json"
-    merged = added_tokens(config)
-    ids = {token["content"]: index for index, token in merged.items()}
-    for token, index in (read_json_if_present(path, CheckpointError) or {}).items():
-        if not is_token_id(index) or index < 0:
-            raise CheckpointError(
-                f"{path}: {short_repr(token)} is {short_repr(index)}, expected an id from 0 to "
-                "2**31 - 1"
-            )
-        if not is_unicode(token):
-            raise CheckpointError(f"{path}: {short_repr(token)} is not valid Unicode")
-        if ids.setdefault(token, index) != index:
-            raise CheckpointError(
-                f"{path}: {short_repr(token)} is {index}, but added_tokens_decoder in "
-                f"tokenizer_config.json has it as {ids[token]}; correct one of the two"
-            )
-        other = merged.setdefault(index, {"content": token})["content"]
-        if other != token:
-            raise CheckpointError(
-                f"{path}: {short_repr(token)} is {index}, but {short_repr(other)} has the same id; "
-                "give each token its own id"
-            )
-    return dict(sorted(merged.items()))
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a string is valid Unicode, which half a surrogate pair is not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    given = {flag: entry[flag] for flag in _FLAGS if entry.get(flag) is not None}
+    return AddedToken(entry["content"], **given | flags)
 
 
 def _text(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _read_checked(path: Path) -> dict[str, Any]:
-    """Read a settings file and check the types of the values that ligermodels uses."""
-    found = read_json_if_present(path, CheckpointError) or {}
-
-    def check(key: str, good: bool, expected: str) -> None:
-        if not good:
-            raise CheckpointError(
-                f"{path}: {key!r} is {short_repr(found[key])}, expected {expected}"
-            )
-
-    for name in SPECIAL_TOKENS:
-        good = found.get(name) is None or _are_texts(_text(found[name]))
-        check(name, good, "a string or an object with 'content'")
-    for name in _SWITCHES:
-        check(name, _is_switch(found.get(name)), "true, false or null")
-    for name in ("padding_side", "truncation_side"):
-        check(name, found.get(name) in (None, *SIDES), f"one of {SIDES}")
-    decoder = found.get("added_tokens_decoder", {})
-    good = isinstance(decoder, dict) and all(map(_is_added_token, decoder.values()))
-    check("added_tokens_decoder", good, "an object that maps ids to objects with 'content'")
-    contents: dict[str, str] = {}
-    for index, token in decoder.items():
-        if not _ID.fullmatch(index) or int(index) >= 2**31:
-            raise CheckpointError(
-                f"{path}: added_tokens_decoder has the key {short_repr(index)}, expected an id "
-                "from 0 to 2**31 - 1 without further signs"
-            )
-        if contents.setdefault(token["content"], index) != index:
-            raise CheckpointError(
-                f"{path}: added_tokens_decoder has {short_repr(token['content'])} as "
-                f"{contents[token['content']]} and as {index}; remove one of the two"
-            )
-    template = found.get("chat_template")
-    good = template is None or _are_texts(template)
-    if isinstance(template, list):
-        good = all(
-            isinstance(entry, dict) and _are_texts(entry.get("name"), entry.get("template"))
-            for entry in template
-        ) and len({entry["name"] for entry in template}) == len(template)
-    check(
-        "chat_template",
-        good,
-        "a string or a list of objects with 'name' and 'template', each with its own name",
+def _are_added_tokens(decoder: Any) -> bool:
+    return isinstance(decoder, dict) and all(
+        _ID.fullmatch(index)
+        and int(index) < 2**31
+        and isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        and all(isinstance(entry.get(flag), bool | None) for flag in _FLAGS)
+        for index, entry in decoder.items()
     )
-    return found
 
 
-def _is_added_token(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not _are_texts(entry.get("content")):
-        return False
-    return all(_is_switch(entry.get(flag)) for flag in FLAGS)
+def _is_template(value: Any) -> bool:
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in value
+    ) and len({entry["name"] for entry in value}) == len(value)
 
 
-def _is_switch(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _are_texts(*values: Any) -> bool:
-    return all(isinstance(value, str) and is_unicode(value) for value in values)
+_CHECKS = (
+    (SPECIAL_TOKENS, lambda x: isinstance(_text(x), str), "a string or an object with 'content'"),
+    (_SWITCHES, lambda x: isinstance(x, bool), "true, false or null"),
+    (("padding_side", "truncation_side"), SIDES.__contains__, f"one of {SIDES}"),
+    (("added_tokens_decoder",), _are_added_tokens, "ids below 2**31 -> objects with 'content'"),
+    (
+        ("chat_template",),
+        _is_template,
+        "a string or a list of 'name' and 'template', no name twice",
+    ),
+)

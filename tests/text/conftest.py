@@ -1,8 +1,7 @@
 import pytest
-import sentencepiece
 import tokenizers
 
-from tests.text.folders import LINES
+from tests.text.folders import LINES, train_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +28,7 @@ def bpe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory):
-    """A folder with a sentencepiece model with byte fallback, trained as for Llama 2."""
+    """A folder with a sentencepiece model."""
     folder = tmp_path_factory.mktemp("spm")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=360,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        minloglevel=2,
-    )
+    train_sentencepiece(folder)
     return folder

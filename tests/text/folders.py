@@ -3,6 +3,7 @@
 import json
 import random
 
+import sentencepiece
 from transformers import AutoTokenizer
 
 from ligermodels.text import Tokenizer
@@ -15,6 +16,22 @@ LINES = [
     "to be or not to be, that is the question",
 ] * 3
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def train_sentencepiece(folder, **options):
+    """Write a tokenizer.model with byte fallback, trained as for Llama 2."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=2,
+        **options,
+    )
 
 
 def added(index, content, special=True, **more):

@@ -23,7 +23,7 @@ CHATML = """{{ bos_token }}{% for message in messages %}
 {% endfor %}
 {% if add_generation_prompt %}<|im|>assistant
 {% endif %}"""
-JSON = "{{ messages | tojson(indent=1) }}{{ messages[0] | tojson }}{{ extra }}{{ tools }}"
+JSON = "{{ messages | tojson(indent=1) }}{{ extra }}{{ tools }}{{ strftime_now('%Y') }}"
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def test_where_templates_are_found(folder):
         assert text == theirs.apply_chat_template(TALK, tokenize=False, **options)
 
     _, ours = load(folder, named[1:])
-    with pytest.raises(CheckpointError, match=r"none named 'default'.*\['rag', 'tool_use'\]"):
+    with pytest.raises(CheckpointError, match=r"named 'default', only \['rag', 'tool_use'\]"):
         ours.apply_chat_template(TALK)
 
-    (folder / "chat_template.jinja").write_text("from the file")
+    (folder / "chat_template.jinja").write_bytes(b"from\r\nthe {{ 1 }}\rfile\n")
     theirs, ours = load(folder, named)
-    assert ours.chat_template == theirs.chat_template == "from the file"
+    assert ours.chat_template == theirs.chat_template == "from\nthe {{ 1 }}\nfile\n"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "short.jinja").write_text("short")
     theirs, ours = load(folder)
@@ -76,16 +76,9 @@ def test_where_templates_are_found(folder):
     assert ours.apply_chat_template(TALK, tokenize=False, chat_template="short") == "short"
 
 
-def test_strftime_now(folder):
-    _, ours = load(folder, "{{ strftime_now('%Y') }}")
-    assert ours.apply_chat_template(TALK, tokenize=False).isdigit()
-
-
 def test_a_template_that_fails_says_so(folder, subtests):
     for template, message in (
         ("{{ raise_exception('roles must alternate') }}", "chat template .*: roles must alternate"),
-        ("{% for %}", "chat template .*"),
-        ("{{ messages.append(1) }}", "chat template .*append"),
         ("{{ ''.__class__.__mro__ }}", "chat template .*unsafe"),
         ("{{ messages[0].content + 1 }}", "chat template .*: can only concatenate"),
         (None, "no chat template; write one into chat_template.jinja in"),
@@ -102,18 +95,9 @@ def test_a_template_without_end_says_so(folder, monkeypatch):
     _, ours = load(folder, "{% for _ in range(9999) %}{% endfor %}")
     with pytest.raises(CheckpointError, match=r"chat template .*: it does too much work"):
         ours.apply_chat_template(TALK)
-    (folder / "chat_template.jinja").write_text("x" * 1_000_001)
-    with pytest.raises(CheckpointError, match=r"chat_template.jinja: the file has 1000001 bytes"):
-        load(folder)
-
-
-def test_lines_of_a_file_end_as_in_transformers(folder):
-    (folder / "chat_template.jinja").write_bytes(b"a\r\n{{ 1 }}\rb\n")
-    theirs, ours = load(folder)
-    assert ours.chat_template == theirs.chat_template == "a\n{{ 1 }}\nb\n"
 
 
 def test_no_messages(folder):
-    _, ours = load(folder, CHATML)
+    _, ours = load(folder)
     with pytest.raises(ValueError, match="an empty conversation"):
         ours.apply_chat_template([])

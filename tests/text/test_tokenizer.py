@@ -1,8 +1,5 @@
 """Tokenizer: where its files come from, what it decodes, and which folders it refuses."""
 
-import os
-import shutil
-
 import pytest
 
 from ligermodels.errors import CheckpointError, DataError
@@ -26,26 +23,16 @@ def test_unusable_folders_are_refused_by_name(tmp_path):
         Tokenizer.from_hf(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no tokenizer.model; .* has no tokenizer files"):
         Tokenizer.from_hf(tmp_path)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text("{}")
     with pytest.raises(CheckpointError, match="the folder of a run, whose model is in model/"):
-        Tokenizer.from_hf(run)
+        Tokenizer.from_hf(tmp_path)
+    (tmp_path / "run.json").unlink()
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"has merges.txt, vocab.json\n.*save_pretrained"):
         Tokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(CheckpointError, match=r"tokenizer.model: .* not a sentencepiece.*tiktoken"):
-        Tokenizer.from_hf(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: this is not a tokenizer"):
-        Tokenizer.from_hf(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: the JSON holds a list"):
-        Tokenizer.from_hf(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: the content is not JSON"):
         Tokenizer.from_hf(tmp_path)
 
 
@@ -61,35 +48,10 @@ def test_decode_takes_tensors_ints_and_ids_beyond_the_vocabulary(bpe):
     assert len(ours.encode("the quick brown fox jumps over the lazy dog")) > 4
 
 
-FILES = {
-    "bpe": ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-    + ("chat_template.jinja", "additional_chat_templates/x.jinja", "additional_chat_templates"),
-    "spm": ("tokenizer.model", "added_tokens.json"),
-}
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
-def test_what_is_there_but_no_file_is_never_absent(request, tmp_path, subtests, make):
-    for source, name in ((source, name) for source, names in FILES.items() for name in names):
-        with subtests.test(name):
-            folder = tmp_path / name.replace("/", "-")
-            shutil.copytree(request.getfixturevalue(source), folder)
-            path = folder / name
-            path.unlink(missing_ok=True)
-            path.parent.mkdir(exist_ok=True)
-            make(path)
-            with pytest.raises(CheckpointError) as caught:
-                Tokenizer.from_hf(folder)
-            assert str(caught.value).startswith(f"{path}: ")
-
-
 def test_text_that_is_not_unicode(bpe):
     ours = Tokenizer.from_hf(bpe)
     with pytest.raises(DataError, match=r"not valid Unicode: character 2 is '\\ud800'"):
         ours.encode("ab\ud800")
-    with pytest.raises(DataError, match="not valid Unicode"):
-        ours.apply_chat_template([{"content": "\udcff"}], chat_template="{{ messages[0].content }}")
     with pytest.raises(TypeError, match="must be a str, got bytes"):
         ours.encode(b"ab")
-    assert ours.token_to_id("\ud800") is None
     assert ours.id_to_token(-1) is ours.id_to_token(2**40) is None

@@ -44,7 +44,7 @@ def test_an_id_of_the_config_must_be_that_of_the_file(bpe, tmp_path):
     with_parts(bpe, tmp_path)
     config = {**FAST, "added_tokens_decoder": added(7, "</s>")}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"'</s>' id 7, but with tokenizer.json .* id 1"):
+    with pytest.raises(CheckpointError, match=r"'</s>' has id 7, but with tokenizer.json .* id 1"):
         Tokenizer.from_hf(tmp_path)
 
 
@@ -58,10 +58,9 @@ def test_what_the_package_would_take_silently_is_refused(bpe, tmp_path, subtests
 
     for parts, message in (
         (changed(zz=0), rf"the vocabulary has {first!r} and 'zz' as 0"),
-        (changed(zz=2**31), "the vocabulary has 'zz' as 2147483648"),
         (
             {"added_tokens": [*tokens, {**tokens[0], "content": "[Z]", "id": 999}]},
-            r"added_tokens gives '\[Z\]' id 999, but with tokenizer.json .* id 330",
+            r"the added token '\[Z\]' has id 999, but with tokenizer.json .* id 330",
         ),
     ):
         with subtests.test(message):
