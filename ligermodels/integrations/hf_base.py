@@ -170,7 +170,8 @@ class LigerPreTrainedModel(PreTrainedModel):
         """Yield all modules and their names; PEFT, and only PEFT, splits the projections with it.
 
         Every method of PEFT looks up here what it adapts. A packed projection would get an adapter
-        that no other program has a place for, or none.
+        that no other program has a place for, or none. `peft.peft_model` only looks at what is
+        adapted already, also between a forward and its backward.
 
         Raises:
             ConfigError: PEFT is at work, and what `split_for_peft` raises.
@@ -179,7 +180,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         while frame.f_code.co_name == "named_modules" and frame.f_back is not None:
             frame = frame.f_back  # a module around this one looks through its children
         caller = frame.f_globals.get("__name__", "")
-        if caller.startswith("peft."):
+        if caller.startswith("peft.") and caller != "peft.peft_model":
             projections.split_for_peft(self, caller)
         return super().named_modules(*args, **options)
 

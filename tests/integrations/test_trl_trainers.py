@@ -15,10 +15,7 @@ from peft import LoraConfig, ShadowConfig
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations import trl_trainers
-from ligermodels.integrations.hf_model import (
-    LigerForCausalLM,
-    LigerForSequenceClassification,
-)
+from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger
 from tests.integrations.tiny_text import texts, tokenizer
@@ -106,36 +103,60 @@ def compare(name: str, folder: Path, data: Any, options: dict[str, Any], **more:
     return ours
 
 
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [
-        ({"text": ANSWERS}, {"max_steps": 6}),
-        ({"text": ANSWERS}, {"packing": True, "max_length": 16}),
-        pytest.param({"text": ANSWERS}, {"padding_free": True, "max_length": None}, marks=LONG),
-        ({"prompt": PROMPTS, "completion": ANSWERS}, {"gradient_accumulation_steps": 2}),
-        pytest.param({"messages": MESSAGES}, {"assistant_only_loss": True}, marks=LONG),
-        pytest.param({"text": ANSWERS}, {"loss_type": "dft"}, marks=LONG),
-        pytest.param({"text": ANSWERS}, {"label_smoothing_factor": 0.1}, marks=LONG),
-    ],
-    ids=["text", "packed", "padding-free", "completion", "assistant", "dft", "smoothing"],
-)
-def test_sft(data: Any, options: dict[str, Any], folder: Path) -> None:
-    compare("SFTTrainer", folder, data, options)
+def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+TEXT, REWARDED = {"text": ANSWERS}, {"reward_funcs": length_reward}
+ONLINE = {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}
+SYNCHRONISED = ONLINE | {"sync_ref_model": True, "ref_model_sync_steps": 1}
+# The second step on the same completions has ratios other than 1, and a loss other than 0.
+GIVEN = ONLINE | {"num_iterations": 2, "learning_rate": 0.05, "max_steps": 6}
+DIVERGENCE = {"f_divergence_type": "js_divergence", "ld_alpha": 0.5}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "data", "options"),
     [
-        {"max_steps": 6},
-        pytest.param({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, marks=LONG),
-        {"use_weighting": True},
-        pytest.param({"f_divergence_type": "js_divergence", "ld_alpha": 0.5}, marks=LONG),
-        pytest.param({"precompute_ref_log_probs": True}, marks=LONG),
+        ("SFT", TEXT, {"max_steps": 6}),
+        ("SFT", TEXT, {"packing": True, "max_length": 16}),
+        ("SFT", {"prompt": PROMPTS, "completion": ANSWERS}, {"gradient_accumulation_steps": 2}),
+        pytest.param("SFT", TEXT, {"padding_free": True, "max_length": None}, marks=LONG),
+        pytest.param("SFT", {"messages": MESSAGES}, {"assistant_only_loss": True}, marks=LONG),
+        pytest.param("SFT", TEXT, {"loss_type": "dft"}, marks=LONG),
+        pytest.param("SFT", TEXT, {"label_smoothing_factor": 0.1}, marks=LONG),
+        ("DPO", PAIRS, {"use_weighting": True, "max_steps": 6}),
+        pytest.param("DPO", PAIRS, {"loss_type": ["sigmoid", "sft"]}, marks=LONG),
+        pytest.param("DPO", PAIRS, DIVERGENCE, marks=LONG),
+        pytest.param("DPO", PAIRS, {"precompute_ref_log_probs": True}, marks=LONG),
+        # Both sample the same completions, because their logits are equal.
+        ("GRPO", {"prompt": PROMPTS}, ONLINE | {"temperature": 0.7}),
+        ("GRPO", {"prompt": PROMPTS}, GIVEN),
+        pytest.param("GRPO", {"prompt": PROMPTS}, ONLINE | {"beta": 0.0}, marks=LONG),
+        pytest.param("GRPO", {"prompt": PROMPTS}, SYNCHRONISED, marks=LONG),
+        pytest.param("RLOO", {"prompt": PROMPTS}, SYNCHRONISED, marks=LONG),
     ],
-    ids=["sigmoid", "sft", "weighting", "divergence", "precomputed"],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
-def test_dpo(options: dict[str, Any], folder: Path) -> None:
-    compare("DPOTrainer", folder, PAIRS, options)
+def test_losses(name: str, data: Any, options: dict[str, Any], folder: Path) -> None:
+    compare(f"{name}Trainer", folder, data, options, **(REWARDED if "beta" in options else {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "more"),
+    [
+        ("DPO", PAIRS, {}),
+        pytest.param("SFT", TEXT, {}, marks=LONG),
+        pytest.param("KTO", LABELLED, {}, marks=LONG),
+        pytest.param("GRPO", {"prompt": PROMPTS}, REWARDED, marks=LONG),
+        pytest.param("RLOO", {"prompt": PROMPTS}, REWARDED, marks=LONG),
+    ],
+)
+def test_lora(name: str, data: Any, more: dict[str, Any], folder: Path) -> None:
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4)
+    options = {"learning_rate": 0.1} | (ONLINE if more else {})
+    ours = compare(f"{name}Trainer", folder, data, options, peft_config=adapter, **more)
+    assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
 
 
 def test_a_memory_plan_changes_no_loss(folder: Path) -> None:
@@ -160,54 +181,6 @@ def test_the_reference_of_dpo_computes_under_autocast(folder: Path) -> None:
     assert logged(trainer)["rewards/chosen"] == [0.0]
 
 
-def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=LONG),
-        {"beta": 0.1, "temperature": 0.7},
-        # The second step on the same completions has ratios other than 1, and a loss other than 0.
-        {"beta": 0.1, "num_iterations": 2, "learning_rate": 0.05, "max_steps": 6},
-        pytest.param({"beta": 0.1, "sync_ref_model": True}, marks=LONG),
-    ],
-    ids=["plain", "reference", "given completions", "synchronised"],
-)
-@pytest.mark.parametrize("name", ["GRPOTrainer", pytest.param("RLOOTrainer", marks=LONG)])
-def test_online(name: str, options: dict[str, Any], folder: Path) -> None:
-    """Both sample the same completions, because their logits are equal."""
-    beta = {} if options else {"beta": 0.0}
-    more = {"max_completion_length": 6, "num_generations": 2, "ref_model_sync_steps": 1}
-    data = {"prompt": PROMPTS}
-    compare(name, folder, data, options | beta | more, reward_funcs=length_reward)
-
-
-ONLINE = ("GRPOTrainer", "RLOOTrainer")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["SFTTrainer", *(pytest.param(n, marks=LONG) for n in ("DPOTrainer", "KTOTrainer", *ONLINE))],
-)
-def test_lora(name: str, folder: Path) -> None:
-    kinds = {"SFTTrainer": {"text": ANSWERS}, "DPOTrainer": PAIRS, "KTOTrainer": LABELLED}
-    data: Any = kinds.get(name, {"prompt": PROMPTS})
-    options: dict[str, Any] = {"learning_rate": 0.1}
-    more: dict[str, Any] = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}
-    if name in ONLINE:
-        options |= {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}
-        more["reward_funcs"] = length_reward
-    ours = compare(name, folder, data, options, **more)
-    assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
-    if name == "SFTTrainer":  # new adapters have the same values, on all linears, too
-        more["peft_config"] = LoraConfig(
-            task_type="CAUSAL_LM", r=4, use_dora=True, target_modules="all-linear"
-        )
-        compare(name, folder, data, options, **more)
-
-
 def test_arguments_stay_as_they_are_if_the_constructor_fails(folder: Path) -> None:
     """Or the next trainer that gets them would train without a reference model."""
     args = trl.GRPOConfig(str(folder / "run"), **(COMMON | {"beta": 0.1, "num_generations": 2}))
@@ -218,22 +191,13 @@ def test_arguments_stay_as_they_are_if_the_constructor_fails(folder: Path) -> No
     assert args.beta == 0.1
 
 
-def test_a_native_model_is_refused(folder: Path) -> None:
+def test_what_trl_cannot_train_is_refused(folder: Path) -> None:
     words = r"LigerSFTTrainer: TRL needs .* pass LigerForCausalLM\.from_native\(model\)"
     with pytest.raises(ConfigError, match=words):
-        run("LigerSFTTrainer", AutoLiger.from_hf(folder), folder, {"text": ANSWERS}, {})
-
-
-def test_a_method_of_peft_that_does_not_work_is_refused(folder: Path) -> None:
-    model = LigerForCausalLM.from_pretrained(folder)
+        run("LigerSFTTrainer", AutoLiger.from_hf(folder), folder, TEXT, {})
     config = ShadowConfig(task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="SHADOW of PEFT does not work on a native model"):
-        run("LigerSFTTrainer", model, folder, {"text": ANSWERS}, {}, peft_config=config)
-
-
-def test_a_model_is_loaded_by_its_path(folder: Path) -> None:
-    trainer = run("LigerSFTTrainer", str(folder), folder, {"text": ANSWERS}, {"max_steps": 1})
-    assert isinstance(trainer.model, LigerForCausalLM)
+        run("LigerSFTTrainer", str(folder), folder, TEXT, {}, peft_config=config)
 
 
 def test_on_a_model_of_transformers_it_is_the_trainer_of_trl(folder: Path) -> None:
@@ -243,7 +207,7 @@ def test_on_a_model_of_transformers_it_is_the_trainer_of_trl(folder: Path) -> No
 
 
 def test_what_a_model_is_loaded_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's option for a quantised model, and the one label of a reward model."""
+    """TRL's option for a quantised model, and projections that adapters can be added to."""
     loaded = Mock()
     monkeypatch.setattr(LigerForCausalLM, "from_pretrained", loaded)
     args = Mock(model_init_kwargs={"dtype": "auto"}, seed=1)
@@ -251,22 +215,18 @@ def test_what_a_model_is_loaded_with(folder: Path, monkeypatch: pytest.MonkeyPat
     sft = trl_trainers.LigerSFTTrainer
     sft._load(object.__new__(sft), "path", given)
     options = {"dtype": "auto", "quantization_config": "4 bits", "device_map": None}
-    # An adapter cannot be added to a part of a quantised projection.
     loaded.assert_called_once_with("path", **options, split_projections=True)
     assert "quantization_config" not in given  # TRL takes it for a model that is loaded already
-    reward = trl_trainers.LigerRewardTrainer
-    made = reward._load(object.__new__(reward), str(folder), {"args": None})
-    assert isinstance(made, LigerForSequenceClassification) and made.config.num_labels == 1
 
 
-def test_what_is_trained_by_default(folder: Path, tmp_path: Path) -> None:
-    """In float32, as TRL trains it, and with a new head that the seed decides."""
+def test_a_reward_model_by_its_path(folder: Path, tmp_path: Path) -> None:
+    """It is in float32, as TRL trains it, with a new head of one label that the seed decides."""
     LigerForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    reward = trl_trainers.LigerRewardTrainer
-    args = Mock(model_init_kwargs=None, seed=3)
-    heads = []
+    reward, heads = trl_trainers.LigerRewardTrainer, []
     for _ in range(2):
+        args = Mock(model_init_kwargs=None, seed=3)
         made = reward._load(object.__new__(reward), str(tmp_path), {"args": args})
+        assert isinstance(made, LigerForSequenceClassification) and made.config.num_labels == 1
         assert {p.dtype for p in made.parameters()} == {torch.float32}
         heads.append(made.score.weight)
     assert torch.equal(*heads)
