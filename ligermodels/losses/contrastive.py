@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,7 @@ def info_nce(
     temperature: float = 0.05,
     symmetric: bool = False,
     normalizer: float | Tensor | None = None,
-    chunk_size: int | None = None,
-    max_scratch_bytes: int | None = None,
+    **options: Any,
 ) -> LossOutput:
     """Return InfoNCE with in-batch negatives (van den Oord et al. 2018, arXiv 1807.03748).
 
@@ -36,7 +37,7 @@ def info_nce(
         symmetric: whether to return the mean of this loss and the one in which each document is to
             find its query. There must be as many documents as queries.
         normalizer: the number of queries of the whole step.
-        chunk_size, max_scratch_bytes: as in `ligermodels.kernels.linear_cross_entropy`.
+        options: chunk_size and max_scratch_bytes, as in `ligermodels.kernels.linear_cross_entropy`.
     Returns: the loss and the metric accuracy.
     Raises:
         ConfigError: a shape or an option is wrong.
@@ -52,8 +53,7 @@ def info_nce(
         raise ConfigError("symmetric: needs one document for each query, in the same order")
     if positives is None and len(queries) > len(documents):
         raise ConfigError(
-            f"documents: {len(documents)} for {len(queries)} queries; expected at least one for "
-            "each query, or positives"
+            f"documents: {len(documents)} for {len(queries)} queries; expected as many"
         )
     if positives is None:
         positives = torch.arange(len(queries), device=queries.device)
@@ -65,9 +65,8 @@ def info_nce(
             targets,
             logit_scale=1 / temperature,
             normalizer=normalizer,
-            chunk_size=chunk_size,
-            max_scratch_bytes=max_scratch_bytes,
             return_token_stats=True,
+            **options,
         )
         assert found.correct is not None
         return found.loss, found.correct

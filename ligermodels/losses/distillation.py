@@ -4,13 +4,15 @@
 stored log-probabilities of a teacher's likeliest classes, and does not need the teacher itself.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels import linear_divergence
 from ligermodels.layers.loss_head import LossHead
-from ligermodels.losses.terms import divided
+from ligermodels.losses.terms import check_shape, divided
 
 
 def distillation(
@@ -21,13 +23,7 @@ def distillation(
     *,
     targets: Tensor | None = None,
     ignore_index: int = -100,
-    token_weights: Tensor | None = None,
-    beta: float | None = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    chunk_size: int | None = None,
-    max_scratch_bytes: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return the generalized Jensen-Shannon divergence between a student and a teacher.
 
@@ -40,39 +36,30 @@ def distillation(
         hidden: (..., hidden), teacher_hidden: (..., teacher's hidden), of the same tokens.
         targets: (...) int64, aligned with hidden. A token whose target is ignore_index does not
             count; the other targets are not looked at. By default all tokens count.
-        token_weights: (...) factors of the tokens, without a gradient.
-        temperature: divides the logits of both heads. The loss is not multiplied with its square.
-        reduction, normalizer, chunk_size, max_scratch_bytes: as in
-            `ligermodels.kernels.linear_divergence`. By default the normalizer is the number of
-            tokens that count.
+        options: beta (0.5), temperature (1.0), token_weights, reduction ("mean"), normalizer,
+            chunk_size and max_scratch_bytes, as in `ligermodels.kernels.linear_divergence`. The
+            temperature divides the logits of both heads; the loss is not multiplied with its
+            square. By default the normalizer is the number of tokens that count.
     Returns: a scalar in float32, or (...) for reduction "none".
     Raises:
         ValueError: as `linear_divergence`; or a head's projection is not a plain nn.Linear.
     """
-    weight, bias, softcap, logit_scale = head.plain_parameters(hidden, "head")
+    student = head.plain_parameters(hidden, "head")
     with torch.no_grad():
-        teacher_weight, teacher_bias, teacher_softcap, teacher_scale = (
-            teacher_head.plain_parameters(teacher_hidden, "teacher_head")
-        )
+        teacher = teacher_head.plain_parameters(teacher_hidden, "teacher_head")
     return linear_divergence(
         hidden,
-        weight,
+        student.weight,
         teacher_hidden,
-        teacher_weight,
-        bias,
-        teacher_bias,
-        beta=beta,
+        teacher.weight,
+        student.bias,
+        teacher.bias,
         mask=None if targets is None else targets != ignore_index,
-        token_weights=token_weights,
-        reduction=reduction,
-        normalizer=normalizer,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        teacher_softcap=teacher_softcap,
-        teacher_scale=teacher_scale,
-        chunk_size=chunk_size,
-        max_scratch_bytes=max_scratch_bytes,
+        softcap=student.softcap,
+        logit_scale=student.logit_scale,
+        teacher_softcap=teacher.softcap,
+        teacher_scale=teacher.logit_scale,
+        **options,
     )
 
 
@@ -152,19 +139,10 @@ def hidden_cosine(
             f"{tuple(teacher_hidden.shape)}; expected the same shape. Project the student's "
             "hidden states to the teacher's size with an nn.Linear"
         )
-    if targets is not None and targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"hidden_cosine: targets {tuple(targets.shape)}; expected the shape of the tokens, "
-            f"{tuple(hidden.shape[:-1])}"
-        )
+    check_shape("targets", targets, hidden.shape[:-1])
     hidden, teacher_hidden = hidden.float(), teacher_hidden.detach().float()
-    if targets is None:
-        kept = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
-    else:
-        # What does not count is replaced before the formula, as in `counted`.
-        kept = targets != ignore_index
-        hidden, teacher_hidden = (
-            torch.where(kept[..., None], x, 1.0) for x in (hidden, teacher_hidden)
-        )
-    away = 1 - F.cosine_similarity(hidden, teacher_hidden, dim=-1)
+    kept = torch.ones_like(hidden[..., 0]).bool() if targets is None else targets != ignore_index
+    # What does not count is replaced before the formula, as in `counted`.
+    student, teacher = (torch.where(kept[..., None], x, 1.0) for x in (hidden, teacher_hidden))
+    away = 1 - F.cosine_similarity(student, teacher, dim=-1)
     return divided(torch.where(kept, away, 0.0).sum(), normalizer, kept.sum())

@@ -22,7 +22,7 @@ from ligermodels.losses.terms import (
     LossOutput,
     Mean,
     check_choice,
-    check_factors,
+    check_shape,
     check_shapes,
     counted,
     divided,
@@ -33,7 +33,6 @@ from ligermodels.losses.terms import (
 
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence")
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _MEAN_OF_ROWS = ("grpo", "sapo", "luspo")  # the others sum over all tokens
 RATIO_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -111,27 +110,28 @@ def grpo_loss(
     Raises:
         ConfigError: an option or a shape is wrong.
     """
-    _check_grpo(loss_type, importance_sampling_level, beta, ref_log_probs)
+    check_choice("loss_type", loss_type, GRPO_LOSS_TYPES)
+    check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
+    if beta and ref_log_probs is None:
+        raise ConfigError("ref_log_probs: beta is not 0, so those of the reference are needed")
+    if entropy is None and (entropy_coef or top_entropy_quantile < 1.0):
+        raise ConfigError("entropy: entropy_coef and top_entropy_quantile need it")
     check_shapes(
+        mask,
         log_probs=log_probs,
-        mask=mask,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
         sampling_log_probs=sampling_log_probs,
         entropy=entropy,
     )
-    check_factors("importance_sampling_ratio", importance_sampling_ratio, mask)
-    if entropy is None and (entropy_coef or top_entropy_quantile < 1.0):
-        raise ConfigError("entropy: entropy_coef and top_entropy_quantile need it")
-    if loss_type == "cispo" and epsilon_high is None:
-        raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
+    check_shape("advantages", advantages, mask.shape[:1], mask.shape)
+    factor = importance_sampling_ratio
+    check_shape("importance_sampling_ratio", factor, mask.shape, (len(mask), 1))
     mask = mask.bool()
     # What stands beside the completions is not looked at.
-    advantages = counted(_per_token(advantages, mask), mask)
+    advantages = counted(advantages.detach().view(len(mask), -1), mask)
     log_probs = counted(log_probs, mask)
-    if importance_sampling_ratio is not None:
-        importance_sampling_ratio = counted(importance_sampling_ratio.detach(), mask, fill=1.0)
-    high = epsilon if epsilon_high is None else epsilon_high
+    factor = None if factor is None else counted(factor.detach(), mask, fill=1.0)
     old = counted((log_probs if old_log_probs is None else old_log_probs).detach(), mask)
     log_ratio = log_probs - old
     if importance_sampling_level == "sequence":
@@ -139,64 +139,51 @@ def grpo_loss(
     else:
         ratio = log_ratio.exp()
     metrics: dict[str, Mean] = {}
-    if entropy is not None:
-        metrics["entropy"] = mean_of(entropy, mask)
-
     if loss_type == "cispo":
-        losses = -ratio.clamp(max=high).detach() * advantages * log_probs
-        metrics["cispo_clip_ratio"] = _fraction((ratio > high) & (advantages > 0), mask)
+        if epsilon_high is None:
+            raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
+        losses = -ratio.clamp(max=epsilon_high).detach() * advantages * log_probs
+        metrics["cispo_clip_ratio"] = _fraction((ratio > epsilon_high) & (advantages > 0), mask)
     elif loss_type == "sapo":
-        heat = torch.where(
-            advantages > 0,
-            torch.full_like(advantages, sapo_temperature_pos),
-            torch.full_like(advantages, sapo_temperature_neg),
-        )
+        heat = _either(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, ratio)
         losses = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantages
     elif loss_type == "vespo":
-        weight = _gamma_weight(
-            advantages,
-            log_ratio.detach(),
-            mask,
-            importance_sampling_ratio,
-            (vespo_k_pos, vespo_lambda_pos),
-            (vespo_k_neg, vespo_lambda_neg),
-        )
+        k = _either(advantages >= 0, vespo_k_pos, vespo_k_neg, ratio)
+        rate = _either(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, ratio)
+        weight = _gamma_weight(log_ratio.detach(), mask, factor, k, rate)
         losses = -weight * advantages * log_probs
         metrics["vespo/phi_seq_mean"] = _fraction(weight, mask)
     else:
-        kept = ratio if delta is None else ratio.clamp(max=delta)
-        clipped = ratio.clamp(1 - epsilon, 1 + high)
-        losses = -torch.min(kept * advantages, clipped * advantages)
-        metrics |= _clip_metrics(kept, advantages, mask, epsilon, high)
-
+        losses, metrics = _clipped(ratio, advantages, mask, epsilon, epsilon_high, delta)
     if off_policy_mask_threshold is not None:
         sampled = old if sampling_log_probs is None else sampling_log_probs
         drift = token_means(torch.nan_to_num(sampled - log_probs.detach()), mask)[:, None]
         losses = losses * ((advantages >= 0) | (drift <= off_policy_mask_threshold))
     acting = mask
-    if top_entropy_quantile < 1.0:
-        assert entropy is not None
-        acting = _highest_entropy(entropy.detach(), mask, top_entropy_quantile)
-        losses = losses * acting
-    if importance_sampling_ratio is not None and loss_type != "vespo":
-        losses = losses * importance_sampling_ratio
-    if beta:
-        assert ref_log_probs is not None
-        kl = _kl_estimate(log_probs, ref_log_probs, mask)
+    if entropy is not None:
+        metrics["entropy"] = mean_of(entropy, mask)
+        if top_entropy_quantile < 1.0:
+            acting = _highest_entropy(entropy.detach(), mask, top_entropy_quantile)
+            losses = losses * acting
+    if factor is not None and loss_type != "vespo":
+        losses = losses * factor
+    if beta and ref_log_probs is not None:
+        # The estimate k3 of the KL from the reference (Schulman 2020), which is never below 0.
+        log_ratio = torch.where(mask, ref_log_probs.detach() - log_probs, 0.0)
+        kl = log_ratio.exp() - log_ratio - 1
         kl = kl * ratio if use_bias_correction_kl else kl
         losses = losses + beta * kl
         metrics["kl"] = mean_of(kl, mask)
 
     losses = losses.expand_as(log_probs)  # one of each sequence counts at each of its tokens
     means = loss_type in ("grpo", "sapo")
-    rows = token_means(losses, mask) if means else token_sums(losses, mask)
+    total = (token_means(losses, mask) if means else token_sums(losses, mask)).sum()
     count = grpo_normalizer(mask, loss_type, max_completion_length)
-    loss = divided(rows.sum(), normalizer, count)
-    if entropy_coef:
-        assert entropy is not None
-        metrics["policy_loss"] = Mean(rows.sum().detach(), count)
-        total = torch.where(acting, entropy, 0.0).sum()
-        loss = loss - entropy_coef * divided(total, token_normalizer, acting.sum())
+    loss = divided(total, normalizer, count)
+    if entropy_coef and entropy is not None:
+        metrics["policy_loss"] = Mean(total.detach(), count)
+        entropy_sum = torch.where(acting, entropy, 0.0).sum()
+        loss = loss - entropy_coef * divided(entropy_sum, token_normalizer, acting.sum())
     return LossOutput(loss, metrics)
 
 
@@ -245,16 +232,11 @@ def rloo_loss(
     Raises:
         ConfigError: a shape is wrong.
     """
-    check_shapes(log_probs=log_probs, mask=mask, old_log_probs=old_log_probs, entropy=entropy)
-    if advantages.dim() != 1:
-        raise ConfigError("advantages: expected one for each completion: (batch)")
-    advantages = _per_token(advantages, mask)
-    high = epsilon if epsilon_high is None else epsilon_high
+    check_shapes(mask, log_probs=log_probs, old_log_probs=old_log_probs, entropy=entropy)
+    check_shape("advantages", advantages, mask.shape[:1])
     old = (log_probs if old_log_probs is None else old_log_probs).detach()
     ratio = token_sums(log_probs - old, mask)[:, None].exp()
-    clipped = ratio.clamp(1 - epsilon, 1 + high)
-    losses = -torch.min(ratio * advantages, clipped * advantages)
-    metrics = _clip_metrics(ratio, advantages, mask, epsilon, high)
+    losses, metrics = _clipped(ratio, advantages.detach()[:, None], mask, epsilon, epsilon_high)
     if entropy is not None:
         metrics["entropy"] = mean_of(entropy, mask)
     return LossOutput(divided(losses.sum(), normalizer, len(mask)), metrics)
@@ -287,20 +269,20 @@ def group_advantages(
     check_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
     ways = ("sum_then_normalize", "normalize_then_sum")
     check_choice("multi_objective_aggregation", multi_objective_aggregation, ways)
-    table = rewards[:, None] if rewards.dim() == 1 else rewards
+    table = rewards.view(len(rewards), -1)
+    unscored = table.isnan()
     groups = _groups(table, num_generations)  # (prompts, generations, functions)
     if multi_objective_aggregation == "normalize_then_sum":
-        centered = groups - groups.nanmean(1, keepdim=True)
-        table = (centered / (_nanstd(groups, 1) + 1e-4)).flatten(0, 1)
-    summed = _weighted_sum(table, reward_weights, unscored=rewards.isnan().view(len(rewards), -1))
+        table = _standardized(groups, 1).flatten(0, 1)
+    summed = _weighted_sum(table, reward_weights, unscored)
     if multi_objective_aggregation == "normalize_then_sum":
-        advantages = (summed - summed.nanmean()) / (_nanstd(summed, 0) + 1e-4)
-        return torch.nan_to_num(advantages)
+        return torch.nan_to_num(_standardized(summed, 0))
     groups = _groups(summed, num_generations)
-    advantages = groups - groups.nanmean(1, keepdim=True)
     if scale_rewards == "group":
-        advantages = advantages / (_nanstd(groups, 1) + 1e-4)
-    elif scale_rewards == "batch":
+        advantages = _standardized(groups, 1)
+    else:
+        advantages = groups - groups.nanmean(1, keepdim=True)
+    if scale_rewards == "batch":
         advantages = advantages / (_nanstd(summed, 0) + 1e-4)
     return torch.nan_to_num(advantages.flatten())
 
@@ -327,22 +309,21 @@ def rloo_advantages(
     Raises:
         ConfigError: a shape is wrong.
     """
-    table = rewards[:, None] if rewards.dim() == 1 else rewards
+    table = rewards.view(len(rewards), -1)
     summed = _weighted_sum(table, reward_weights, unscored=table.isnan())
     if reward_clip_range is not None:
         summed = summed.clamp(*reward_clip_range)
     if beta:
         if kl is None:
             raise ConfigError("kl: beta is not 0, so the KL of each completion is needed")
-        if kl.shape != summed.shape:
-            raise ConfigError(f"kl: the shape is {tuple(kl.shape)}; expected ({len(summed)},)")
+        check_shape("kl", kl, summed.shape)
         summed = summed - beta * kl
     groups = _groups(summed, num_generations)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     advantages = groups - (groups.nansum(1, keepdim=True) - groups) / others
     advantages = torch.where(others > 0, advantages, math.nan).flatten()
     if normalize_advantages:
-        advantages = (advantages - advantages.nanmean()) / (_nanstd(advantages, 0) + 1e-4)
+        advantages = _standardized(advantages, 0)
     return torch.nan_to_num(advantages)
 
 
@@ -370,7 +351,7 @@ def importance_ratio(
         ConfigError: an option or a shape is wrong.
     """
     check_choice("mode", mode, RATIO_MODES)
-    check_shapes(old_log_probs=old_log_probs, sampling_log_probs=sampling_log_probs, mask=mask)
+    check_shapes(mask, old_log_probs=old_log_probs, sampling_log_probs=sampling_log_probs)
     difference = torch.where(mask.bool(), old_log_probs - sampling_log_probs, 0.0)
     difference = torch.nan_to_num(difference, nan=0.0)
     level, _, action = mode.partition("_")
@@ -384,52 +365,44 @@ def importance_ratio(
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-def _check_grpo(loss_type: str, level: str, beta: float, ref_log_probs: Tensor | None) -> None:
-    check_choice("loss_type", loss_type, GRPO_LOSS_TYPES)
-    check_choice("importance_sampling_level", level, LEVELS)
-    if beta and ref_log_probs is None:
-        raise ConfigError("ref_log_probs: beta is not 0, so those of the reference are needed")
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """Return one of two numbers where a condition is true or false, in the dtype of `like`."""
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return advantages that broadcast over tokens: (batch, 1) or (batch, seq)."""
-    if advantages.shape not in (mask.shape[:1], mask.shape):
-        raise ConfigError(
-            f"advantages: the shape is {tuple(advantages.shape)}; expected ({len(mask)},), one for "
-            "each completion, or the shape of the mask"
-        )
-    advantages = advantages.detach()
-    return advantages[:, None] if advantages.dim() == 1 else advantages
+def _clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    low: float,
+    high: float | None,
+    delta: float | None = None,
+) -> tuple[Tensor, dict[str, Mean]]:
+    """Return the clipped objective of PPO as a loss, and how often the bounds apply."""
+    high = low if high is None else high
+    kept = ratio if delta is None else ratio.clamp(max=delta)
+    losses = -torch.min(kept * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    is_low = (kept < 1 - low) & (advantages < 0)
+    is_high = (kept > 1 + high) & (advantages > 0)
+    return losses, {
+        "clip_ratio/low_mean": _fraction(is_low, mask),
+        "clip_ratio/high_mean": _fraction(is_high, mask),
+        "clip_ratio/region_mean": _fraction(is_low | is_high, mask),
+    }
 
 
 def _gamma_weight(
-    advantages: Tensor,
-    log_ratio: Tensor,
-    mask: Tensor,
-    sampling_ratio: Tensor | None,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
+    log_ratio: Tensor, mask: Tensor, factor: Tensor | None, k: Tensor, rate: Tensor
 ) -> Tensor:
     """Return VESPO's weight e^l w^k e^(-l w) of each sequence, w its ratio: (batch, 1)."""
     lowest = math.log(1e-8)
     log_w = token_sums(log_ratio.clamp(-20.0, 20.0), mask)[:, None]
-    if sampling_ratio is not None:
-        log_sampled = sampling_ratio.log().clamp(lowest, 20.0)
-        log_w = log_w + log_sampled.sum(-1, keepdim=True)
+    if factor is not None:
+        log_w = log_w + factor.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
     log_w = log_w.clamp(lowest, 20.0)
-    k, scale = (
-        torch.where(advantages >= 0, torch.full_like(advantages, a), torch.full_like(advantages, b))
-        for a, b in zip(positive, negative)
-    )
-    scale = scale.clamp(min=1e-4)
-    weight = torch.exp(scale + k * log_w - scale * log_w.exp())
+    rate = rate.clamp(min=1e-4)
+    weight = torch.exp(rate + k * log_w - rate * log_w.exp())
     return torch.nan_to_num(weight, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return the estimate k3 of the KL from the reference (Schulman 2020): never below 0."""
-    log_ratio = torch.where(mask, ref_log_probs.detach() - log_probs, 0.0)
-    return log_ratio.exp() - log_ratio - 1
 
 
 def _highest_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -443,18 +416,6 @@ def _highest_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     below, above = values.index_select(0, ends)  # an index that is a number would wait for the GPU
     threshold = torch.lerp(below, above, position.frac().to(values.dtype))
     return mask & (entropy >= threshold)
-
-
-def _clip_metrics(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float
-) -> dict[str, Mean]:
-    is_low = (ratio < 1 - low) & (advantages < 0)
-    is_high = (ratio > 1 + high) & (advantages > 0)
-    return {
-        "clip_ratio/low_mean": _fraction(is_low, mask),
-        "clip_ratio/high_mean": _fraction(is_high, mask),
-        "clip_ratio/region_mean": _fraction(is_low | is_high, mask),
-    }
 
 
 def _fraction(values: Tensor, mask: Tensor) -> Mean:
@@ -474,13 +435,14 @@ def _groups(rewards: Tensor, num_generations: int) -> Tensor:
 
 def _weighted_sum(table: Tensor, weights: Tensor | None, unscored: Tensor) -> Tensor:
     """Return the weighted sum over functions, NaN for a completion that none of them scored."""
-    if weights is not None and weights.shape != table.shape[1:]:
-        raise ConfigError(
-            f"reward_weights: the shape is {tuple(weights.shape)}; expected ({table.shape[1]},), "
-            "one for each function"
-        )
+    check_shape("reward_weights", weights, table.shape[1:])
     weighted = table if weights is None else table * weights.to(table.device)
     return torch.where(unscored.all(1), math.nan, weighted.nansum(1))
+
+
+def _standardized(values: Tensor, dim: int) -> Tensor:
+    """Return values less their mean, divided by their standard deviation; NaN stays NaN."""
+    return (values - values.nanmean(dim, keepdim=True)) / (_nanstd(values, dim) + 1e-4)
 
 
 def _nanstd(values: Tensor, dim: int) -> Tensor:

@@ -13,7 +13,7 @@ then the loss of one big batch. (DDP and FSDP average gradients: multiply by the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from ligermodels.losses.terms import (
     LossOutput,
     check_beta,
     check_choice,
+    check_shape,
     check_shapes,
     divided,
     halves,
@@ -39,159 +40,109 @@ from ligermodels.losses.terms import (
 
 @dataclass
 class _Pairs:
-    """The terms of the formulas of DPO, one number per pair: each tensor is (pairs)."""
+    """The terms of DPO's formulas, and the formulas, which return one number per pair.
 
-    chosen_logps: Tensor  # log-probabilities of whole completions
-    rejected_logps: Tensor
-    ref_chosen_logps: Tensor
-    ref_rejected_logps: Tensor
-    chosen_scores: Tensor  # f'(ratio) of the divergence; the log ratio itself for the reverse KL
-    rejected_scores: Tensor
-    chosen_lengths: Tensor
-    rejected_lengths: Tensor
+    The tensors are (2, pairs): those of the chosen completions first, then those of the rejected.
+    """
+
+    logps: Tensor  # log-probabilities of whole completions
+    ref_logps: Tensor
+    scores: Tensor  # f'(ratio) of the divergence; the log ratio itself for the reverse KL
+    lengths: Tensor
     beta: float
     label_smoothing: float
     discopop_tau: float
 
     @property
-    def chosen(self) -> Tensor:
-        """The log ratio of the policy to the reference."""
-        return self.chosen_logps - self.ref_chosen_logps
-
-    @property
-    def rejected(self) -> Tensor:
-        return self.rejected_logps - self.ref_rejected_logps
+    def rewards(self) -> Tensor:
+        """The implicit rewards: beta times the log ratios of the policy to the reference."""
+        return self.beta * (self.logps - self.ref_logps)
 
     @property
     def logits(self) -> Tensor:
-        """The margin of the implicit rewards."""
-        return self.beta * (self.chosen_scores - self.rejected_scores)
+        """The margin of the scores."""
+        return self.beta * _margin(self.scores)
 
-    @property
-    def mean_margin(self) -> Tensor:
-        """The margin of the scores per token."""
-        return (
-            self.chosen_scores / self.chosen_lengths - self.rejected_scores / self.rejected_lengths
-        )
+    def sigmoid(self) -> Tensor:
+        """Rafailov et al. 2023, arXiv 2305.18290, eq. 7."""
+        return -F.logsigmoid(self.logits)
 
+    def hinge(self) -> Tensor:
+        """Zhao et al. 2023 (SLiC), arXiv 2305.10425, Liu et al. 2023 (RSO), arXiv 2309.06657."""
+        return torch.relu(1 - self.logits)
 
-def _sigmoid(pairs: _Pairs) -> Tensor:
-    """Rafailov et al. 2023, arXiv 2305.18290, eq. 7."""
-    return -F.logsigmoid(pairs.logits)
+    def ipo(self) -> Tensor:
+        """Azar et al. 2023, arXiv 2310.12036, eq. 17, with the log ratios per token as TRL does."""
+        return (_margin(self.scores / self.lengths) - 1 / (2 * self.beta)) ** 2
 
+    def exo_pair(self) -> Tensor:
+        """Ji et al. 2024, arXiv 2402.00856, eq. 16: the KL from the smoothed label."""
+        chosen, rejected = F.logsigmoid(self.logits), F.logsigmoid(-self.logits)
+        log_flipped, log_kept = math.log(self.label_smoothing), math.log1p(-self.label_smoothing)
+        return chosen.exp() * (chosen - log_kept) + rejected.exp() * (rejected - log_flipped)
 
-def _hinge(pairs: _Pairs) -> Tensor:
-    """Zhao et al. 2023 (SLiC), arXiv 2305.10425, and Liu et al. 2023 (RSO), arXiv 2309.06657."""
-    return torch.relu(1 - pairs.logits)
+    def nca_pair(self) -> Tensor:
+        """Chen et al. 2024, arXiv 2402.05369."""
+        return -F.logsigmoid(self.rewards[0]) - 0.5 * F.logsigmoid(-self.rewards).sum(0)
 
+    def robust(self) -> Tensor:
+        """Chowdhury et al. 2024, arXiv 2403.00409, eq. 12: unbiased if labels are flipped."""
+        rate = self.label_smoothing
+        kept, flipped = -F.logsigmoid(self.logits), -F.logsigmoid(-self.logits)
+        return ((1 - rate) * kept - rate * flipped) / (1 - 2 * rate)
 
-def _ipo(pairs: _Pairs) -> Tensor:
-    """Azar et al. 2023, arXiv 2310.12036, eq. 17, with the log ratios per token as TRL does."""
-    return (pairs.mean_margin - 1 / (2 * pairs.beta)) ** 2
+    def bco_pair(self) -> Tensor:
+        """Jung et al. 2024, arXiv 2404.04656, without its shift of the rewards."""
+        return -F.logsigmoid(self.rewards[0]) - F.logsigmoid(-self.rewards[1])
 
+    def sppo_hard(self) -> Tensor:
+        """Wu et al. 2024, arXiv 2405.00675, eq. 4.7, with the probabilities 1 and 0 of a win."""
+        chosen, rejected = self.logps - self.ref_logps
+        return (chosen - 0.5 / self.beta) ** 2 + (rejected + 0.5 / self.beta) ** 2
 
-def _exo_pair(pairs: _Pairs) -> Tensor:
-    """Ji et al. 2024, arXiv 2402.00856, eq. 16: the KL from the smoothed label."""
-    chosen, rejected = F.logsigmoid(pairs.logits), F.logsigmoid(-pairs.logits)
-    smoothing = pairs.label_smoothing
-    return chosen.exp() * (chosen - math.log1p(-smoothing)) + rejected.exp() * (
-        rejected - math.log(smoothing)
-    )
+    def aot(self) -> Tensor:
+        """Melnyk et al. 2024, arXiv 2406.05882: the sorted margins of policy and reference.
 
+        The pairs of this batch are sorted among each other.
+        """
+        policy, reference = (torch.sort(_margin(x)).values for x in (self.logps, self.ref_logps))
+        return smoothed_nll(self.beta * (policy - reference), self.label_smoothing)
 
-def _nca_pair(pairs: _Pairs) -> Tensor:
-    """Chen et al. 2024, arXiv 2402.05369."""
-    chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
-    return -F.logsigmoid(chosen) - 0.5 * (F.logsigmoid(-chosen) + F.logsigmoid(-rejected))
+    def aot_unpaired(self) -> Tensor:
+        """Compute `aot` without pairs, from the sorted log ratios of each kind of completion."""
+        return smoothed_nll(_margin(torch.sort(self.rewards).values), self.label_smoothing)
 
+    def apo_zero(self) -> Tensor:
+        """D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7."""
+        return torch.sigmoid(-self.rewards[0]) + torch.sigmoid(self.rewards[1])
 
-def _robust(pairs: _Pairs) -> Tensor:
-    """Chowdhury et al. 2024, arXiv 2403.00409, eq. 12: unbiased under a rate of flipped labels."""
-    rate = pairs.label_smoothing
-    kept, flipped = -F.logsigmoid(pairs.logits), -F.logsigmoid(-pairs.logits)
-    return ((1 - rate) * kept - rate * flipped) / (1 - 2 * rate)
+    def apo_down(self) -> Tensor:
+        """D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8."""
+        return torch.sigmoid(self.rewards[0]) + torch.sigmoid(-_margin(self.rewards))
 
+    def discopop(self) -> Tensor:
+        """Lu et al. 2024, arXiv 2406.08414, eq. 5: a logistic and an exponential loss blended."""
+        log_blend = F.logsigmoid(self.logits / self.discopop_tau)
+        # As one power, because exp(-logits) alone is infinite where the blend is 0.
+        exponential = torch.exp(log_blend - self.logits)
+        return -F.logsigmoid(self.logits) * (1 - log_blend.exp()) + exponential
 
-def _bco_pair(pairs: _Pairs) -> Tensor:
-    """Jung et al. 2024, arXiv 2404.04656, without its shift of the rewards."""
-    return -F.logsigmoid(pairs.beta * pairs.chosen) - F.logsigmoid(-pairs.beta * pairs.rejected)
-
-
-def _sppo_hard(pairs: _Pairs) -> Tensor:
-    """Wu et al. 2024, arXiv 2405.00675, eq. 4.7, with the probabilities 1 and 0 of a win."""
-    half = 0.5 / pairs.beta
-    return (pairs.chosen - half) ** 2 + (pairs.rejected + half) ** 2
-
-
-def _aot(pairs: _Pairs) -> Tensor:
-    """Melnyk et al. 2024, arXiv 2406.05882: the sorted margins of policy and reference.
-
-    The pairs of this batch are sorted among each other.
-    """
-    policy = torch.sort(pairs.chosen_logps - pairs.rejected_logps).values
-    reference = torch.sort(pairs.ref_chosen_logps - pairs.ref_rejected_logps).values
-    return smoothed_nll(pairs.beta * (policy - reference), pairs.label_smoothing)
-
-
-def _aot_unpaired(pairs: _Pairs) -> Tensor:
-    """Compute `_aot` without pairs, from the sorted log ratios of each kind of completion."""
-    margin = torch.sort(pairs.chosen).values - torch.sort(pairs.rejected).values
-    return smoothed_nll(pairs.beta * margin, pairs.label_smoothing)
+    def sigmoid_norm(self) -> Tensor:
+        """Lambert et al. 2024 (Tülu 3), arXiv 2411.15124: DPO on log ratios per token."""
+        return -F.logsigmoid(self.beta * _margin(self.scores / self.lengths))
 
 
-def _apo_zero(pairs: _Pairs) -> Tensor:
-    """D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7."""
-    return torch.sigmoid(-pairs.beta * pairs.chosen) + torch.sigmoid(pairs.beta * pairs.rejected)
+def _margin(values: Tensor) -> Tensor:
+    """Return what the chosen completions have more than the rejected: (2, pairs) -> (pairs)."""
+    return values[0] - values[1]
 
 
-def _apo_down(pairs: _Pairs) -> Tensor:
-    """D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 8."""
-    margin = pairs.chosen - pairs.rejected
-    return torch.sigmoid(pairs.beta * pairs.chosen) + torch.sigmoid(-pairs.beta * margin)
-
-
-def _discopop(pairs: _Pairs) -> Tensor:
-    """Lu et al. 2024, arXiv 2406.08414, eq. 5: a blend of the logistic and the exponential loss."""
-    log_blend = F.logsigmoid(pairs.logits / pairs.discopop_tau)
-    # As one power, because exp(-logits) alone is infinite where the blend is 0.
-    exponential = torch.exp(log_blend - pairs.logits)
-    return -F.logsigmoid(pairs.logits) * (1 - log_blend.exp()) + exponential
-
-
-def _sigmoid_norm(pairs: _Pairs) -> Tensor:
-    """Lambert et al. 2024 (Tülu 3), arXiv 2411.15124: DPO on log ratios per token."""
-    return -F.logsigmoid(pairs.beta * pairs.mean_margin)
-
-
-# "sft" is not here, because it is a mean over tokens and not over pairs: see dpo_loss.
-_DPO_LOSSES: dict[str, Callable[[_Pairs], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "sigmoid_norm": _sigmoid_norm,
-}
-DPO_LOSS_TYPES = (*_DPO_LOSSES, "sft")
-# The other formulas do not depend on the margin alone, in which the partition function cancels.
-_ANY_DIVERGENCE = {
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "robust",
-    "discopop",
-    "sft",
-}
+# The names of the formulas above. The second ones do not depend on the margin alone, in which the
+# partition function of another divergence cancels.
+_ANY_DIVERGENCE = "sigmoid hinge ipo exo_pair robust discopop sigmoid_norm".split()
+_REVERSE_KL = "nca_pair bco_pair sppo_hard aot aot_unpaired apo_zero apo_down".split()
+# "sft" is no formula of pairs, because it is a mean over tokens: see dpo_loss.
+DPO_LOSS_TYPES = (*_ANY_DIVERGENCE, *_REVERSE_KL, "sft")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -237,94 +188,59 @@ def dpo_loss(
     Raises:
         ConfigError: an option or a shape is wrong.
     """
-    check_shapes(
-        log_probs=log_probs,
-        ref_log_probs=ref_log_probs,
-        mask=mask,
-        log_sum_sq_probs=log_sum_sq_probs,
-    )
+    tokens = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    check_shapes(mask, **tokens, log_sum_sq_probs=log_sum_sq_probs)
     types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
-    weights = [1.0] * len(types) if loss_weights is None else list(loss_weights)
-    rates = beta, label_smoothing, discopop_tau
-    _check_dpo(types, weights, *rates, f_divergence_type, use_weighting, log_sum_sq_probs)
-    chosen_mask, rejected_mask = halves(mask.bool(), "mask")
-    chosen, rejected = halves(_sequence_log_probs(log_probs, mask, ld_alpha), "mask")
-    reference = _sequence_log_probs(ref_log_probs.detach(), mask, ld_alpha)
-    ref_chosen, ref_rejected = halves(reference, "mask")
-    divergence = f_divergence_type, f_alpha_divergence_coef
-    pairs = _Pairs(
-        chosen,
-        rejected,
-        ref_chosen,
-        ref_rejected,
-        _divergence_scores(chosen - ref_chosen, *divergence),
-        _divergence_scores(rejected - ref_rejected, *divergence),
-        lengths(chosen_mask),
-        lengths(rejected_mask),
-        beta,
-        label_smoothing,
-        discopop_tau,
-    )
-    weight: float | Tensor = 1.0
-    if use_weighting:
-        assert log_sum_sq_probs is not None
-        log_weights = token_means((log_probs - log_sum_sq_probs).detach(), mask)
-        weight = torch.stack(halves(log_weights, "mask")).sum(0).exp()
-    loss = log_probs.new_zeros(())
-    for name, factor in zip(types, weights):
-        if name == "sft":
-            nll = -token_sums(log_probs.chunk(2)[0], chosen_mask) * weight
-            part = divided(nll.sum(), token_normalizer, chosen_mask.sum())
-        else:
-            part = divided((_DPO_LOSSES[name](pairs) * weight).sum(), normalizer, len(chosen))
-        loss = loss + factor * part
-    return LossOutput(
-        loss, pair_metrics(beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
-    )
-
-
-def _check_dpo(
-    types: list[str],
-    weights: list[float],
-    beta: float,
-    label_smoothing: float,
-    discopop_tau: float,
-    f_divergence_type: str,
-    use_weighting: bool,
-    log_sum_sq_probs: Tensor | None,
-) -> None:
     if not types:
         raise ConfigError(f"loss_type: the list is empty; expected {', '.join(DPO_LOSS_TYPES)}")
     for name in types:
         check_choice("loss_type", name, DPO_LOSS_TYPES)
+    weights = [1.0] * len(types) if loss_weights is None else loss_weights
+    if len(weights) != len(types):
+        raise ConfigError(f"loss_weights: {len(weights)} weights are given for {len(types)} losses")
     check_beta(beta)
     if discopop_tau <= 0:
         raise ConfigError(f"discopop_tau: must be more than 0: {discopop_tau}")
-    check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
-    if len(weights) != len(types):
-        raise ConfigError(f"loss_weights: {len(weights)} weights are given for {len(types)} losses")
     if not 0.0 <= label_smoothing < 0.5:
         raise ConfigError(f"label_smoothing: must be at least 0 and below 0.5: {label_smoothing}")
     if "exo_pair" in types and label_smoothing == 0.0:
         raise ConfigError("label_smoothing: exo_pair needs more than 0; its paper takes 1e-3")
-    if f_divergence_type != "reverse_kl" and not _ANY_DIVERGENCE.issuperset(types):
-        wrong = next(name for name in types if name not in _ANY_DIVERGENCE)
-        raise ConfigError(f"f_divergence_type: {wrong} is only defined with reverse_kl")
-    if use_weighting and {"aot", "aot_unpaired"} & set(types):
-        raise ConfigError("use_weighting: aot sorts the pairs, so it has no weight for each pair")
-    if use_weighting and log_sum_sq_probs is None:
-        raise ConfigError("use_weighting: log_sum_sq_probs is needed as well")
+    check_choice("f_divergence_type", f_divergence_type, DIVERGENCES)
+    if f_divergence_type != "reverse_kl" and (wrong := set(types) & set(_REVERSE_KL)):
+        raise ConfigError(f"f_divergence_type: {min(wrong)} is only defined with reverse_kl")
+    mask = mask.bool()
+    chosen_mask, _ = halves(mask)
+    weight: float | Tensor = 1.0
+    if use_weighting:
+        if {"aot", "aot_unpaired"} & set(types):
+            raise ConfigError("use_weighting: aot sorts the pairs, so none has a weight of its own")
+        if log_sum_sq_probs is None:
+            raise ConfigError("use_weighting: log_sum_sq_probs is needed as well")
+        log_weights = token_means((log_probs - log_sum_sq_probs).detach(), mask)
+        weight = halves(log_weights).sum(0).exp()
+    logps = _sequence_log_probs(log_probs, mask, ld_alpha)
+    ref_logps = _sequence_log_probs(ref_log_probs.detach(), mask, ld_alpha)
+    scores = _divergence_scores(logps - ref_logps, f_divergence_type, f_alpha_divergence_coef)
+    counts = halves(lengths(mask))
+    pairs = _Pairs(logps, ref_logps, scores, counts, beta, label_smoothing, discopop_tau)
+    loss = log_probs.new_zeros(())
+    for name, factor in zip(types, weights):
+        if name == "sft":
+            nll = -token_sums(halves(log_probs)[0], chosen_mask) * weight
+            part = divided(nll.sum(), token_normalizer, chosen_mask.sum())
+        else:
+            part = divided((getattr(pairs, name)() * weight).sum(), normalizer, logps.shape[1])
+        loss = loss + factor * part
+    return LossOutput(loss, pair_metrics(pairs.rewards, logps))
 
 
 def _sequence_log_probs(log_probs: Tensor, mask: Tensor, ld_alpha: float | None) -> Tensor:
-    """Return the log-probability of each completion: (2 * pairs, seq) -> (2 * pairs)."""
-    if ld_alpha is None:
-        return token_sums(log_probs, mask)
-    mask = mask.bool()
-    chosen, rejected = halves(mask.sum(-1), "mask")
-    shared = torch.minimum(chosen, rejected).repeat(2)
-    tail = mask.cumsum(-1) > shared[:, None]
-    return token_sums(torch.where(tail, ld_alpha * log_probs, log_probs), mask)
+    """Return the log-probability of each completion: (2 * pairs, seq) -> (2, pairs)."""
+    if ld_alpha is not None:
+        shared = halves(mask.sum(-1)).amin(0).repeat(2)
+        tail = mask.cumsum(-1) > shared[:, None]
+        log_probs = torch.where(tail, ld_alpha * log_probs, log_probs)
+    return halves(token_sums(log_probs, mask))
 
 
 def _divergence_scores(log_ratio: Tensor, kind: str, alpha: float) -> Tensor:
@@ -356,7 +272,7 @@ def kto_kl(
         normalizer: the number of rows of the whole step.
     Returns: a scalar without a gradient, not clamped.
     """
-    check_shapes(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    check_shapes(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     total = token_sums((log_probs - ref_log_probs).detach(), mask).sum()
     return divided(total, normalizer, len(mask))
 
@@ -389,12 +305,11 @@ def kto_loss(
     Raises:
         ConfigError: an option or a shape is wrong.
     """
-    check_shapes(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    check_shapes(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     check_choice("loss_type", loss_type, KTO_LOSS_TYPES)
-    if label.shape != mask.shape[:1]:
-        raise ConfigError(f"label: the shape is {tuple(label.shape)}; expected ({len(mask)},)")
-    if isinstance(kl, Tensor) and kl.dim():
-        raise ConfigError(f"kl: the shape is {tuple(kl.shape)}; expected one number of the step")
+    check_shape("label", label, mask.shape[:1])
+    if isinstance(kl, Tensor):
+        check_shape("kl", kl, ())
     label = label.bool()
     logps = token_sums(log_probs, mask)
     log_ratio = logps - token_sums(ref_log_probs.detach(), mask)

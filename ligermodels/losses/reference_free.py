@@ -15,6 +15,7 @@ from ligermodels.losses.terms import (
     Mean,
     check_beta,
     check_choice,
+    check_shape,
     check_shapes,
     divided,
     halves,
@@ -55,20 +56,16 @@ def orpo_loss(
     Raises:
         ConfigError: a shape is wrong.
     """
-    check_shapes(log_probs=log_probs, mask=mask)
-    chosen, rejected = halves(token_means(log_probs, mask), "log_probs")
+    check_shapes(mask, log_probs=log_probs)
+    logps = halves(token_means(log_probs, mask))
     nll, nll_mean = _chosen_nll(log_probs, mask if nll_mask is None else nll_mask, token_normalizer)
-    complete = torch.stack(halves(mask.bool().any(-1), "mask")).all(0)
-    log_odds = torch.where(complete, _logit(chosen) - _logit(rejected), 0.0)
+    complete = halves(mask.bool().any(-1)).all(0)
+    log_odds = torch.where(complete, _logit(logps[0]) - _logit(logps[1]), 0.0)
     ratio = torch.where(complete, F.logsigmoid(log_odds), 0.0)
     loss = nll - beta * divided(ratio.sum(), normalizer, len(ratio))
-    metrics = {
-        **pair_metrics(beta * chosen, beta * rejected, chosen, rejected),
-        "nll_loss": nll_mean,
-        "log_odds_ratio": mean_of(ratio),
-        "log_odds_chosen": mean_of(log_odds),
-    }
-    return LossOutput(loss, metrics)
+    metrics = pair_metrics(beta * logps, logps)
+    metrics |= {"log_odds_ratio": mean_of(ratio), "log_odds_chosen": mean_of(log_odds)}
+    return LossOutput(loss, metrics | {"nll_loss": nll_mean})
 
 
 def _logit(log_prob: Tensor) -> Tensor:
@@ -81,9 +78,9 @@ def _chosen_nll(
     log_probs: Tensor, mask: Tensor, token_normalizer: float | Tensor | None
 ) -> tuple[Tensor, Mean]:
     """Return the negative log-likelihood per token of the chosen rows, as a loss and a metric."""
-    chosen = log_probs.chunk(2)[0]
+    chosen = halves(log_probs)[0]
     mask = mask[: len(chosen)].bool()
-    check_shapes(log_probs=chosen, nll_mask=mask)
+    check_shape("nll_mask", mask, chosen.shape)
     total = -token_sums(chosen, mask).sum()
     return divided(total, token_normalizer, mask.sum()), mean_of(-chosen, mask)
 
@@ -116,14 +113,12 @@ def cpo_loss(
     Raises:
         ConfigError: an option or a shape is wrong.
     """
-    check_shapes(log_probs=log_probs, mask=mask)
+    check_shapes(mask, log_probs=log_probs)
     check_choice("loss_type", loss_type, CPO_LOSS_TYPES)
     check_beta(beta)
     summed = token_means if loss_type in ("ipo", "simpo") else token_sums
-    chosen, rejected = halves(summed(log_probs, mask), "log_probs")
-    rewards = [
-        -torch.expm1(-alpha * logps) / alpha if alpha else logps for logps in (chosen, rejected)
-    ]
+    logps = halves(summed(log_probs, mask))
+    rewards = -torch.expm1(-alpha * logps) / alpha if alpha else logps
     margin = rewards[0] - rewards[1]
     if loss_type == "hinge":
         losses = torch.relu(1 - beta * margin)
@@ -136,5 +131,4 @@ def cpo_loss(
     loss = divided(losses.sum(), normalizer, len(losses))
     if cpo_alpha:
         loss = loss + cpo_alpha * nll
-    metrics = pair_metrics(beta * rewards[0], beta * rewards[1], chosen, rejected)
-    return LossOutput(loss, {**metrics, "nll_loss": nll_mean})
+    return LossOutput(loss, pair_metrics(beta * rewards, logps) | {"nll_loss": nll_mean})

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import ConfigError
-from ligermodels.losses.terms import LossOutput, counted, divided, mean_of
+from ligermodels.losses.terms import LossOutput, check_shape, counted, divided, mean_of
 
 
 def bradley_terry_loss(
@@ -35,29 +35,25 @@ def bradley_terry_loss(
     Raises:
         ConfigError: a shape is wrong.
     """
-    _check_same(chosen=chosen, rejected=rejected, mask=mask)
-    if mask is not None:
-        chosen, rejected = counted(chosen, mask), counted(rejected, mask)
+    check_shape("rejected", rejected, chosen.shape)
+    check_shape("mask", mask, chosen.shape)
+    mask = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
+    chosen, rejected = counted(chosen, mask), counted(rejected, mask)
     difference = beyond = chosen - rejected
     if margin is not None:
-        if margin.shape not in (chosen.shape, chosen.shape[:1]):
-            raise ConfigError(
-                f"margin: the shape is {tuple(margin.shape)}; expected ({len(chosen)},), one for "
-                "each pair, or the shape of the rewards"
-            )
+        check_shape("margin", margin, chosen.shape, chosen.shape[:1])
         margin = margin.view(*margin.shape, *[1] * (chosen.dim() - margin.dim()))
-        beyond = difference - (margin if mask is None else counted(margin, mask))
+        beyond = difference - counted(margin, mask)
     losses = -F.logsigmoid(beyond)
     if center_rewards_coefficient is not None:
         losses = losses + center_rewards_coefficient * (chosen + rejected) ** 2
-    count = losses.numel() if mask is None else mask.bool().sum()
-    kept = losses if mask is None else torch.where(mask.bool(), losses, 0.0)
     metrics = {
         "accuracy": mean_of((difference > 0).to(losses.dtype), mask),
         "margin": mean_of(difference, mask),
         "mean_reward": mean_of(chosen, mask) + mean_of(rejected, mask),
     }
-    return LossOutput(divided(kept.sum(), normalizer, count), metrics)
+    total = torch.where(mask, losses, 0.0).sum()
+    return LossOutput(divided(total, normalizer, mask.sum()), metrics)
 
 
 def token_reward_loss(
@@ -82,7 +78,7 @@ def token_reward_loss(
         ConfigError: a shape is wrong; or a label is not in [0, 1], on a CPU in eager mode. On a GPU
             it makes the loss NaN.
     """
-    _check_same(rewards=rewards, labels=labels)
+    check_shape("labels", labels, rewards.shape)
     mask = labels != ignore_index
     known = ~mask | ((labels >= 0) & (labels <= 1))
     on_cpu = labels.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -95,11 +91,3 @@ def token_reward_loss(
     right = ((rewards > 0) == (targets > 0.5)).to(rewards.dtype)
     loss = divided(torch.where(mask, losses, 0.0).sum(), normalizer, mask.sum())
     return LossOutput(loss, {"accuracy": mean_of(right, mask)})
-
-
-def _check_same(**tensors: Tensor | None) -> None:
-    given = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
-    (first, shape), *others = given.items()
-    for name, other in others:
-        if other != shape:
-            raise ConfigError(f"{name}: the shape is {other}, but that of {first} is {shape}")

@@ -41,8 +41,7 @@ def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     """Return the mean of the values as a metric, or of those where the mask is true."""
     values = values.detach()
     if mask is None:
-        count = torch.full((), values.numel(), device=values.device)  # without a copy to a GPU
-        return Mean(values.sum(), count)
+        mask = torch.ones_like(values, dtype=torch.bool)
     mask = mask.bool().expand_as(values)
     return Mean(torch.where(mask, values, 0.0).sum(), mask.sum())
 
@@ -85,18 +84,17 @@ def divided(total: Tensor, normalizer: float | Tensor | None, count: float | Ten
     return total / torch.where(divisor == 0, 1, divisor).to(total.dtype)
 
 
-def halves(rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Split a batch of pairs: its first half belongs to the chosen completions.
+def halves(rows: Tensor) -> Tensor:
+    """Split a batch of pairs, chosen completions first: (2 * pairs, ...) -> (2, pairs, ...).
 
     Raises:
         ConfigError: the number of rows is odd.
     """
     if len(rows) % 2:
         raise ConfigError(
-            f"{name}: {len(rows)} rows; expected the chosen completions and then as many rejected"
+            f"{len(rows)} rows; expected the chosen completions and then as many rejected"
         )
-    chosen, rejected = rows.chunk(2)
-    return chosen, rejected
+    return rows.unflatten(0, (2, len(rows) // 2))
 
 
 def smoothed_nll(logits: Tensor, label_smoothing: float) -> Tensor:
@@ -117,27 +115,22 @@ def check_beta(beta: float) -> None:
         raise ConfigError(f"beta: must be a finite number above 0: {beta}")
 
 
-def check_shapes(**tensors: Tensor | None) -> None:
-    """Raise ConfigError if tensors (batch, seq) differ in shape; those that are None do not count.
+def check_shape(name: str, tensor: Tensor | None, *shapes: tuple[int, ...]) -> None:
+    """Raise ConfigError if a tensor has none of the shapes; None has any.
 
     Broadcasting would turn a wrong shape into a wrong number.
     """
-    given = {name: tuple(x.shape) for name, x in tensors.items() if x is not None}
-    (first, shape), *others = given.items()
-    if len(shape) != 2:
-        raise ConfigError(f"{first}: the shape is {shape}; expected (batch, seq)")
-    for name, other in others:
-        if other != shape:
-            raise ConfigError(f"{name}: the shape is {other}, but that of {first} is {shape}")
+    if tensor is not None and tensor.shape not in shapes:
+        expected = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ConfigError(f"{name}: the shape is {tuple(tensor.shape)}; expected {expected}")
 
 
-def check_factors(name: str, factors: Tensor | None, mask: Tensor) -> None:
-    """Raise ConfigError unless factors are (batch, seq) or (batch, 1), as a mask (batch, seq)."""
-    if factors is not None and factors.shape not in (mask.shape, (len(mask), 1)):
-        raise ConfigError(
-            f"{name}: the shape is {tuple(factors.shape)}; expected that of the mask, "
-            f"{tuple(mask.shape)}, or ({len(mask)}, 1), one for each row"
-        )
+def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Raise ConfigError unless the mask is (batch, seq), and the tensors have its shape."""
+    if mask.dim() != 2:
+        raise ConfigError(f"mask: the shape is {tuple(mask.shape)}; expected (batch, seq)")
+    for name, tensor in tensors.items():
+        check_shape(name, tensor, mask.shape)
 
 
 def token_metrics(
@@ -164,22 +157,19 @@ def token_metrics(
         counted = len(mask) // 2 if paired else len(mask)
         metrics["mean_token_accuracy"] = mean_of(correct[:counted].float(), mask[:counted])
     if mean_logits is not None and paired:
-        for name, logits, tokens in zip(
-            ("chosen", "rejected"), halves(mean_logits, "mean_logits"), halves(mask, "mask")
-        ):
+        for name, logits, tokens in zip(("chosen", "rejected"), halves(mean_logits), halves(mask)):
             metrics[f"logits/{name}"] = mean_of(logits, tokens)
     return metrics
 
 
-def pair_metrics(
-    chosen_rewards: Tensor, rejected_rewards: Tensor, chosen: Tensor, rejected: Tensor
-) -> dict[str, Mean]:
-    """Return the metrics of pairs; chosen and rejected are the completions' log-probabilities."""
+def pair_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Mean]:
+    """Return the metrics of pairs from their rewards and log-probabilities, (2, pairs) each."""
+    chosen, rejected = rewards
     return {
-        "rewards/chosen": mean_of(chosen_rewards),
-        "rewards/rejected": mean_of(rejected_rewards),
-        "rewards/accuracies": mean_of((chosen_rewards > rejected_rewards).to(chosen.dtype)),
-        "rewards/margins": mean_of(chosen_rewards - rejected_rewards),
-        "logps/chosen": mean_of(chosen),
-        "logps/rejected": mean_of(rejected),
+        "rewards/chosen": mean_of(chosen),
+        "rewards/rejected": mean_of(rejected),
+        "rewards/accuracies": mean_of((chosen > rejected).to(rewards.dtype)),
+        "rewards/margins": mean_of(chosen - rejected),
+        "logps/chosen": mean_of(logps[0]),
+        "logps/rejected": mean_of(logps[1]),
     }

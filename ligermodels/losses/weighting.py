@@ -8,7 +8,7 @@ from torch import Tensor
 from ligermodels.losses.terms import (
     LossOutput,
     check_choice,
-    check_factors,
+    check_shape,
     check_shapes,
     counted,
     divided,
@@ -42,8 +42,8 @@ def sft_loss(
         ConfigError: an option or a shape is wrong.
     """
     check_choice("loss_type", loss_type, SFT_LOSS_TYPES)
-    check_shapes(log_probs=log_probs, mask=mask)
-    check_factors("weights", weights, mask)
+    check_shapes(mask, log_probs=log_probs)
+    check_shape("weights", weights, mask.shape, (len(mask), 1))
     mask = mask.bool()
     log_probs = counted(log_probs, mask)
     losses = -log_probs

@@ -182,7 +182,7 @@ def test_what_is_refused() -> None:
         grpo_normalizer(tokens.mask, "dr_grpo")
     with pytest.raises(ConfigError, match=r"advantages: the shape is \(5,\)"):
         ours(tokens, some_advantages(5))
-    with pytest.raises(ConfigError, match="one for each completion"):
+    with pytest.raises(ConfigError, match=r"advantages: the shape is \(6, 7\)"):
         rloo_loss(tokens.log_probs, tokens.ref, tokens.mask)
     with pytest.raises(ConfigError, match="num_generations: 4 for 6 rewards"):
         group_advantages(torch.ones(6), 4)

@@ -79,12 +79,12 @@ def test_metrics_of_tokens() -> None:
 
 
 def test_shapes_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"log_probs: the shape is \(3,\); expected \(batch"):
-        check_shapes(log_probs=torch.ones(3))
-    with pytest.raises(ConfigError, match=r"mask: the shape is \(2, 1\), but that of log_probs"):
-        check_shapes(log_probs=torch.ones(2, 3), ref=None, mask=torch.ones(2, 1))
-    with pytest.raises(ConfigError, match="rows: 3 rows; expected the chosen"):
-        halves(torch.ones(3), "rows")
+    with pytest.raises(ConfigError, match=r"mask: the shape is \(3,\); expected \(batch"):
+        check_shapes(torch.ones(3))
+    with pytest.raises(ConfigError, match=r"log_probs: the shape is \(2, 1\); expected \(2, 3\)"):
+        check_shapes(torch.ones(2, 3), ref=None, log_probs=torch.ones(2, 1))
+    with pytest.raises(ConfigError, match="3 rows; expected the chosen"):
+        halves(torch.ones(3))
 
 
 Loss = Callable[..., Tensor | losses.LossOutput]
