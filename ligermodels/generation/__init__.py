@@ -1,15 +1,9 @@
 """Generate text: continue prompts token by token."""
 
-from ligermodels.generation.draft import DraftOptions, DraftResult, generate_drafted
-from ligermodels.generation.generate import generate, stream, stream_text
-from ligermodels.generation.sampling import Sampling
-
-__all__ = [
-    "DraftOptions",
-    "DraftResult",
-    "Sampling",
-    "generate",
-    "generate_drafted",
-    "stream",
-    "stream_text",
-]
+from ligermodels.generation.draft import DraftOptions as DraftOptions
+from ligermodels.generation.draft import DraftResult as DraftResult
+from ligermodels.generation.draft import generate_drafted as generate_drafted
+from ligermodels.generation.generate import generate as generate
+from ligermodels.generation.generate import stream as stream
+from ligermodels.generation.generate import stream_text as stream_text
+from ligermodels.generation.sampling import Sampling as Sampling

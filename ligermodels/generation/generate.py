@@ -264,25 +264,14 @@ def _start(
         )
     inputs = {"input_ids": ids_BS} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     inputs = {name: x.to(device)[:, cache.length :] for name, x in inputs.items()}
-    for name, given in (
-        ("prefix_lengths", prefix_lengths),
-        ("memory", memory),
-        ("memory_mask", memory_mask),
-    ):
-        if given is not None:
-            inputs[name] = given.to(device)
+    more = {"prefix_lengths": prefix_lengths, "memory": memory, "memory_mask": memory_mask}
+    inputs |= {name: x.to(device) for name, x in more.items() if x is not None}
+    repetition = None
+    if penalty != 1.0:
+        counted_BS = mask_BS if inputs_embeds is None else torch.zeros_like(ids_BS)
+        repetition = RepetitionPenalty(penalty, ids_BS, counted_BS, config.vocab_size)
     steps = _steps(
-        model,
-        inputs,
-        ids_BS,
-        mask_BS,
-        max_new_tokens,
-        sampling,
-        penalty,
-        stops,
-        pad,
-        generator,
-        cache,
+        model, inputs, mask_BS, max_new_tokens, sampling, repetition, stops, pad, generator, cache
     )
     return ids_BS if inputs_embeds is None else ids_BS[:, :0], steps
 
@@ -292,28 +281,23 @@ def _start(
 def _steps(
     model: LanguageModel,
     inputs: dict[str, Tensor],
-    ids_BS: Tensor,
     mask_BS: Tensor | None,
     max_new_tokens: int,
     sampling: Sampling,
-    penalty: float,
+    repetition: RepetitionPenalty | None,
     stops: list[int],
     pad: int,
     generator: torch.Generator | None,
     cache: KVCache,
 ) -> Iterator[Tensor]:
-    batch = len(ids_BS)
-    repetition = None
-    if penalty != 1.0:
-        counted_BS = mask_BS if "input_ids" in inputs else torch.zeros_like(ids_BS)
-        repetition = RepetitionPenalty(penalty, ids_BS, counted_BS, model.config.vocab_size)
+    batch, device = len(next(iter(inputs.values()))), model.rotary_emb.inv_freq.device
     positions_BS = None
     if mask_BS is not None:
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
-    stop_ids = torch.tensor(stops, device=ids_BS.device)
-    stopped_B = torch.zeros(batch, dtype=torch.bool, device=ids_BS.device)
+    stop_ids = torch.tensor(stops, device=device)
+    stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     failed_B = stopped_B
-    waits = ids_BS.device.type == "cpu" or bool(stops)  # A GPU waits only if stop tokens need it.
+    waits = device.type == "cpu" or bool(stops)  # A GPU waits only if stop tokens need it.
     for step in range(max_new_tokens):
         hidden = model(**inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
         logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
