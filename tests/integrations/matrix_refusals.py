@@ -9,7 +9,7 @@ from typing import Any
 
 import peft
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.integrations.peft_adapters import get_peft_model
@@ -23,7 +23,7 @@ from tests.integrations.matrix_cells import (
     theirs,
     tokens,
 )
-from tests.integrations.test_hf_model import examples, train
+from tests.integrations.test_hf_trainer import examples, quiet, train
 from tests.integrations.test_trl_trainers import ANSWERS
 
 
@@ -55,19 +55,14 @@ def trained(load: Any, rows: list[Any], **options: Any) -> Callable[[Path, Path]
 
 def liger_trainer(arguments: dict[str, Any], **options: Any) -> Callable[[Path, Path], Any]:
     def attempt(folder: Path, place: Path) -> Any:
-        given = TrainingArguments(
-            str(place), report_to=[], use_cpu=True, disable_tqdm=True, **arguments
-        )
-        return LigerTrainer(NATIVE(folder), given, **options).predict(rows())
+        return LigerTrainer(NATIVE(folder), quiet(place, **arguments), **options).predict(rows())
 
     return attempt
 
 
 def predicted_without_labels(folder: Path, place: Path) -> Any:
-    given = TrainingArguments(str(place), report_to=[], use_cpu=True, disable_tqdm=True)
-    return Trainer(NATIVE(folder), given).predict(
-        [{"input_ids": row["input_ids"]} for row in rows()]
-    )
+    without = [{"input_ids": row["input_ids"]} for row in rows()]
+    return Trainer(NATIVE(folder), quiet(place)).predict(without)
 
 
 def rows() -> list[Any]:

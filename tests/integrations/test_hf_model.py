@@ -12,11 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from transformers import (
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
-)
 
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_base import LigerModel, check_version
@@ -27,14 +22,12 @@ from tests.integrations.tiny_text import tokenizer
 from tests.models import hf_models, zoo
 from tests.tiny_models import random_model
 
-FAMILIES = [family for family in zoo.FAMILIES if family != "gemma3"]
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family, made by transformers."""
+    """Checkpoints made by transformers."""
     made = {}
-    for family in FAMILIES:
+    for family in ("llama", "gemma", "gemma2"):  # untied; tied; with windows and caps
         made[family] = tmp_path_factory.mktemp(family)
         hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
     return made
@@ -49,37 +42,6 @@ def theirs(folder: Path) -> Any:
 def ids(batch: int = 2, seq: int = 9) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, 131, (batch, seq), generator=generator)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_what_transformers_does(family: str, folders: dict[str, Path]) -> None:
-    model, expected = LigerForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
-    x = ids()
-    with torch.no_grad():
-        ours = model(x, labels=x, output_hidden_states=True)
-        hf = expected(x, labels=x, output_hidden_states=True)
-    torch.testing.assert_close(ours.logits, hf.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.loss, hf.loss, rtol=1e-5, atol=0)
-    assert len(ours.hidden_states) == len(hf.hidden_states)
-    for mine, other in zip(ours.hidden_states, hf.hidden_states):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_checkpoint_is_bitwise_that_of_transformers(
-    family: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    model = LigerForCausalLM.from_pretrained(folders[family])
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    expected, again = theirs(folders[family]), theirs(tmp_path)
-    assert type(again) is type(expected)
-    assert again.config.architectures == [type(expected).__name__]
-    want, got = expected.state_dict(), again.state_dict()
-    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
-    walked = dict(model.hf_named_parameters())
-    assert all(torch.equal(want[name], walked[name]) for name in walked)
-    assert want.keys() - walked.keys() <= {"lm_head.weight"}
-    AutoLiger.from_hf(tmp_path)
 
 
 @pytest.mark.usefixtures("registry")
@@ -117,32 +79,6 @@ def test_the_balance_of_experts_is_not_left_out() -> None:
         LigerForCausalLM.from_native(native)(ids(), labels=ids())
 
 
-class EvenWordsLater(transformers.LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores - (torch.arange(scores.shape[1]) % 2 == 0).float()
-
-
-class Stop(transformers.StoppingCriteria):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= 13)
-
-
-MORE_OPTIONS: list[dict[str, Any]] = [
-    {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "typical_p": 0.9},
-    {"do_sample": True, "min_p": 0.01, "eta_cutoff": 1e-3, "epsilon_cutoff": 1e-3},
-    {"do_sample": True, "num_beams": 3, "length_penalty": 0.5, "early_stopping": True},
-    {"no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.2, "bad_words_ids": [[5], [7, 8]]},
-    {"suppress_tokens": [4], "begin_suppress_tokens": [6], "forced_eos_token_id": 7},
-    {"sequence_bias": [[[5], 3.0]], "min_new_tokens": 6, "eos_token_id": [11, 12]},
-    {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": 11},
-    {"do_sample": True, "watermarking_config": transformers.WatermarkingConfig()},
-    {"logits_processor": [EvenWordsLater()], "stopping_criteria": [Stop()]},
-    {"prefix_allowed_tokens_fn": lambda batch, ids: [3, 4, 5], "renormalize_logits": True},
-    {"prefill_chunk_size": 4},
-    {"negative_prompt_ids": torch.arange(3, 11).view(2, 4), "guidance_scale": 1.5},
-]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -150,18 +86,17 @@ MORE_OPTIONS: list[dict[str, Any]] = [
         {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3},
         {"do_sample": True, "top_k": 5},
         {"guidance_scale": 1.5},
-        *(pytest.param(each, marks=pytest.mark.long) for each in MORE_OPTIONS),
+        {"prefill_chunk_size": 4},
     ],
     ids=lambda options: ", ".join(options) or "greedy",
 )
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def test_it_generates_what_transformers_does(
-    family: str, options: dict[str, Any], folders: dict[str, Path]
+    options: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     made = []
     mask = torch.ones_like(ids())
     mask[0, :3] = 0
-    for model in (LigerForCausalLM.from_pretrained(folders[family]), theirs(folders[family])):
+    for model in (LigerForCausalLM.from_pretrained(folders["gemma2"]), theirs(folders["gemma2"])):
         torch.manual_seed(0)
         kept = {"attention_mask": mask, "max_new_tokens": 10, "pad_token_id": 2}
         made.append(model.generate(ids(), **kept, **options))
@@ -203,26 +138,18 @@ def test_a_loop_with_the_cache_that_is_returned(folders: dict[str, Path]) -> Non
     assert model.model(ids(), use_cache=True).past_key_values.get_seq_length() == 9
     assert model(ids(), use_cache=False).past_key_values is None
     assert model(ids(), labels=ids()).past_key_values is None
-    # A cache would join the documents of a packed row.
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    packed = model(ids(1), position_ids=positions)
-    alone = model(ids(1)[:, 4:])
-    torch.testing.assert_close(packed.logits[:, 4:], alone.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_where_the_numbers_are_others_than_in_transformers(folders: dict[str, Path]) -> None:
     """The page says so: documents beside a mask of ones, and a loss of no targets."""
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    ours, expected = LigerForCausalLM.from_pretrained(folders["llama"]), theirs(folders["llama"])
-    alone = expected(ids(1)[:, 4:]).logits
-    for mask, separates in ((None, True), (torch.ones_like(ids(1)), False)):
-        call = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
-        torch.testing.assert_close(ours(ids(1), **call).logits[:, 4:], alone, rtol=1e-5, atol=1e-5)
-        their_error = (expected(ids(1), **call).logits[:, 4:] - alone).abs().max()
-        assert (their_error < 1e-5) == separates
-    ignored = torch.full_like(ids(1), -100)
-    assert ours(ids(1), labels=ignored).loss == 0
-    assert expected(ids(1), labels=ignored).loss.isnan()
+    ours = LigerForCausalLM.from_pretrained(folders["llama"])
+    alone = theirs(folders["llama"])(ids(1)[:, 4:]).logits
+    for mask in (None, torch.ones_like(ids(1))):
+        # By default no cache is returned, which would join the documents of a packed row.
+        found = ours(ids(1), position_ids=positions, attention_mask=mask).logits
+        torch.testing.assert_close(found[:, 4:], alone, rtol=1e-5, atol=1e-5)
+    assert ours(ids(1), labels=torch.full_like(ids(1), -100)).loss == 0
 
 
 def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
@@ -233,8 +160,6 @@ def test_a_mask_of_floats(folders: dict[str, Path]) -> None:
     expected = theirs(folders["llama"])(ids(), attention_mask=mask).logits
     got = model(ids(), attention_mask=mask).logits
     torch.testing.assert_close(got[mask > 0], expected[mask > 0], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="to be added to scores is not supported"):
-        model(ids(), attention_mask=torch.ones(2, 1, 9, 9))
 
 
 def test_an_older_transformers_is_refused() -> None:
@@ -350,7 +275,7 @@ def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "auto_map" not in config
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_compiled_equals_eager(training: bool) -> None:
     """In training and in evaluation there is one graph, as of a native model."""
     native = random_model("llama", num_hidden_layers=1, vocab_size=131)
@@ -367,93 +292,6 @@ def test_compiled_equals_eager(training: bool) -> None:
     ]
     for mine, eager in zip(*gradients):
         torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-5)
-
-
-def examples(lengths: list[int]) -> list[dict[str, list[int]]]:
-    """Rows of 12 tokens with labels for so many of them."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for length in lengths:
-        row = torch.randint(3, 131, (12,), generator=generator).tolist()
-        rows.append({"input_ids": row, "labels": [-100] * (12 - length) + row[12 - length :]})
-    return rows
-
-
-def train(
-    model: Any, folder: Path, rows: list[Any], collator: Any = None, **options: Any
-) -> list[float]:
-    """Return the losses of a run of Trainer."""
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 1,
-        "disable_tqdm": True,
-    }
-    trainer = Trainer(
-        model, TrainingArguments(str(folder), **(arguments | options)), collator, train_dataset=rows
-    )
-    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_steps": 6},
-        {"gradient_checkpointing": True},
-        {"neftune_noise_alpha": 3.0},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_losses_of_trainer(
-    options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
-    ours = train(LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, **options)
-    expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
-    assert ours == pytest.approx(expected, rel=1e-5) and len(set(ours)) == len(ours)
-
-
-def test_an_optimizer_that_sees_whole_matrices(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Adafactor keeps sums of rows and of columns, so that packed projections share them."""
-    rows, options = examples([12, 3, 7, 1, 9, 12, 2, 5]), {"optim": "adafactor"}
-    ours = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
-    expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
-    assert train(ours, tmp_path, rows, **options) == pytest.approx(expected, rel=1e-5)
-
-
-def test_flattened_batches_of_trainer(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The collator gives document starts in five ways; no document sees another one."""
-    rows = [{"input_ids": row["input_ids"][: 3 + i % 5]} for i, row in enumerate(examples([0] * 8))]
-    for options in ({}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}):
-        collator = DataCollatorWithFlattening(**options)
-        ours = train(
-            LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, collator=collator
-        )
-        collator = DataCollatorWithFlattening()
-        expected = train(theirs(folders["llama"]), tmp_path, rows, collator=collator)
-        assert ours == pytest.approx(expected, rel=1e-5)
-
-
-def test_it_resumes_from_hf_names(folders: dict[str, Path], tmp_path: Path) -> None:
-    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
-    for family in ("llama", "gemma"):
-        folder = tmp_path / family
-        whole = LigerForCausalLM.from_pretrained(folders[family])
-        losses = train(whole, folder, rows, **options)
-        again = LigerForCausalLM.from_pretrained(folders[family])
-        resume = {"resume_from_checkpoint": str(folder / "checkpoint-2")}
-        assert train(again, folder, rows, **resume, **options) == losses
-        for name, weight in whole.state_dict().items():
-            assert torch.equal(weight, again.state_dict()[name])
-        theirs(folder / "checkpoint-4")
 
 
 def test_a_pipeline_and_a_streamer(folders: dict[str, Path]) -> None:

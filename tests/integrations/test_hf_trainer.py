@@ -1,4 +1,4 @@
-"""LigerTrainer evaluates without logits, unless metrics ask for them."""
+"""HF's Trainer on wrappers and native models: the numbers of transformers' model, or an error."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -22,9 +23,147 @@ from ligermodels.heads.classifier import LigerClassifier
 from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.layers import LossHead
-from tests.integrations.test_hf_model import examples
+from ligermodels.models.auto import AutoLiger
+from tests.integrations.tiny_text import tokenizer
 from tests.models import hf_models, zoo
 from tests.tiny_models import random_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family in ("llama", "gemma"):  # untied and tied
+        made[family] = tmp_path_factory.mktemp(family)
+        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
+    return made
+
+
+def theirs(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def quiet(folder: Path, **options: Any) -> TrainingArguments:
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(str(folder), **(quiet | options))
+
+
+def examples(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Rows of 12 tokens with labels for so many of them."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in lengths:
+        row = torch.randint(3, 131, (12,), generator=generator).tolist()
+        rows.append({"input_ids": row, "labels": [-100] * (12 - length) + row[12 - length :]})
+    return rows
+
+
+def train(
+    model: Any, folder: Path, rows: list[Any], collator: Any = None, **options: Any
+) -> list[float]:
+    """Return the losses of a run of Trainer."""
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 1,
+    }
+    given = quiet(folder, **(arguments | options))
+    trainer = Trainer(model, given, collator, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+LOADS = {"native": AutoLiger.from_hf, "wrapper": LigerForCausalLM.from_pretrained}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True},
+        {"neftune_noise_alpha": 3.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_losses_of_trainer(
+    options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
+    ours = train(LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, **options)
+    expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
+    assert ours == pytest.approx(expected, rel=1e-5) and len(set(ours)) == len(ours)
+
+
+def test_an_optimizer_that_sees_whole_matrices(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Adafactor keeps sums of rows and of columns, so that packed projections share them."""
+    rows, options = examples([12, 3, 7, 1, 9, 12, 2, 5]), {"optim": "adafactor"}
+    ours = LigerForCausalLM.from_pretrained(folders["llama"], split_projections=True)
+    expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
+    assert train(ours, tmp_path, rows, **options) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}], ids=len)
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_flattened_batches_equal_padded_ones(
+    load: Any, options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The collator gives the starts of documents in five ways; no document sees another one."""
+    ids = [row["input_ids"][: 3 + i % 5] for i, row in enumerate(examples([0] * 8))]
+    padded = [
+        {
+            "input_ids": row + [2] * (7 - len(row)),
+            "labels": row + [-100] * (7 - len(row)),
+            "attention_mask": [1] * len(row) + [0] * (7 - len(row)),
+        }
+        for row in ids
+    ]
+    flat = DataCollatorWithFlattening(return_seq_idx=bool(options), **options)
+    found = []
+    for rows, collator in (([{"input_ids": row} for row in ids], flat), (padded, None)):
+        model = load(folders["llama"])
+        losses = train(model, tmp_path, rows, collator)
+        metrics = Trainer(model, quiet(tmp_path), collator, eval_dataset=rows).evaluate()
+        found.append([*losses, metrics["eval_loss"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_documents_told_by_seq_idx_alone_are_refused(load: Any, folders: dict[str, Path]) -> None:
+    numbers = torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"seq_idx: .*position_ids or cu_seq_lens_q"):
+        load(folders["llama"])(input_ids=torch.tensor([[5, 6, 7]]), seq_idx=numbers)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "native"), ("gemma", "wrapper")])
+def test_it_resumes_bitwise(
+    family: str, kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The checkpoints of a wrapper have HF's names."""
+    rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    whole, again = (LOADS[kind](folders[family]) for _ in range(2))
+    losses = train(whole, tmp_path, rows, **options)
+    resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    assert train(again, tmp_path, rows, **resume, **options) == losses
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+    models, reader = (LOADS[kind](folders[family]), theirs(folders[family])), tokenizer()
+    ours, expected = (
+        Trainer(x, quiet(tmp_path), processing_class=reader).evaluate(rows) for x in models
+    )
+    assert ours["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    if kind == "wrapper":
+        theirs(tmp_path / "checkpoint-4")
+
+
+def test_labels_are_smoothed_by_the_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Trainer's own smoothing needs logits; the head's gives the same numbers."""
+    rows, model = examples([12, 3, 7, 1]), AutoLiger.from_hf(folders["llama"])
+    model.head.loss_options["label_smoothing"] = 0.1
+    hf = train(theirs(folders["llama"]), tmp_path, rows, label_smoothing_factor=0.1)
+    assert train(model, tmp_path, rows) == pytest.approx(hf, rel=1e-5)
 
 
 def test_logits_are_made_only_for_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +176,7 @@ def test_logits_are_made_only_for_metrics(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LossHead, "logits", count)
     model = LigerForCausalLM.from_native(random_model("llama", vocab_size=131))
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    arguments = quiet(tmp_path)
     rows = examples([12, 3])
     loss = LigerTrainer(model, arguments).evaluate(rows)["eval_loss"]
     assert not made
@@ -54,7 +193,7 @@ def token_mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any
 
 def test_a_loss_of_its_own_has_its_logits(tmp_path: Path) -> None:
     model = LigerForCausalLM.from_native(random_model("llama", vocab_size=131))
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    arguments = quiet(tmp_path)
     rows, loss = examples([12, 3]), {"compute_loss_func": token_mean}
     expected = Trainer(model, arguments).evaluate(rows)["eval_loss"]
     assert LigerTrainer(model, arguments, **loss).evaluate(rows)["eval_loss"] == pytest.approx(
@@ -69,7 +208,7 @@ def test_a_loss_of_its_own_has_its_logits(tmp_path: Path) -> None:
 def test_hidden_states_are_no_predictions(tmp_path: Path) -> None:
     """Trainer itself would return them. Without predictions, it may evaluate anything."""
     model = random_model("llama", vocab_size=131)
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    arguments = quiet(tmp_path)
     rows = [{"input_ids": row["input_ids"]} for row in examples([12, 3])]
     metrics = {"compute_metrics": lambda found: {}}
     with pytest.raises(ConfigError, match=r"hidden states, .*LigerForCausalLM.from_native"):
@@ -114,10 +253,8 @@ def test_classifiers_train_as_in_transformers(problem: str, tmp_path: Path) -> N
 
     def run(load: Any, size: int) -> tuple[list[float], list[Tensor], Any]:
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        arguments = TrainingArguments(
-            str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
-            max_steps=2, optim="sgd", save_strategy="no", learning_rate=1e-3, seed=1, **options,
-        )  # fmt: skip
+        options |= {"logging_steps": 1, "max_steps": 2, "optim": "sgd", "learning_rate": 1e-3}
+        arguments = quiet(tmp_path, save_strategy="no", seed=1, **options)
         gradients = Gradients()
         trainer = Trainer(
             load(tmp_path / "hf"), arguments, train_dataset=rows, callbacks=[gradients]
@@ -145,8 +282,8 @@ def test_optimizer_states_of_transformers_model(tmp_path: Path) -> None:
     hf_models.build("qwen2", feature).save_pretrained(tmp_path / "hf")
     rows = examples([12, 3, 7, 1, 9, 12, 2, 5])
     options: dict[str, Any] = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1}
-    options |= {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
-    arguments = TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True, **options)
+    options |= {"max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    arguments = quiet(tmp_path / "run", **options)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     Trainer(hf, arguments, train_dataset=rows).train()
     states = torch.load(tmp_path / "run" / "checkpoint-2" / "optimizer.pt")["state"]
