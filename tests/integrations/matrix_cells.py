@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import peft
+import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
@@ -37,16 +38,14 @@ class Cell:
 
     Attributes:
         error: a function of a checkpoint's folder and an empty folder. It returns an error relative
-            to transformers' model in the same tool.
-        needs: the package without which it does not run.
+            to transformers' model in the same tool, or skips the test without the tool.
     """
 
     tool: str
     feature: str
     compared: str
-    bound: float
     error: Callable[[Path, Path], float]
-    needs: str = "transformers"
+    bound: float = 1e-5
 
 
 def checkpoint(family: str, folder: Path, **sizes: int) -> Path:
@@ -251,8 +250,7 @@ def log_probabilities(native: bool) -> Callable[[Path, Path], float]:
         )
 
     def error(folder: Path, place: Path) -> float:
-        from lm_eval.models.huggingface import HFLM
-
+        HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
         from examples.trainers.lm_eval_model import NativeLM
 
         options: dict[str, Any] = {"tokenizer": tokenizer(), "batch_size": 4, "max_length": 16}
@@ -281,6 +279,7 @@ def in_accelerate(model: Any) -> list[float]:
 
 @steady_adamw()
 def with_lightning(folder: Path, place: Path) -> float:
+    pytest.importorskip("lightning")
     from examples.trainers import lightning_module
 
     found, expected = (
@@ -303,44 +302,42 @@ def rows() -> Any:
 ONLINE = {"max_completion_length": 6, "num_generations": 2, "beta": 0.1, "num_iterations": 2}
 REWARDED = {"reward_funcs": length_reward}
 ONLINE_KEYS = ("loss", "entropy", "reward")
-ALL, BITSANDBYTES = "all-linear", "bitsandbytes"
+ALL = "all-linear"
 SHELL, NATIVE = LigerForCausalLM.from_pretrained, AutoLiger.from_hf
 # With TRL's rates, the first losses of DPO and KTO hardly move from those of no training.
 LARGE_STEPS = {"learning_rate": 0.1}
 CELLS = [
-    Cell("transformers", "forward with labels", "logits, loss", 1e-5, forward),
-    Cell("transformers", "generate with beams", "tokens", 0, generate),
-    Cell("transformers", "save_pretrained", "tensors", 0, save),
-    Cell("transformers", "device_map, a layer on disk", "logits", 1e-6, on_disk),
-    Cell("Trainer", "steps", "losses", 1e-5, losses_of_trainer(SHELL)),
+    Cell("transformers", "forward with labels", "logits, loss", forward),
+    Cell("transformers", "generate with beams", "tokens", generate, 0),
+    Cell("transformers", "save_pretrained", "tensors", save, 0),
+    Cell("transformers", "device_map, a layer on disk", "logits", on_disk, 1e-6),
+    Cell("Trainer", "steps", "losses", losses_of_trainer(SHELL)),
     Cell(
         "Trainer",
         "smoothed labels, accumulation",
         "losses",
-        1e-5,
         losses_of_trainer(SHELL, label_smoothing_factor=0.1, gradient_accumulation_steps=2),
     ),
-    Cell("Trainer", "predict", "logits", 1e-5, predictions),
+    Cell("Trainer", "predict", "logits", predictions),
     Cell(
         "Trainer",
         "native model, accumulation, checkpointing",
         "losses",
-        1e-5,
         losses_of_trainer(NATIVE, gradient_checkpointing=True, gradient_accumulation_steps=2),
     ),
-    Cell("AutoModelForCausalLM", "a folder with an auto_map", "logits", 1e-5, opened_by_auto_map),
+    Cell("AutoModelForCausalLM", "a folder with an auto_map", "logits", opened_by_auto_map),
     *(
-        Cell(kind.partition("-")[0], feature, "logits, loss", 1e-5, quantised(kind), needs)
-        for kind, feature, needs in (
-            ("torchao-int8", "8 bits", "torchao"),
-            ("torchao-float8", "float8, one scale for a weight", "torchao"),
-            ("bitsandbytes-4bit", "4 bits", BITSANDBYTES),
-            ("bitsandbytes-4bit-double", "4 bits, scales quantised, too", BITSANDBYTES),
-            ("bitsandbytes-8bit", "8 bits", BITSANDBYTES),
-        )
+        Cell(kind.partition("-")[0], feature, "logits, loss", quantised(kind))
+        for kind, feature in {
+            "torchao-int8": "8 bits",
+            "torchao-float8": "float8, one scale for a weight",
+            "bitsandbytes-4bit": "4 bits",
+            "bitsandbytes-4bit-double": "4 bits, scales quantised, too",
+            "bitsandbytes-8bit": "8 bits",
+        }.items()
     ),
     *(
-        Cell("PEFT", f"{feature}, merged", "logits", 1e-5, error, "peft")
+        Cell("PEFT", f"{feature}, merged", "logits", error)
         for feature, error in {
             "LoRA, default targets": lora(),
             "LoRA on all linears": lora(target_modules=ALL),
@@ -350,34 +347,30 @@ CELLS = [
             "DoRA on all linears": lora(target_modules=ALL, use_dora=True),
         }.items()
     ),
-    Cell("TRL", "SFT", "losses", 1e-5, trl("SFTTrainer", {"text": ANSWERS}), "trl"),
+    Cell("TRL", "SFT", "losses", trl("SFTTrainer", {"text": ANSWERS})),
     Cell(
         "TRL",
         "SFT with LoRA",
         "losses",
-        1e-5,
         trl("SFTTrainer", {"text": ANSWERS}, {"learning_rate": 0.1}, peft_config=adapter()),
-        "trl",
     ),
-    Cell("TRL", "DPO", "losses", 1e-5, trl("DPOTrainer", PAIRS, LARGE_STEPS), "trl"),
-    Cell("TRL", "KTO", "losses", 1e-5, trl("KTOTrainer", LABELLED, LARGE_STEPS), "trl"),
+    Cell("TRL", "DPO", "losses", trl("DPOTrainer", PAIRS, LARGE_STEPS)),
+    Cell("TRL", "KTO", "losses", trl("KTOTrainer", LABELLED, LARGE_STEPS)),
     *(
         Cell(
             "TRL",
             name,
             "losses, entropies, rewards",
-            1e-5,
             trl(f"{name}Trainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, **REWARDED),
-            "trl",
         )
         for name in ("GRPO", "RLOO")
     ),
-    Cell("TRL", "distillation", "losses", 1e-5, distillation, "trl"),
-    Cell("TRL", "reward", "losses", 1e-5, reward, "trl"),
-    Cell("accelerate", "native model, accumulation", "losses", 1e-5, with_accelerate),
-    Cell("Lightning", "native model", "losses", 1e-5, with_lightning, "lightning"),
+    Cell("TRL", "distillation", "losses", distillation),
+    Cell("TRL", "reward", "losses", reward),
+    Cell("accelerate", "native model, accumulation", "losses", with_accelerate),
+    Cell("Lightning", "native model", "losses", with_lightning),
     *(
-        Cell("lm-eval", name, "log-probabilities", 1e-5, log_probabilities(native), "lm_eval")
+        Cell("lm-eval", name, "log-probabilities", log_probabilities(native))
         for name, native in {"HFLM": False, "NativeLM of examples/trainers": True}.items()
     ),
 ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from transformers import Trainer
 
@@ -35,14 +36,12 @@ class Refusal:
         what: docs/trainers.md has the reason under the same name.
         attempt: a function of a checkpoint's folder and an empty folder, which has to raise a
             ValueError or, where a file is written, an OSError.
-        needs: the package without which it does not run.
     """
 
     tool: str
     what: str
     words: str
     attempt: Callable[[Path, Path], Any]
-    needs: str = "transformers"
 
 
 def argument(name: str, value: Any = True) -> Callable[[Path, Path], Any]:
@@ -84,10 +83,8 @@ def quantised_and(then: Callable[..., Any]) -> Callable[[Path, Path], Any]:
     """torchao quantises a wrapper that is loaded already."""
 
     def attempt(folder: Path, place: Path) -> Any:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        wrapper = SHELL(folder)
-        quantize_(wrapper.model, Int8WeightOnlyConfig())
+        ao, wrapper = pytest.importorskip("torchao.quantization"), SHELL(folder)
+        ao.quantize_(wrapper.model, ao.Int8WeightOnlyConfig())
         return then(wrapper, place / "saved")
 
     return attempt
@@ -177,7 +174,6 @@ REFUSALS = [
             lambda folder, place, method=method: get_peft_model(  # type: ignore[misc]
                 SHELL(folder), test_peft_adapters.REFUSED_CONFIGS[method]
             ),
-            "peft",
         )
         for method, why in REFUSED.items()
     ),
@@ -186,14 +182,12 @@ REFUSALS = [
         "`qkv_proj` and other names of packed projections",
         "which HF's model does not have",
         lambda folder, place: adapted(folder, target_modules=["qkv_proj", "o_proj"]),
-        "peft",
     ),
     Refusal(
         "PEFT",
         "`PeftModel.from_pretrained`, native model",
         "is a name of HF's model",
         native_adapted,
-        "peft",
     ),
     Refusal(
         "PEFT",
@@ -202,21 +196,15 @@ REFUSALS = [
         lambda folder, place: dict(
             get_peft_model(SHELL(folder), adapter()).get_base_model().hf_named_parameters()
         ),
-        "peft",
     ),
     Refusal(
-        "torchao",
-        "`save_pretrained` of packed, quantised weights",
-        SAVED,
-        quantised_and(saved),
-        "torchao",
+        "torchao", "`save_pretrained` of packed, quantised weights", SAVED, quantised_and(saved)
     ),
     Refusal(
         "torchao, PEFT",
         "adapters on packed, quantised weights",
         SPLIT,
         quantised_and(given_an_adapter),
-        "torchao",
     ),
     Refusal(
         "TRL",
@@ -225,6 +213,5 @@ REFUSALS = [
         lambda folder, place: test_trl_trainers.run(
             "LigerSFTTrainer", SHELL(folder), place, {"text": ANSWERS}, {"use_liger_kernel": True}
         ),
-        "trl",
     ),
 ]

@@ -14,18 +14,25 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 STEPS, ROWS, ACCUMULATION, RATE, SEED, LENGTH = 4, 2, 2, 1e-2, 1, 64
 RANK = 4
 
 
-class Outcome(NamedTuple):
-    """What a tool made of a checkpoint: its model, logits before training, and the losses."""
-
-    model: Any
-    logits: Any
-    losses: list[float]
+# Arguments of transformers' Trainer, for the tools that stand on it.
+TRAINER = {
+    "per_device_train_batch_size": ROWS,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "max_steps": STEPS,
+    "optim": "sgd",
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "seed": SEED,
+    "use_cpu": True,
+}
+Outcome = tuple[Any, list[float]]  # the model that a tool has trained, and the losses
 
 
 def axolotl(checkpoint: Path, out: Path, lora: bool) -> Outcome:
@@ -33,7 +40,6 @@ def axolotl(checkpoint: Path, out: Path, lora: bool) -> Outcome:
     import yaml
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
-    from axolotl.loaders import ModelLoader, load_tokenizer
     from axolotl.train import train
 
     text = checkpoint.parent.parent / "train.jsonl"
@@ -71,17 +77,13 @@ def axolotl(checkpoint: Path, out: Path, lora: bool) -> Outcome:
     file = out / "run.yaml"
     file.write_text(yaml.safe_dump(options), encoding="utf-8")
     cfg = load_cfg(str(file))
-    loaded, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
-    first = logits(loaded)
     data = load_datasets(cfg=cfg)
     torch.manual_seed(SEED)  # Axolotl draws the adapters before it sets the seed of the run
     model, _, trainer = train(cfg=cfg, dataset_meta=data)
-    return Outcome(model, first, losses(trainer.state.log_history))
+    return model, losses(trainer.state.log_history)
 
 
 def llamafactory(checkpoint: Path, out: Path, lora: bool) -> Outcome:
-    from llamafactory.hparams import get_train_args
-    from llamafactory.model import load_model, load_tokenizer
     from llamafactory.train.tuner import run_exp
     from transformers import TrainerCallback
 
@@ -102,25 +104,14 @@ def llamafactory(checkpoint: Path, out: Path, lora: bool) -> Outcome:
         "template": "empty",
         "cutoff_len": LENGTH,
         "output_dir": str(out / "saved"),
-        "per_device_train_batch_size": ROWS,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "optim": "sgd",
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "seed": SEED,
         "report_to": "none",
-        "use_cpu": True,
+        **TRAINER,
     }
     if lora:
         options |= {"lora_rank": RANK, "lora_target": "all", "lora_dropout": 0.0}
-    model_args, _, _, finetuning_args, _ = get_train_args(dict(options))
-    tokenizer = load_tokenizer(model_args)["tokenizer"]
-    first = logits(load_model(tokenizer, model_args, finetuning_args, is_trainable=True))
     seen = Seen()
     run_exp(options, callbacks=[seen])
-    return Outcome(seen.model, first, losses(seen.history))
+    return seen.model, losses(seen.history)
 
 
 def unsloth(checkpoint: Path, out: Path, lora: bool) -> Outcome:
@@ -142,24 +133,9 @@ def unsloth(checkpoint: Path, out: Path, lora: bool) -> Outcome:
         model = FastLanguageModel.get_peft_model(
             model, r=RANK, lora_alpha=8, lora_dropout=0.0, random_state=SEED
         )
-    first = logits(model)
     data = str(checkpoint.parent.parent / "train.jsonl")
-    arguments = SFTConfig(
-        str(out / "run"),
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=ACCUMULATION,
-        max_steps=STEPS,
-        optim="sgd",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        max_length=LENGTH,
-        seed=SEED,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-    )
+    options = {"max_length": LENGTH, "save_strategy": "no", "report_to": [], "bf16": False}
+    arguments = SFTConfig(str(out / "run"), **TRAINER, **options)
     trainer = SFTTrainer(
         model=model,
         args=arguments,
@@ -168,7 +144,7 @@ def unsloth(checkpoint: Path, out: Path, lora: bool) -> Outcome:
     )
     trainer.train()
     model.save_pretrained(out / "saved")
-    return Outcome(model, first, losses(trainer.state.log_history))
+    return model, losses(trainer.state.log_history)
 
 
 TOOLS: dict[str, Callable[[Path, Path, bool], Outcome]] = {
@@ -176,14 +152,6 @@ TOOLS: dict[str, Callable[[Path, Path, bool], Outcome]] = {
     "llamafactory": llamafactory,
     "unsloth": unsloth,
 }
-
-
-def logits(model: Any) -> Any:
-    import torch
-
-    ids = torch.arange(3, 67).view(2, 32)
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
 
 
 def losses(history: list[dict[str, Any]]) -> list[float]:
@@ -223,14 +191,12 @@ def compare(tool: str, folder: Path, lora: bool) -> dict[str, float]:
         weights[name] = saved(out / "saved", lora)
     from ligermodels.integrations.hf_model import LigerForCausalLM
 
-    for name, outcome in outcomes.items():
-        model = outcome.model.get_base_model() if lora else outcome.model
+    for name, (trained, _) in outcomes.items():
+        model = trained.get_base_model() if lora else trained
         assert isinstance(model, LigerForCausalLM) == (name == "native"), type(model).__mro__
-    native, hf = outcomes["native"], outcomes["hf"]
     assert weights["native"].keys() == weights["hf"].keys(), weights["native"].keys()
     return {
-        "logits": relative(native.logits, hf.logits),
-        "losses": relative(native.losses, hf.losses),
+        "losses": relative(outcomes["native"][1], outcomes["hf"][1]),
         "saved": max(relative(weights["native"][key], hf) for key, hf in weights["hf"].items()),
     }
 

@@ -1,10 +1,12 @@
-"""transformers' arguments, in terms of native models."""
+"""transformers' arguments and cache, in terms of native models."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache, MistralConfig
 
+from ligermodels.integrations.hf_cache import HFCache
 from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
 from tests.tiny_models import VOCAB, random_model
 
@@ -19,17 +21,10 @@ def test_flattened_rows_become_documents() -> None:
         "max_length_k": 3,
         "cache_position": positions,
     }
-    given = native_inputs(ids, None, None, positions, None, others)
+    given = native_inputs(ids, None, None, positions, None, others | {"token_type_ids": None})
     model = random_model("llama")
     assert given["position_ids"] is None and given["max_seqlen"] == 3
     torch.testing.assert_close(model(**given), model(ids, position_ids=positions))
-
-
-@pytest.mark.parametrize("value", [True, torch.ones(2)], ids=["flag", "tensor"])
-def test_an_unknown_argument_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"token_type_ids=.*: the model cannot honour"):
-        native_inputs(None, None, None, None, None, {"token_type_ids": value})
-    native_inputs(None, None, None, None, None, {"token_type_ids": None})
 
 
 @pytest.mark.gpu
@@ -63,3 +58,22 @@ def test_the_first_layers_alone() -> None:
     torch.testing.assert_close(model.norm(seen.outputs[1]), last)
     assert model.layers[1].forward is own
     assert torch.equal(model(ids), whole) and not torch.equal(last, whole)
+
+
+def test_positions_of_a_window() -> None:
+    config = MistralConfig(
+        num_hidden_layers=1, sliding_window=3, hidden_size=8, num_attention_heads=2
+    )
+    theirs = DynamicCache(config=config)
+    cache = HFCache(theirs)
+    k = torch.arange(5.0).view(1, 1, 5, 1)
+    keys, _ = cache.update(0, k, k)
+    assert cache.length == 0 and cache.key_positions(0, 5) is None
+    cache.advance(5)
+    cache = HFCache(theirs)
+    assert cache.length == 5
+    keys, _ = cache.update(0, k[:, :, :1] + 5, k[:, :, :1])
+    positions = cache.key_positions(0, 1)
+    with pytest.raises(ValueError, match=r"layer 0 was updated twice in one pass.*use_cache=False"):
+        cache.update(0, k[:, :, :1], k[:, :, :1])
+    assert positions is not None and positions.tolist() == keys.flatten().tolist() == [3, 4, 5]

@@ -65,15 +65,6 @@ def test_a_copy_is_made_again_where_it_or_the_table_changed(tmp_path, cache):
     assert rows(file) == [{"text": "again"}]
 
 
-def test_bars_are_hidden_where_nothing_is_shown(tmp_path, cache, capfd):
-    (tmp_path / "a.csv").write_text("text\nfirst\n")
-    (tmp_path / "b.csv").write_text("text\nsecond\n")
-    local_files([str(tmp_path / "a.csv")], data_library, progress=False)
-    assert capfd.readouterr().err == ""
-    local_files([str(tmp_path / "b.csv")], data_library)
-    assert "examples/s" in capfd.readouterr().err
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
     cache.write_text("no folder")
     (tmp_path / "a.csv").write_text("text\nfirst\n")

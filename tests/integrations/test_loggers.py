@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -100,15 +99,3 @@ def test_a_logger_that_fails_does_not_end_the_run(checkpoint, text, tmp_path, bo
     monkeypatch.setattr(Board, "__init__", fails)
     with pytest.raises(LigerError, match="TensorBoardLogger cannot be opened: no connection"):
         run(checkpoint, text, tmp_path / "other", **given)
-
-
-def test_an_odd_id_of_wandb(checkpoint, text, tmp_path, board):
-    given = {"max_steps": 2, "save_steps": 1, "report_to": ["wandb"]}
-    run(checkpoint, text, tmp_path / "run", **given)
-    file = tmp_path / "run" / "wandb_id"
-    file.write_bytes(b"\xff")
-    run(checkpoint, text, tmp_path / "run", **given, resume=True)
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(LigerError, match="wandb_id: this is not a regular file but a pipe"):
-        run(checkpoint, text, tmp_path / "run", **given, resume=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.examples.trainer_cases import FAMILIES, INSTALL
+from tests.examples.trainer_cases import FAMILIES
 from tests.integrations import matrix, outside_tools, test_trainers_page
 from tests.integrations.matrix_cells import CELLS, Cell, checkpoint
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
@@ -37,15 +36,11 @@ def pairs(rows: list[Any], names: list[str]) -> list[Any]:
 # The rows with two processes are in tests/examples/test_trainers.py.
 @pytest.mark.parametrize(("cell", "family"), pairs(CELLS, [cell.feature for cell in CELLS]))
 def test_cell(cell: Cell, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    if find_spec(cell.needs) is None:
-        pytest.skip(INSTALL)
     assert cell.error(folders[family], tmp_path) <= cell.bound
 
 
 @pytest.mark.parametrize(("refusal", "family"), pairs(REFUSALS, [row.what for row in REFUSALS]))
 def test_refusal(refusal: Refusal, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    if find_spec(refusal.needs) is None:
-        pytest.skip(INSTALL)
     assert refusal.words in matrix.words_of(refusal, folders[family], tmp_path)
 
 

@@ -58,27 +58,18 @@ def test_a_checkpoint_is_loaded_into_split_projections(family: str, tmp_path: Pa
     wrapper.load_state_dict(want)
 
 
-def test_parts_that_changed_stay_split() -> None:
+def test_what_is_not_plain_is_neither_split_nor_packed(tmp_path: Path) -> None:
     wrapper = LigerForCausalLM.from_native(random_model("llama"))
     split_projections(wrapper)
-    attention = wrapper.model.layers[0].self_attn
-    attention.q_proj = nn.Sequential(attention.q_proj)
+    first, second = (layer.self_attn for layer in wrapper.model.layers[:2])
+    whole, first.q_proj = first.q_proj, nn.Sequential(first.q_proj)
     pack_projections(wrapper)
-    assert hasattr(attention, "q_proj") and not hasattr(wrapper.model.layers[1].self_attn, "q_proj")
-
-
-def test_split_projections_are_packed_before_a_native_save(tmp_path: Path) -> None:
-    wrapper = LigerForCausalLM.from_native(random_model("llama"))
-    split_projections(wrapper)
+    assert hasattr(first, "q_proj") and not hasattr(second, "q_proj")
     with pytest.raises(SaveError, match=r"pack those that were split .*pack_projections"):
         wrapper.native.save_hf(tmp_path)
+    first.q_proj = whole
     pack_projections(wrapper)
     wrapper.native.save_hf(tmp_path)
-
-
-def test_a_packed_linear_that_is_not_plain_is_refused() -> None:
-    wrapper = LigerForCausalLM.from_native(random_model("llama"))
-    attention = wrapper.model.layers[0].self_attn
-    attention.qkv_proj = nn.Sequential(attention.qkv_proj)
+    second.qkv_proj = nn.Sequential(second.qkv_proj)
     with pytest.raises(ConfigError, match="qkv_proj is a Sequential"):
         split_projections(wrapper)
