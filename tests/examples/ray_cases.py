@@ -25,11 +25,8 @@ def each(config: dict[str, Any]) -> list[list[float]]:
 
 
 @steady_adamw()
-def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str, dict[str, float]]:
-    """Return the errors of each family: of the losses, and of the weights that were saved.
-
-    Args: with_theirs, whether transformers' models are trained in Ray Train, too.
-    """
+def errors(families: Iterable[str], place: Path) -> dict[str, dict[str, float]]:
+    """Return the errors of each family: of the losses, and of the weights that were saved."""
     import ray
     import torch
 
@@ -51,8 +48,7 @@ def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str,
     for name, folder in folders.items():
         out = str(place / f"{name}-saved")
         runs.append(common | {"load": partial(AutoLiger.from_hf, folder), "out": out})
-        if with_theirs:
-            runs.append(common | {"load": partial(theirs, folder)})
+        runs.append(common | {"load": partial(theirs, folder)})
     variables = {
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -78,7 +74,6 @@ def errors(families: Iterable[str], place: Path, with_theirs: bool) -> dict[str,
         found[name] = {
             "one process": difference(ours, expected),
             "weights": torch.stack(distances).max().item(),  # a NaN, if one is
+            "transformers": difference(ours, next(losses)),
         }
-        if with_theirs:
-            found[name]["transformers"] = difference(ours, next(losses))
     return found

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from ligermodels import AutoLiger, cli
-from ligermodels.checks.check_family import BOUNDS, check_family
+from ligermodels.checks import check_family as checks
+from ligermodels.checks.check_family import check_family
 from tests import outside
 from tests.cli.helpers import SMALL
 from tests.examples import family_table
@@ -19,20 +20,15 @@ from tests.training.tiny_run import make_text, make_tokenizer
 pytestmark = pytest.mark.usefixtures("registry")
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", outside.NAMES)
-def test_it_is_exact(name: str) -> None:
-    report = check_family(outside.family(name), compile=False)
-    cells = report.rows["small config"]
+def test_it_is_exact(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default without the variants of its config, and not compiled."""
+    if not whole:
+        monkeypatch.setattr(checks, "small_variants", lambda config: {"small config": config})
+    report = check_family(outside.family(name), compile=whole)
     assert report.ok, str(report)
-    assert list(cells) == [check for check in BOUNDS if check != "compile"]
     assert all(cell.error is not None for row in report.rows.values() for cell in row.values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", outside.NAMES)
-def test_it_compiles(name: str) -> None:
-    cell = check_family(outside.family(name)).rows["small config"]["compile"]
-    assert cell.error is not None and cell.ok
 
 
 def test_phi_with_the_rope_of_phi_4_mini() -> None:

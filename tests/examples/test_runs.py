@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from examples.command import call
 from ligermodels import AutoLiger
 from tests import markdown
 from tests.training.tiny_run import make_checkpoint, make_text
-
-DEMO = markdown.ROOT / "examples" / "demo.py"
 
 
 @pytest.fixture
@@ -44,9 +42,11 @@ def test_the_demo(
 ) -> None:
     model = markdown.small_checkpoint(smollm2, tmp_path / "tiny")
     options = ["--model", str(model), "--max-steps", "1", "--output-dir", str(tmp_path / "run")]
-    monkeypatch.setattr("sys.argv", [str(DEMO), *options])
-    monkeypatch.syspath_prepend(DEMO.parent)  # as for a script
-    runpy.run_path(str(DEMO), run_name="__main__")
+    monkeypatch.setattr("sys.argv", ["demo.py", *options])
+    monkeypatch.syspath_prepend(markdown.ROOT / "examples")  # as for a script
+    demo = importlib.import_module("demo")
+    monkeypatch.setattr(demo, "SEQ_LEN", 64)
+    demo.main()
     printed = capsys.readouterr().out
     before, after = (float(x) for x in re.findall(r"held-out perplexity ([\d.]+)", printed))
     assert after < before

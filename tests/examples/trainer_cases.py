@@ -29,17 +29,12 @@ FEATURES = ("accelerate, DDP", "accelerate, FSDP2", "Lightning, FSDP2")
 FEATURES += tuple(f"DeepSpeed, ZeRO-{stage}" for stage in range(4))
 # A feature, a family, and whether its head is tied.
 FAMILIES = [family for family in zoo.FAMILIES if family != "gemma3"]  # it has other towers
-WHOLE = [(feature, "llama", tied) for feature in FEATURES for tied in (False, True)]
-WHOLE += [
+CASES = [(feature, "llama", tied) for feature in FEATURES for tied in (False, True)]
+CASES += [
     (feature, family, "gemma" in family)
     for feature in ("accelerate, FSDP2", "Lightning, FSDP2", "DeepSpeed, ZeRO-3")
     for family in FAMILIES
     if family != "llama"
-]
-SAMPLE = [
-    ("accelerate, FSDP2", "llama", False),
-    ("Lightning, FSDP2", "gemma2", True),
-    ("DeepSpeed, ZeRO-3", "qwen2", False),
 ]
 
 
@@ -205,7 +200,7 @@ def save_hf(model: Any, folder: Path) -> None:
     model.save_hf(folder)
 
 
-def cases(ranks: int, whole: bool) -> dict[str, Case]:
+def cases(ranks: int) -> dict[str, Case]:
     rank = dist.get_rank()
     os.environ |= {
         "RANK": str(rank),
@@ -220,7 +215,7 @@ def cases(ranks: int, whole: bool) -> dict[str, Case]:
     }
 
     made: dict[str, Case] = {}
-    for name, family, tied in WHOLE if whole else SAMPLE:
+    for name, family, tied in CASES:
         tool, _, feature = name.partition(", ")
         if find_spec(TOOLS[tool]) is None:
             continue
@@ -238,6 +233,6 @@ def cases(ranks: int, whole: bool) -> dict[str, Case]:
             train = partial(with_deepspeed, stage=int(feature[-1]))
         head = "tied" if tied else "untied"
         made[f"{name}, {family}, {head}"] = partial(compare, train, family, tied, save)
-    if whole and find_spec("deepspeed") is not None:
+    if find_spec("deepspeed") is not None:
         made["DeepSpeed, resumed and evaluated"] = resumed
     return made

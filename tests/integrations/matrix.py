@@ -96,7 +96,7 @@ def measure(folders: dict[str, Path], made: Path) -> list[list[float]]:
             assert errors[-1] <= cell.bound, (cell, family, errors[-1])
         found.append(errors)
     (made / "ranks").mkdir()
-    report = run_ranks("tests.examples.trainer_cases", trainer_cases.RANKS, made / "ranks", True)
+    report = run_ranks("tests.examples.trainer_cases", trainer_cases.RANKS, made / "ranks")
     for name in RANKED:
         errors = []
         for family in FAMILIES:
@@ -105,7 +105,7 @@ def measure(folders: dict[str, Path], made: Path) -> list[list[float]]:
             errors.append(largest([e for o in outcomes if isinstance(o, dict) for e in o.values()]))
         found.append(errors)
     (made / "ray").mkdir()
-    in_ray = ray_cases.errors(FAMILIES, made / "ray", with_theirs=True)
+    in_ray = ray_cases.errors(FAMILIES, made / "ray")
     found.append([largest([*in_ray[family].values()]) for family in FAMILIES])
     return found
 
