@@ -213,7 +213,7 @@ def dpo_loss(
     weight: float | Tensor = 1.0
     if use_weighting:
         if {"aot", "aot_unpaired"} & set(types):
-            raise ConfigError("use_weighting: aot sorts the pairs, so no weight for each pair exists")
+            raise ConfigError("use_weighting: aot sorts the pairs and has no weight for each pair")
         if log_sum_sq_probs is None:
             raise ConfigError("use_weighting: log_sum_sq_probs is needed as well")
         log_weights = token_means((log_probs - log_sum_sq_probs).detach(), mask)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
+
+from ligermodels.losses import Mean
 
 
 class Tokens(NamedTuple):
@@ -55,6 +58,26 @@ def masks(rows: int, seq: int = 7) -> Iterator[tuple[str, Tensor]]:
     yield "empty completions", empty
     yield "one pair", torch.rand(2, seq, generator=generator) < 0.8
     yield "all ignored", torch.zeros(rows, seq, dtype=torch.bool)
+
+
+def gathered(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Return the cases of `pairwise` with one parameter, `options`, which holds all of them."""
+    names, cases = mark.args[0].split(","), mark.args[1]
+    made = [pytest.param(dict(zip(names, case.values)), id=case.id) for case in cases]
+    return pytest.mark.parametrize("options", made)
+
+
+def assert_same(found: Tensor, expected: Tensor, *leaves: Tensor, **tolerance: float) -> None:
+    """Compare two losses and their gradients."""
+    torch.testing.assert_close(found, expected, **tolerance)
+    theirs = gradients(expected, *leaves)
+    torch.testing.assert_close(gradients(found, *leaves), theirs, **tolerance)
+
+
+def assert_metrics(metrics: dict[str, Mean], expected: dict[str, float]) -> None:
+    """Compare metrics with those of TRL, which has more."""
+    found = {name: float(mean.value) for name, mean in metrics.items()}
+    assert found == pytest.approx({name: expected[name] for name in found}, abs=1e-6)
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:

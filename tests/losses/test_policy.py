@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,20 @@ from ligermodels.losses.policy import (
     RATIO_MODES,
     group_advantages,
     grpo_loss,
-    grpo_normalizer,
     importance_ratio,
     rloo_advantages,
     rloo_loss,
 )
 from tests.losses import trl_own
-from tests.losses.batches import Tokens, gradients, masks, random_tokens
+from tests.losses.batches import (
+    Tokens,
+    assert_metrics,
+    assert_same,
+    gathered,
+    gradients,
+    masks,
+    random_tokens,
+)
 from tests.pairwise import pairwise
 
 LENGTH = 11  # max_completion_length
@@ -63,30 +71,18 @@ def test_grpo_equals_trl() -> None:
     for _, mask in masks(6):
         tokens = random_tokens(mask)
         advantages = some_advantages(len(mask))
-        extras = [{}, {"old_log_probs": None}]
-        extras += [
-            {
-                "importance_sampling_ratio": importance_ratio(
-                    tokens.old, tokens.sampling, mask, mode=m
-                )
-            }
-            for m in RATIO_MODES
-        ]
-        every = GRPO_OPTIONS + [base | extra for base in BASES for extra in extras[1:]]
-        every += [extras[3] | {"beta": 0.2}, *(base | {"of_tokens": True} for base in BASES)]
-        for options in every:
-            given, options = advantages, dict(options)
-            if options.pop("of_tokens", False):
-                given = tokens.ref + 1  # an advantage for each token
+        extras: list[dict[str, Any]] = [{"old_log_probs": None}]
+        for mode in RATIO_MODES:
+            ratio = importance_ratio(tokens.old, tokens.sampling, mask, mode=mode)
+            extras.append({"importance_sampling_ratio": ratio})
+        every = [*GRPO_OPTIONS, extras[2] | {"beta": 0.2}]
+        every += [base | extra for base in BASES for extra in extras]
+        cases = [(advantages, options) for options in every]
+        for given, options in cases + [(tokens.ref + 1, base) for base in BASES]:  # of each token
             loss, metrics = ours(tokens, given, **options)
             expected, trl_metrics = trl_own.grpo(tokens, given, **options)
-            torch.testing.assert_close(loss, expected)
-            torch.testing.assert_close(
-                gradients(loss, tokens.log_probs, tokens.entropy),
-                gradients(expected, tokens.log_probs, tokens.entropy),
-            )
-            for key in metrics:
-                assert float(metrics[key].value) == pytest.approx(trl_metrics[key], abs=1e-6), key
+            assert_same(loss, expected, tokens.log_probs, tokens.entropy)
+            assert_metrics(metrics, trl_metrics)
 
 
 def test_rloo_equals_trl() -> None:
@@ -95,21 +91,11 @@ def test_rloo_equals_trl() -> None:
         tokens = random_tokens(mask)
         advantages = some_advantages(len(mask))
         for options in ({}, {"epsilon": 0.05, "epsilon_high": 0.4}):
-            loss, metrics = rloo_loss(
-                tokens.log_probs,
-                advantages,
-                mask,
-                old_log_probs=tokens.old,
-                entropy=tokens.entropy,
-                **options,
-            )
+            more = {"old_log_probs": tokens.old, "entropy": tokens.entropy}
+            loss, metrics = rloo_loss(tokens.log_probs, advantages, mask, **more, **options)
             expected, trl_metrics = trl_own.rloo(tokens, advantages, **options)
-            torch.testing.assert_close(loss, expected)
-            torch.testing.assert_close(
-                gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
-            )
-            for key in metrics:
-                assert float(metrics[key].value) == pytest.approx(trl_metrics[key]), key
+            assert_same(loss, expected, tokens.log_probs)
+            assert_metrics(metrics, trl_metrics)
 
 
 def test_group_advantages_equal_trl() -> None:
@@ -124,11 +110,7 @@ def test_group_advantages_equal_trl() -> None:
         given = {} if rewards is plain else {"reward_weights": weights}
         for way in ("sum_then_normalize", "normalize_then_sum"):
             for scale in ("group", "batch", "none"):
-                options = {
-                    **given,
-                    "scale_rewards": scale,
-                    "multi_objective_aggregation": way,
-                }
+                options = given | {"scale_rewards": scale, "multi_objective_aggregation": way}
                 torch.testing.assert_close(
                     group_advantages(rewards, 4, **options),
                     trl_own.advantages("grpo", rewards, 4, **options),
@@ -168,142 +150,104 @@ def test_what_is_refused() -> None:
     tokens = random_tokens(next(masks(6))[1])
     for options, fault in (
         ({"loss_type": "ppo"}, "loss_type: 'ppo' is not known"),
-        ({"importance_sampling_level": "row"}, "'row' is not known"),
+        ({"importance_sampling_level": "row"}, "importance_sampling_level: 'row' is not known"),
         ({"beta": 0.1, "ref_log_probs": None}, "ref_log_probs: beta is not 0"),
         ({"loss_type": "dr_grpo", "max_completion_length": None}, "dr_grpo divides by it"),
         ({"loss_type": "cispo"}, "epsilon_high: cispo needs it"),
         ({"entropy_coef": 0.1, "entropy": None}, "entropy_coef and top_entropy_quantile"),
+        # None of these may broadcast: it would be a wrong number without an error.
+        ({"importance_sampling_ratio": torch.ones(6)}, r"importance_sampling_ratio: .* \(6,\)"),
+        ({"advantages": some_advantages(5)}, r"advantages: the shape is \(5,\)"),
+    ):
+        given = {"advantages": some_advantages(6)} | options
+        with pytest.raises(ConfigError, match=fault):
+            ours(tokens, **given)
+    six = torch.ones(6)
+    for call, fault in (
+        (lambda: rloo_loss(*tokens[:2], tokens.mask), r"advantages: the shape is \(6, 7\)"),
+        (lambda: group_advantages(six, 4), "num_generations: 4 for 6 rewards"),
+        (lambda: rloo_advantages(six, 3, beta=0.1), "kl: beta is not 0"),
+        (lambda: rloo_advantages(six, 3, beta=0.1, kl=six[:, None]), r"kl: .*; expected \(6,\)"),
+        (lambda: group_advantages(six, 3, reward_weights=six), "reward_weights: the shape"),
+        (lambda: rloo_advantages(six, 3, reward_weights=six), "reward_weights: the shape"),
+        (lambda: importance_ratio(*tokens[:2], tokens.mask, mode="none"), "mode: 'none' is not"),
     ):
         with pytest.raises(ConfigError, match=fault):
-            ours(tokens, some_advantages(6), **options)
-    with pytest.raises(ConfigError, match="loss_type: 'gspo' is not known"):
-        grpo_normalizer(tokens.mask, "gspo")
-    with pytest.raises(ConfigError, match="dr_grpo divides by it"):
-        grpo_normalizer(tokens.mask, "dr_grpo")
-    with pytest.raises(ConfigError, match=r"advantages: the shape is \(5,\)"):
-        ours(tokens, some_advantages(5))
-    with pytest.raises(ConfigError, match=r"advantages: the shape is \(6, 7\)"):
-        rloo_loss(tokens.log_probs, tokens.ref, tokens.mask)
-    with pytest.raises(ConfigError, match="num_generations: 4 for 6 rewards"):
-        group_advantages(torch.ones(6), 4)
-    with pytest.raises(ConfigError, match="kl: beta is not 0"):
-        rloo_advantages(torch.ones(6), 3, beta=0.1)
-    # None of these may broadcast: it would be a wrong number without an error.
-    square = random_tokens(torch.ones(4, 4, dtype=torch.bool))
-    for name in ("dapo", "vespo"):
-        with pytest.raises(ConfigError, match=r"importance_sampling_ratio: the shape is \(4,\)"):
-            grpo_loss(
-                square.log_probs,
-                some_advantages(4),
-                square.mask,
-                loss_type=name,
-                importance_sampling_ratio=torch.ones(4),
-            )
-    with pytest.raises(ConfigError, match=r"kl: the shape is \(6, 1\); expected \(6,\)"):
-        rloo_advantages(torch.ones(6), 3, beta=0.1, kl=torch.ones(6, 1))
-    for advantages in (group_advantages, rloo_advantages):
-        with pytest.raises(ConfigError, match=r"reward_weights: the shape is \(1,\)"):
-            advantages(torch.ones(6, 2), 3, reward_weights=torch.ones(1))
-    with pytest.raises(ConfigError, match="mode: 'none' is not known"):
-        importance_ratio(tokens.old, tokens.sampling, tokens.mask, mode="none")
+            call()
 
 
-def plain_grpo(
-    tokens: Tokens,
-    advantages: torch.Tensor,
-    *,
-    loss_type: str,
-    importance_sampling_level: str,
-    beta: float,
-    use_bias_correction_kl: bool,
-    delta: float | None,
-    epsilon_high: float | None,
-    old_log_probs: torch.Tensor | None,
-    importance_sampling_ratio: torch.Tensor | None,
-    off_policy_mask_threshold: float | None,
-    top_entropy_quantile: float,
-    entropy_coef: float,
-    normalizer: float | None,
-) -> torch.Tensor:
+def plain_grpo(tokens: Tokens, advantages: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the loss of `grpo_loss` from its papers' formulas, completion by completion."""
-    least = tokens.entropy.detach()[tokens.mask].quantile(1 - top_entropy_quantile)
+    of = SimpleNamespace(**options)
+    least = tokens.entropy.detach()[tokens.mask].quantile(1 - of.top_entropy_quantile)
     acting = tokens.entropy[tokens.mask & (tokens.entropy >= least)]
     total = torch.zeros((), dtype=torch.float64)
     for row, mask in enumerate(tokens.mask):
         log_p, ref, sampling, entropy = (
             x[row, mask] for x in (tokens.log_probs, tokens.ref, tokens.sampling, tokens.entropy)
         )
-        old = log_p.detach() if old_log_probs is None else old_log_probs[row, mask]
+        old = log_p.detach() if of.old_log_probs is None else of.old_log_probs[row, mask]
         factor = torch.ones(1, dtype=torch.float64)
-        if importance_sampling_ratio is not None:
-            factor = importance_sampling_ratio[row]
+        if of.importance_sampling_ratio is not None:
+            factor = of.importance_sampling_ratio[row]
             factor = factor[mask] if len(factor) > 1 else factor
         good = advantages[row]
         ratio = (log_p - old).exp()
-        if importance_sampling_level == "sequence":
+        if of.importance_sampling_level == "sequence":
             ratio = ((log_p - old).sum() / len(log_p)).exp()
-        if loss_type == "cispo":
-            losses = -ratio.clamp(max=epsilon_high).detach() * good * log_p
-        elif loss_type == "sapo":
+        if of.loss_type == "cispo":
+            losses = -ratio.clamp(max=of.epsilon_high).detach() * good * log_p
+        elif of.loss_type == "sapo":
             heat = 1.0 if good > 0 else 1.05
             losses = -4 / heat * torch.sigmoid(heat * (ratio - 1)) * good
-        elif loss_type == "vespo":
+        elif of.loss_type == "vespo":
             k, scale = (2.0, 3.0) if good >= 0 else (3.0, 2.0)
             weight = (log_p - old).detach().sum().exp() * factor.prod()
             losses = -(weight**k) * (scale * (1 - weight)).exp() * good * log_p
         else:
-            clipped = ratio.clamp(0.98, 1 + (0.02 if epsilon_high is None else epsilon_high))
-            kept = ratio if delta is None else ratio.clamp(max=delta)
+            clipped = ratio.clamp(0.98, 1 + (0.02 if of.epsilon_high is None else of.epsilon_high))
+            kept = ratio if of.delta is None else ratio.clamp(max=of.delta)
             losses = -torch.min(kept * good, clipped * good)
-        if off_policy_mask_threshold is not None and good < 0:
-            losses = losses * ((sampling - log_p.detach()).mean() <= off_policy_mask_threshold)
-        if top_entropy_quantile < 1:
+        if of.off_policy_mask_threshold is not None and good < 0:
+            losses = losses * ((sampling - log_p.detach()).mean() <= of.off_policy_mask_threshold)
+        if of.top_entropy_quantile < 1:
             losses = losses * (entropy >= least)
-        if loss_type != "vespo":
+        if of.loss_type != "vespo":
             losses = losses * factor
         kl = (ref - log_p).exp() - (ref - log_p) - 1
-        losses = losses + beta * kl * (ratio if use_bias_correction_kl else 1)
+        losses = losses + of.beta * kl * (ratio if of.use_bias_correction_kl else 1)
         losses = losses.expand(len(log_p))
-        total = total + (losses.mean() if loss_type in ("grpo", "sapo") else losses.sum())
+        total = total + (losses.mean() if of.loss_type in ("grpo", "sapo") else losses.sum())
     count = tokens.mask.sum()
-    if loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
-        count = len(tokens.mask) * (LENGTH if loss_type == "dr_grpo" else 1)
-    return total / (normalizer or count) - entropy_coef * acting.mean()
+    if of.loss_type in ("grpo", "sapo", "luspo", "dr_grpo"):
+        count = len(tokens.mask) * (LENGTH if of.loss_type == "dr_grpo" else 1)
+    return total / (of.normalizer or count) - of.entropy_coef * acting.mean()
 
 
-@pairwise(
-    lambda loss_type, epsilon_high: (epsilon_high == 1.02) == (loss_type == "cispo"),
-    lambda has_old, epsilon_high: has_old or epsilon_high is None,  # without, no ratio is clipped
-    lambda has_old, delta: has_old or delta is None,
-    loss_type=GRPO_LOSS_TYPES,
-    importance_sampling_level=["token", "sequence"],
-    beta=[0.0, 0.3],
-    use_bias_correction_kl=[True, False],
-    delta=[None, 1.03],
-    epsilon_high=[None, 0.05, 1.02],
-    has_old=[True, False],
-    correction=[None, "token_truncate", "sequence_truncate"],
-    off_policy_mask_threshold=[None, 0.01],
-    top_entropy_quantile=[1.0, 0.37],
-    entropy_coef=[0.0, 0.2],
-    normalizer=[None, 7.0],
+@gathered(
+    pairwise(
+        lambda loss_type, epsilon_high: (epsilon_high == 1.02) == (loss_type == "cispo"),
+        lambda has_old, epsilon_high: (
+            has_old or epsilon_high is None
+        ),  # without, no ratio is clipped
+        lambda has_old, delta: has_old or delta is None,
+        loss_type=GRPO_LOSS_TYPES,
+        importance_sampling_level=["token", "sequence"],
+        beta=[0.0, 0.3],
+        use_bias_correction_kl=[True, False],
+        delta=[None, 1.03],
+        epsilon_high=[None, 0.05, 1.02],
+        has_old=[True, False],
+        correction=[None, "token_truncate", "sequence_truncate"],
+        off_policy_mask_threshold=[None, 0.01],
+        top_entropy_quantile=[1.0, 0.37],
+        entropy_coef=[0.0, 0.2],
+        normalizer=[None, 7.0],
+    )
 )
-def test_every_pair_of_options_equals_the_plain_formula(
-    loss_type: str,
-    importance_sampling_level: str,
-    beta: float,
-    use_bias_correction_kl: bool,
-    delta: float | None,
-    epsilon_high: float | None,
-    has_old: bool,
-    correction: str | None,
-    off_policy_mask_threshold: float | None,
-    top_entropy_quantile: float,
-    entropy_coef: float,
-    normalizer: float | None,
-) -> None:
-    options: dict[str, Any] = dict(locals())
-    mode, tokens = options.pop("correction"), random_tokens(next(masks(6))[1])
+def test_every_pair_of_options_equals_the_plain_formula(options: dict[str, Any]) -> None:
+    options, tokens = dict(options), random_tokens(next(masks(6))[1])
+    mode = options.pop("correction")
     options["old_log_probs"] = tokens.old if options.pop("has_old") else None
     options["importance_sampling_ratio"] = None
     if mode is not None:

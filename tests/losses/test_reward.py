@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ligermodels.errors import ConfigError
 from ligermodels.losses.reward import bradley_terry_loss, token_reward_loss
 from tests.losses import trl_own
-from tests.losses.batches import gradients
+from tests.losses.batches import assert_metrics, assert_same, gradients
 
 
 def test_bradley_terry_equals_trl() -> None:
@@ -22,10 +22,8 @@ def test_bradley_terry_equals_trl() -> None:
                     *rewards.chunk(2), margin=margin, center_rewards_coefficient=coefficient
                 )
                 expected, trl_metrics = trl_own.reward(rewards, margin, coefficient)
-                torch.testing.assert_close(loss, expected)
-                torch.testing.assert_close(gradients(loss, rewards), gradients(expected, rewards))
-                for key in metrics:
-                    assert float(metrics[key].value) == pytest.approx(trl_metrics[key])
+                assert_same(loss, expected, rewards)
+                assert_metrics(metrics, trl_metrics)
 
 
 def test_rewards_of_each_token() -> None:
@@ -51,8 +49,7 @@ def test_process_rewards() -> None:
     valid = labels >= 0
     loss, metrics = token_reward_loss(rewards, labels)
     expected = F.binary_cross_entropy_with_logits(rewards[valid], labels[valid].double())
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients(loss, rewards), gradients(expected, rewards))
+    assert_same(loss, expected, rewards)
     right = ((rewards > 0) == (labels > 0))[valid].double().mean()
     torch.testing.assert_close(metrics["accuracy"].value, right)
     assert token_reward_loss(rewards, torch.full_like(labels, -100)).loss == 0

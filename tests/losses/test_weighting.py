@@ -8,7 +8,7 @@ import torch
 from ligermodels.errors import ConfigError
 from ligermodels.losses.weighting import sft_loss
 from tests.losses import trl_own
-from tests.losses.batches import gradients, masks, random_tokens
+from tests.losses.batches import assert_same, gradients, masks, random_tokens
 
 
 def test_equal_trl() -> None:
@@ -18,10 +18,7 @@ def test_equal_trl() -> None:
             tokens = random_tokens(mask)
             loss = sft_loss(tokens.log_probs, mask, loss_type=name).loss
             expected = trl_own.sft(tokens, name)
-            torch.testing.assert_close(loss, expected)
-            torch.testing.assert_close(
-                gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
-            )
+            assert_same(loss, expected, tokens.log_probs)
 
 
 def test_focal_and_given_weights() -> None:
@@ -30,10 +27,7 @@ def test_focal_and_given_weights() -> None:
     p = tokens.log_probs.exp()
     loss = sft_loss(tokens.log_probs, mask, loss_type="focal", focal_gamma=1.5).loss
     expected = (-tokens.log_probs * (1 - p) ** 1.5)[mask].mean()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(
-        gradients(loss, tokens.log_probs), gradients(expected, tokens.log_probs)
-    )
+    assert_same(loss, expected, tokens.log_probs)
     certain = torch.zeros(1, 1, requires_grad=True)
     loss = sft_loss(certain, torch.ones(1, 1), loss_type="focal", focal_gamma=0.5).loss
     assert loss == 0 and gradients(loss, certain)[0].abs() < 1e-18
