@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from ligermodels.errors import ConfigError
 from ligermodels.losses import Mean
 
 
@@ -78,6 +79,13 @@ def assert_metrics(metrics: dict[str, Mean], expected: dict[str, float]) -> None
     """Compare metrics with those of TRL, which has more."""
     found = {name: float(mean.value) for name, mean in metrics.items()}
     assert found == pytest.approx({name: expected[name] for name in found}, abs=1e-6)
+
+
+def assert_refused(*calls: tuple[str, Callable[[], object]]) -> None:
+    """Assert that each call raises a ConfigError with these words."""
+    for fault, call in calls:
+        with pytest.raises(ConfigError, match=fault):
+            call()
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.loss_head import LossHead
-from ligermodels.losses.policy import grpo_loss, rloo_loss
 from ligermodels.losses.preference import (
     DIVERGENCES,
     DPO_LOSS_TYPES,
@@ -20,12 +17,11 @@ from ligermodels.losses.preference import (
     kto_kl,
     kto_loss,
 )
-from ligermodels.losses.reference_free import orpo_loss
-from ligermodels.losses.weighting import sft_loss
 from tests.losses import trl_own
 from tests.losses.batches import (
     Tokens,
     assert_metrics,
+    assert_refused,
     assert_same,
     gathered,
     gradients,
@@ -97,42 +93,6 @@ def test_kto_equals_trl() -> None:
                 assert_metrics({name: metrics[name] for name in both}, trl_metrics)
 
 
-def test_gradients_through_the_head() -> None:
-    """Losses of the head's log-probabilities equal autograd over whole logits in float64.
-
-    Also where the loss is computed group by group, in the forward of the head.
-    """
-    torch.manual_seed(0)
-    head = LossHead(8, 13, softcap=3.0).double()
-    hidden = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
-    ids = torch.randint(13, (4, 5))
-    mask = next(masks(4, 5))[1]
-    targets = torch.where(mask, ids, -100)
-    ref = torch.where(mask, -torch.rand(4, 5, dtype=torch.float64), 0.0)
-    label, good = torch.tensor([True, False, True, True]), torch.randn(4).double()
-    rows = {"normalizer": 4}
-    of_rows = [
-        lambda p, i: rloo_loss(p, good[i], mask[i], old_log_probs=ref[i], **rows),
-        lambda p, i: kto_loss(p, ref[i], mask[i], label[i], 0.2, **rows),
-        lambda p, i: grpo_loss(p, good[i], mask[i], normalizer=mask.sum()),
-        lambda p, i: sft_loss(p, mask[i], loss_type="dft", normalizer=mask.sum()),
-    ]
-    of_pairs = [lambda p, i: dpo_loss(p, ref[i], mask[i]), lambda p, i: orpo_loss(p, mask[i])]
-    plain = F.log_softmax(head.logits(hidden), -1).gather(-1, ids[..., None])[..., 0] * mask
-    whole, leaves = slice(0, 4), (hidden, head.weight)
-    log_probs, _ = head.log_probs(hidden, targets, chunk_size=3)
-    for loss in of_pairs + of_rows:
-        expected, made = loss(plain, whole).loss, [loss(log_probs, whole).loss]
-        if loss in of_rows:  # the others want all chosen rows before all rejected ones
-
-            def of_group(tokens, sequences, loss=loss):
-                return loss(tokens.log_probs, sequences).loss
-
-            made.append(head.from_log_probs(hidden, targets, of_group, chunk_size=10))
-        for found in made:
-            assert_same(found, expected, *leaves)
-
-
 def test_what_is_refused() -> None:
     tokens = random_tokens(next(masks(4))[1])
     for options, fault in (
@@ -150,15 +110,13 @@ def test_what_is_refused() -> None:
         with pytest.raises(ConfigError, match=fault):
             our_dpo(tokens, **options)
     given, one = (tokens.log_probs, tokens.ref, tokens.mask), torch.ones(4)
-    for call, fault in (
-        (lambda: dpo_loss(*given, use_weighting=True), "log_sum_sq_probs is needed"),
-        (lambda: dpo_loss(*(x[:3] for x in given)), "3 rows; expected the chosen"),
-        (lambda: dpo_loss(given[0], tokens.ref.sum(1), given[2]), r"ref_log_probs: .* \(4,\)"),
-        (lambda: kto_loss(*given, one[:2]), r"label: the shape is \(2,\)"),
-        (lambda: kto_loss(*given, one, one), r"kl: the shape is \(4,\); expected \(\)"),
-    ):
-        with pytest.raises(ConfigError, match=fault):
-            call()
+    assert_refused(
+        ("log_sum_sq_probs is needed", lambda: dpo_loss(*given, use_weighting=True)),
+        ("3 rows; expected the chosen", lambda: dpo_loss(*(x[:3] for x in given))),
+        (r"ref_log_probs: .* \(4,\)", lambda: dpo_loss(given[0], tokens.ref.sum(1), given[2])),
+        (r"label: the shape is \(2,\)", lambda: kto_loss(*given, one[:2])),
+        (r"kl: the shape is \(4,\)", lambda: kto_loss(*given, one, one)),
+    )
 
 
 def test_discopop_of_a_pair_that_is_far_off() -> None:

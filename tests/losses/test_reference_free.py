@@ -6,10 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ligermodels.errors import ConfigError
 from ligermodels.losses.reference_free import CPO_LOSS_TYPES, cpo_loss, orpo_loss
 from tests.losses import trl_own
-from tests.losses.batches import assert_metrics, assert_same, gradients, masks, random_tokens
+from tests.losses.batches import (
+    assert_metrics,
+    assert_refused,
+    assert_same,
+    gradients,
+    masks,
+    random_tokens,
+)
 
 CPO_OPTIONS = [
     *({"loss_type": name, "label_smoothing": 0.1} for name in CPO_LOSS_TYPES),
@@ -66,11 +72,10 @@ def test_certain_and_empty_completions_have_finite_gradients() -> None:
 
 def test_what_is_refused() -> None:
     tokens = random_tokens(next(masks(4))[1])
-    with pytest.raises(ConfigError, match="loss_type: 'dpo' is not known"):
-        cpo_loss(tokens.log_probs, tokens.mask, loss_type="dpo")
-    with pytest.raises(ConfigError, match="beta: must be a finite number above 0"):
-        cpo_loss(tokens.log_probs, tokens.mask, loss_type="ipo", beta=0.0)
-    with pytest.raises(ConfigError, match="nll_mask: the shape"):
-        orpo_loss(tokens.log_probs, tokens.mask, nll_mask=tokens.mask[:, 1:])
-    with pytest.raises(ConfigError, match="expected the chosen"):
-        cpo_loss(tokens.log_probs[:3], tokens.mask[:3])
+    given = tokens.log_probs, tokens.mask
+    assert_refused(
+        ("loss_type: 'dpo' is not known", lambda: cpo_loss(*given, loss_type="dpo")),
+        ("beta: must be a finite number above 0", lambda: cpo_loss(*given, beta=0.0)),
+        ("nll_mask: the shape", lambda: orpo_loss(*given, nll_mask=tokens.mask[:, 1:])),
+        ("expected the chosen", lambda: cpo_loss(*(x[:3] for x in given))),
+    )

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.errors import ConfigError
 from ligermodels.losses.weighting import sft_loss
 from tests.losses import trl_own
-from tests.losses.batches import assert_same, gradients, masks, random_tokens
+from tests.losses.batches import (
+    assert_refused,
+    assert_same,
+    gradients,
+    masks,
+    random_tokens,
+)
 
 
 def test_equal_trl() -> None:
@@ -37,10 +42,11 @@ def test_focal_and_given_weights() -> None:
 
 
 def test_what_is_refused() -> None:
-    tokens = random_tokens(next(masks(4))[1])
-    with pytest.raises(ConfigError, match="loss_type: 'eaft' is not known"):
-        sft_loss(tokens.log_probs, tokens.mask, loss_type="eaft")
-    square = random_tokens(torch.ones(4, 4, dtype=torch.bool))
-    for weights in (torch.ones(4), torch.ones(1, 4), torch.ones(2, 4, 4)):
-        with pytest.raises(ConfigError, match=r"weights: the shape is .* or \(4, 1\)"):
-            sft_loss(square.log_probs, square.mask, weights=weights)
+    tokens = random_tokens(torch.ones(4, 4, dtype=torch.bool))
+    given, one = (tokens.log_probs, tokens.mask), torch.ones(2, 4, 4)
+    assert_refused(
+        ("loss_type: 'eaft' is not known", lambda: sft_loss(*given, loss_type="eaft")),
+        (r"weights: .*\(4,\).* or \(4, 1\)", lambda: sft_loss(*given, weights=one[0, 0])),
+        (r"weights: .*\(1, 4\)", lambda: sft_loss(*given, weights=one[0, :1])),
+        (r"weights: .*\(2, 4, 4\)", lambda: sft_loss(*given, weights=one)),
+    )
