@@ -104,15 +104,14 @@ def test_a_save_holds_the_files_and_what_was_changed(both, tmp_path):
     for read in (Tokenizer.from_hf(out), AutoTokenizer.from_pretrained(out)):
         assert read.pad_token == "<s>" and read("the dog")["input_ids"] == ours("the dog").input_ids
         assert read.apply_chat_template(talk, tokenize=False) == "the dog"
-    ours.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
-    ours.save_hf(out)
-    again = Tokenizer.from_hf(out)
-    assert again.chat_template == ours.chat_template
-    again.chat_template["tool_use"] = "{{ 3 }}"
-    again.save_hf(out)
-    assert Tokenizer.from_hf(out).chat_template["tool_use"] == "{{ 3 }}"
-    ours.chat_template = ours.pad_token = None
-    ours.save_hf(out)
-    again = Tokenizer.from_hf(out)
-    assert again.chat_template is None and again.pad_token is None
+    for template in ({"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}, None):
+        ours.chat_template, ours.pad_token = template, template and "<s>"
+        ours.save_hf(out)
+        again, theirs = Tokenizer.from_hf(out), AutoTokenizer.from_pretrained(out)
+        assert again.chat_template == theirs.chat_template == template
+        assert again.pad_token == theirs.pad_token == ours.pad_token
+        if template is not None:  # A change in place is a change.
+            again.chat_template["tool_use"] = "{{ 3 }}"
+            again.save_hf(out)
+            assert Tokenizer.from_hf(out).chat_template == again.chat_template
     assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "</s>"

@@ -1,11 +1,9 @@
-import json
 import shutil
 
 import pytest
-from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError
-from ligermodels.text.tokenizer import Tokenizer
+from tests.text.folders import FAST, configure
 
 TALK = [
     {"role": "system", "content": "be <kind> & é"},
@@ -33,11 +31,7 @@ def folder(bpe, tmp_path):
 
 
 def load(folder, template=None):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
-    if template is not None:
-        config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return AutoTokenizer.from_pretrained(folder), Tokenizer.from_hf(folder)
+    return configure(folder, folder, **FAST, chat_template=template)
 
 
 @pytest.mark.parametrize("template", [CHATML, JSON])
@@ -88,13 +82,6 @@ def test_a_template_that_fails_says_so(folder, subtests):
             with pytest.raises(CheckpointError, match=message) as caught:
                 ours.apply_chat_template(TALK)
             assert str(folder) in str(caught.value)
-
-
-def test_a_template_without_end_says_so(folder, monkeypatch):
-    monkeypatch.setattr("ligermodels.text.sandbox._MAX_TURNS", 1000)
-    _, ours = load(folder, "{% for _ in range(9999) %}{% endfor %}")
-    with pytest.raises(CheckpointError, match=r"chat template .*: it does too much work"):
-        ours.apply_chat_template(TALK)
 
 
 def test_no_messages(folder):

@@ -27,13 +27,10 @@ END = "{% endfor %}"
         "{% for m in messages if m.role == 'user' %}{{ m.content | trim | upper }}{% endfor %}",
         "{% for m in messages[::-1] recursive %}{{ m if m is string else loop(m.role) }}"
         "{% endfor %}",
-        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}",
         "{% macro show(m, sep=': ') %}{{ m.role ~ sep }}{{ caller() if caller }}{% endmacro %}"
         "{% for m in messages %}{{ show(m) }}{% call show(m) %}body{% endcall %}{% endfor %}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 ** 3 %}"
         "{% endfor %}{{ ns.n * 2 }}{{ ns.n % 5 }}{{ [1, 2] * 2 }}{{ 'ab' * 3 }}{{ 7 // 2 }}",
-        "{% for k, v in messages[0].items() %}{{ loop.cycle('x', 'y') }}{{ k }}={{ v }}"
-        "{% endfor %}",
         "{% block one %}in {{ messages | length }}{% endblock %}{{ self.one() }}",
         "{{ 'a' ~ 1 ~ none ~ [2] }}{{ [1] + [2] }}{{ 2.5 * 2 }}{{ '%5d' % 3 }}{{ -2 ** 2 }}",
     ],
