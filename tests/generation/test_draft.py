@@ -26,7 +26,7 @@ def with_heads(family: str, num_heads: int = 3):
 @each
 def test_the_tokens_are_the_greedy_ones(family) -> None:
     model, heads = with_heads(family)
-    for seed in range(4):
+    for seed in range(2):
         prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(seed))
         greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
         out = generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=[])
@@ -42,7 +42,7 @@ def draft_greedily(model, heads, prompt: torch.Tensor, count: int) -> None:
     ids = model.generate(prompt, max_new_tokens=count, eos_token_id=[])
     trained = MedusaModel(model, heads)
     optimizer = torch.optim.Adam(heads.parameters(), lr=2e-2)
-    for _ in range(60):
+    for _ in range(40):
         trained(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def test_trained_heads_need_fewer_passes_and_end_at_a_stop_token() -> None:
     assert len(out.tokens_per_forward) <= 20
     assert torch.equal(torch.cat(passes), out.ids[0, 6:])
     assert [len(x) for x in passes] == out.tokens_per_forward
-    for stop in greedy[0, 6:].unique().tolist():
+    for stop in greedy[0, 6:].unique().tolist()[:4]:
         wanted = model.generate(prompt, max_new_tokens=30, eos_token_id=stop)
         assert torch.equal(
             generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=stop).ids, wanted

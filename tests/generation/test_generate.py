@@ -1,18 +1,16 @@
 """generate and stream: tokens, stops, caches and streams, beside transformers' own."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 from ligermodels.errors import LigerError
 from ligermodels.generation import generate, stream, stream_text
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import AutoLiger, families
-from ligermodels.models.llama import LigerLlama
-from ligermodels.text.tokenizer import Tokenizer
 from tests.families import WINDOW, windows
 from tests.models import hf_models, zoo
 from tests.tiny_models import VOCAB, random_model
@@ -128,25 +126,20 @@ def test_a_cached_forward_in_any_pieces_equals_the_whole_one(family):
         padded = torch.cat([torch.zeros(1, 6, expected.shape[-1]), model(ids[:1, 6:])], 1)
         padded = torch.cat([padded, expected[1:]])
         cache = KVCache(model.config, 2, length)
-        for chunks in ([9, 1, 1, 1, 1, 3], [2] * 8, [1, 4, 11]):
-            for with_mask in (False, True):
-                found = []
-                for new in chunks:
-                    begin, end = cache.length, cache.length + new
-                    given = {}
-                    if with_mask:
-                        given["attention_mask"] = mask[:, :end]
-                        given["position_ids"] = positions[:, begin:end]
-                    found.append(model(ids[:, begin:end], cache=cache, **given))
-                hidden = torch.cat(found, 1)
-                if with_mask:
-                    hidden[0, :6] = 0
-                torch.testing.assert_close(
-                    hidden, padded if with_mask else expected, rtol=1e-4, atol=1e-4
-                )
-                with pytest.raises(ValueError, match="17 tokens in a cache made for 16"):
-                    model(ids[:, :1], cache=cache)
-                cache.reset()
+        for chunks, with_mask in itertools.product(([9, 1, 1, 1, 1, 3], [1, 4, 11]), (True, False)):
+            found = []
+            for new in chunks:
+                begin, end = cache.length, cache.length + new
+                given = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+                found.append(model(ids[:, begin:end], cache=cache, **given if with_mask else {}))
+            hidden = torch.cat(found, 1)
+            if with_mask:
+                hidden[0, :6] = 0
+            wanted = padded if with_mask else expected
+            torch.testing.assert_close(hidden, wanted, rtol=1e-4, atol=1e-4)
+            with pytest.raises(ValueError, match="17 tokens in a cache made for 16"):
+                model(ids[:, :1], cache=cache)
+            cache.reset()
 
 
 @pytest.mark.parametrize("family", families())
@@ -217,6 +210,12 @@ def test_streaming_gives_the_same_tokens(pair):
     assert next(tokens) == one[0, 7]
     assert torch.is_grad_enabled()  # Gradients stay enabled between two tokens.
     assert list(tokens) == one[0, 8:].tolist()
+
+    def decode(ids, skip_special_tokens):
+        return "".join(f"{i} " for i in ids)
+
+    pieces = [*stream_text(ours, SimpleNamespace(decode=decode), PROMPTS[1], max_new_tokens=10)]
+    assert pieces == [f"{i} " for i in one[0, 7:]]
     ours(one, labels=one).loss.backward()  # Generated ids can be trained on.
     ours.zero_grad(set_to_none=True)
 
@@ -233,21 +232,15 @@ def test_options_out_of_range_are_refused(pair, subtests):
         ({"do_sample": True, "generator": elsewhere}, "generator: it is on cuda, and the model is"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": 10**18}, "at most 1000000000"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
         ({"eos_token_id": 2**70}, "eos_token_id="),
-        ({"pad_token_id": "a"}, "pad_token_id='a'"),
-        ({"temperature": 0.5}, "pass do_sample=True"),
-        ({"do_sample": True, "temperature": 0.0}, "do_sample=False is greedy"),
-        ({"do_sample": True, "top_k": 0}, "top_k=0"),
-        ({"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
-        ({"pad_token_id": VOCAB}, "pad_token_id=97"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
-        ({"repetition_penalty": 1e300}, r"repetition_penalty=1e\+300: .* at most 1000000;"),
         ({"eos_token_id": ["x"]}, "eos_token_id="),
+        ({"pad_token_id": "a"}, "pad_token_id='a'"),
+        ({"pad_token_id": VOCAB}, "pad_token_id=97"),
+        ({"temperature": 0.5}, "pass do_sample=True"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
     ):
-        with subtests.test(message):
-            with pytest.raises(ValueError, match=message):
-                generate(pair[1], [1], **options)
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            generate(pair[1], [1], **options)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -277,28 +270,3 @@ def test_a_row_that_has_stopped_may_be_anything():
     found = generate(model, [[3, 4], [7, other]], **options)
     assert found[0].tolist() == [3, 4, int(first), *[0] * (found.shape[1] - 3)]
     assert found.shape[1] > 3
-
-
-@pytest.mark.slow
-def test_the_real_checkpoint_chats_as_in_transformers(smollm2):
-    tokenizer, theirs_tokenizer = Tokenizer.from_hf(smollm2), AutoTokenizer.from_pretrained(smollm2)
-    theirs = LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    ours = LigerLlama.from_hf(smollm2, dtype=torch.float32)
-    chats = [
-        [{"role": "user", "content": text}]
-        for text in ("Name three colours.", "Say café in Japanese 😀, please: one word.")
-    ]
-    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-    batch = theirs_tokenizer.apply_chat_template(
-        chats,
-        add_generation_prompt=True,
-        padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-        return_tensors="pt",
-        return_dict=True,
-    )
-    expected = theirs.generate(**batch, max_new_tokens=12, do_sample=False)
-    assert torch.equal(generate(ours, prompts, max_new_tokens=12), expected)
-    text = "".join(stream_text(ours, tokenizer, prompts[1], max_new_tokens=12))
-    new = expected[1, batch["input_ids"].shape[1] :]
-    assert text == theirs_tokenizer.decode(new, skip_special_tokens=True)

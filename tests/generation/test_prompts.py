@@ -32,19 +32,16 @@ def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
         ([[1], []], {}, "prompt 1 is empty"),
         (torch.zeros(2, 0, dtype=torch.int64), {}, "prompt 0 is empty"),
         ([[1, VOCAB]], {}, "token 97 is outside the vocabulary of 97"),
-        ([[-1]], {}, "token -1 is outside"),
         ([[0.5]], {}, "expected token ids"),
         ("hello", {}, "Tokenizer.encode"),
-        (["hello", "you"], {}, "a prompt is a string"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), {}, "expected \\(batch, seq\\)"),
         ([[1]], {"attention_mask": torch.ones(1, 1)}, "leave it out"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.zeros(1, 2)}, "row 0 is all padding"),
     ):
-        with subtests.test(message):
-            with pytest.raises(ValueError, match=message):
-                generate(pair[1], prompts, **options)
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            generate(pair[1], prompts, **options)
 
 
 def test_arrays_and_ranges_are_prompts(pair):
@@ -60,9 +57,8 @@ def test_values_that_are_no_ids_are_refused(pair, subtests):
         *([[2**70]], [["a"]], [None], [[1, None]], [1, [2]], b"hi", None, {1: 2}, {3}, object()),
         *(torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2).long().to_sparse()),
     ):
-        with subtests.test(repr(prompt)[:40]):
-            with pytest.raises(ValueError, match="input_ids"):
-                generate(pair[1], prompt, max_new_tokens=2)
+        with subtests.test(repr(prompt)[:40]), pytest.raises(ValueError, match="input_ids"):
+            generate(pair[1], prompt, max_new_tokens=2)
     for mask in ([0.5, 1.0], [-1e9, 0.0], [2, 1], "x"):
         with pytest.raises(ValueError, match="attention_mask"):
             generate(pair[1], [1, 2] if mask == "x" else torch.tensor([1, 2]), attention_mask=mask)

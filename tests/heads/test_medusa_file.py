@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -42,10 +40,8 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     file = tmp_path / HEADS_NAME
     for content, message in (
         ({"x": torch.zeros(1)}, "other tensors"),
-        ({"0.1.weight": torch.zeros(1)}, "other tensors"),
         ({"0.0.linear.weight": torch.zeros(64, 64)}, "1 heads of 1 blocks, which need 2 tensors"),
         ({"99999999.0.linear.bias": torch.zeros(1)}, "100000000 heads of 1 blocks"),
-        ({f"0.0.linear.{x}": torch.zeros(3).int() for x in ("weight", "bias")}, r"shape \(3,\)"),
         ({f"0.0.linear.{x}": torch.zeros(3) for x in ("weight", "bias")}, r"shape \(3,\); these 1"),
     ):
         save_file(content, file)
@@ -53,20 +49,13 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
             load_heads(model, tmp_path)
     save_heads(MedusaHeads(model.head, 1), tmp_path)
     good = load_file(file)
-    for change, message in (
-        (float("nan"), "infinite or NaN"),
-        (torch.tensor(1, dtype=torch.uint8), "dtype U8"),
-    ):
-        changed = {n: (x * change).to(getattr(change, "dtype", x.dtype)) for n, x in good.items()}
-        save_file(changed, file)
-        with pytest.raises(CheckpointError, match=message):
-            load_heads(model, tmp_path)
+    save_file({name: x * float("nan") for name, x in good.items()}, file)
+    with pytest.raises(CheckpointError, match="infinite or NaN"):
+        load_heads(model, tmp_path)
     file.write_bytes(b"no file of tensors")
     with pytest.raises(CheckpointError, match="is not a safetensors file"):
         load_heads(model, tmp_path)
-    for create in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")):
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-        create(file)
-        with pytest.raises(CheckpointError, match=HEADS_NAME):
-            load_heads(model, tmp_path)
+    file.unlink()
+    file.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=HEADS_NAME):
+        load_heads(model, tmp_path)

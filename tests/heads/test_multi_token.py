@@ -78,12 +78,3 @@ def test_rows_shorter_than_the_modules_look_ahead() -> None:
     assert out.num_valid.tolist() == [2, 0, 0, 0] and out.loss > 0
     nothing = torch.full((2, 2), -100)
     assert model(torch.ones_like(nothing), labels=nothing, normalizer=0).loss == 0
-
-
-def test_micro_batches_with_a_normalizer() -> None:
-    torch.manual_seed(0)
-    model = MultiTokenModel(body("llama"), 1)
-    ids = torch.randint(0, 37, (3, 7))
-    whole = model(ids, labels=ids, normalizer=18).loss
-    parts = sum(model(row[None], labels=row[None], normalizer=18).loss for row in ids)
-    assert relative(parts, whole) <= 1e-6
