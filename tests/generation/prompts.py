@@ -13,11 +13,5 @@ def left_padded(prompts, pad=0):
 
 
 def greedy_of(theirs, ids, mask, new, eos=None, pad=0):
-    return theirs.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=pad,
-    )
+    stops = {"eos_token_id": eos, "pad_token_id": pad}
+    return theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **stops)

@@ -54,14 +54,8 @@ def test_repetition_penalty_equals_transformers(pair, tmp_path):
     theirs, ours = pair
     ids, mask = left_padded(PROMPTS)
     plain = greedy_of(theirs, ids, mask, 30)
-    expected = theirs.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=30,
-        do_sample=False,
-        pad_token_id=0,
-        repetition_penalty=1.4,
-    )
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(ids, attention_mask=mask, repetition_penalty=1.4, **options)
     assert not torch.equal(plain, expected)
     found = generate(ours, PROMPTS, max_new_tokens=30, repetition_penalty=1.4)
     assert torch.equal(found, expected)

@@ -164,7 +164,6 @@ def test_the_last_token() -> None:
     hidden = torch.zeros(3, 11, 1)
     assert last_tokens(hidden, ids, PAD).tolist() == [6, 10, 10]
     assert last_tokens(hidden, ids, None, mask).tolist() == [6, 10, 10]
-    assert last_tokens(hidden, None, PAD, mask).tolist() == [6, 10, 10]
     assert last_tokens(hidden, ids, None).tolist() == [10, 10, 10]
     assert last_valid(torch.zeros(2, 4)).tolist() == [0, 0]
 
