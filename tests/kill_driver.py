@@ -1,11 +1,11 @@
 """Kill a fine-tuning run again and again; test_finetune runs this in a separate process.
 
-    OMP_NUM_THREADS=2 python tests/kill_driver.py MODEL TEXT FOLDER [CHAIN ...]
+    OMP_NUM_THREADS=2 python tests/kill_driver.py MODEL TEXT FOLDER CHAIN ...
 
 Each life of the run is a fork of this process, which itself never trains: a life costs a fraction
 of a second, without an import of torch, and can start threads. Lives end by SIGKILL.
-Chains 0 to 2 count moments (the n-th write, flush, rename or step, with files half written), chain
-3 takes them from the clock, and chain 4 follows FATES. The default is all five.
+They count moments: the n-th write, flush, rename or step, with files half written. Chain 4 follows
+FATES, and the number of another chain is the seed of its moments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 
 # Optimizers import it on first use; this way each fork has it already.
@@ -82,12 +81,7 @@ class Countdown:
         checkpoints.dcp.save, RunDir.log = half_a_file, half_a_line
 
 
-def live(
-    settings: dict,
-    moments: int | None = None,
-    kind: str | None = None,
-    seconds: float | None = None,
-) -> str:
+def live(settings: dict, moments: int | None = None, kind: str | None = None) -> str:
     """Live one life of the run; return "finished", "killed" or "failed"."""
     child = os.fork()
     if child == 0:
@@ -99,9 +93,6 @@ def live(
             status = 0
         finally:
             os._exit(status)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return "killed"
@@ -137,11 +128,9 @@ def main() -> None:
         "device": "cpu",
     }
     straight = {**settings, "output_dir": f"{folder}/straight"}
-    started = time.perf_counter()
     if live(straight) != "finished":
         sys.exit("the run that nobody kills does not finish")
-    whole = time.perf_counter() - started
-    for chain in map(int, chains or range(5)):
+    for chain in map(int, chains):
         draw = random.Random(chain)
         again = {**settings, "output_dir": f"{folder}/killed-{chain}", "resume": True}
         lives = kills = 0
@@ -152,10 +141,8 @@ def main() -> None:
             if chain == 4:
                 kind, moments = FATES[lives - 1] if lives <= len(FATES) else (None, 10**9)
                 fate = live(again, moments=moments, kind=kind)
-            elif chain < 3:
-                fate = live(again, moments=draw.randint(1, 8 + 6 * lives))
             else:
-                fate = live(again, seconds=draw.uniform(0, whole * (0.3 + 0.1 * lives)))
+                fate = live(again, moments=draw.randint(1, 8 + 6 * lives))
             kills += fate == "killed"
             if fate == "failed" or lives > 60:
                 sys.exit(f"chain {chain}: {fate} in life {lives}")

@@ -19,7 +19,7 @@ import torch
 
 from ligermodels.models import auto
 from ligermodels.training.losses import LOSSES
-from tests import limits, markdown, outside
+from tests import markdown, outside
 from tests.test_readme import RESULTS, step_line, steps
 
 ROOT = markdown.ROOT
@@ -229,24 +229,6 @@ def test_no_block_of_an_example_is_left_out(page: Path) -> None:
     assert len(markdown.runnable(page, markdown.PYTHON)) == TOGETHER[page]
 
 
-def test_a_stand_in_that_dies_fails_its_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(arguments: list[str]) -> None:
-        Path("asked").touch()
-        limits.wait_until(Path("died").exists)
-
-    monkeypatch.setitem(markdown.COMMANDS, "mypy", die)
-    block = """echo before
-mypy & until [ -e asked ]; do sleep 0.01; done
-kill -9 $!
-touch died
-wait $!
-"""
-    with pytest.raises(AssertionError, match="exit code 137\nbefore"):
-        markdown.run_shell(block, tmp_path, tmp_path / "home")
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -314,31 +296,18 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def test_the_figures_of_the_loss_head_are_those_of_the_committed_run() -> None:
+def test_the_budgets_of_the_loss_head_are_those_of_the_committed_run() -> None:
     page = (DOCS / "loss_head.md").read_text(encoding="utf-8")
-    measured: dict[str, dict[Any, dict[str, float]]] = {}
-    for row in result("ops.json")["rows"]:
-        if row["op"] == "linear_cross_entropy_budget":
-            key = row["sizes"]["max_scratch_bytes"]
-        elif row["op"] == "linear_cross_entropy_ignored":
-            key = row["sizes"]["ignored"]
-        else:
-            continue
-        both = row["forward + backward"]
-        measured.setdefault(f"{row['op']} {row['implementation']}", {})[key] = both
-    budgets = measured["linear_cross_entropy_budget ligermodels"]
     shown = re.findall(r"^\| (default|\d+ \wiB).* \| ([\d.]+) ms \|$", page, re.MULTILINE)
-    units = {"default": None, "MiB": 2**20, "GiB": 2**30}
-    assert len(shown) == len(budgets)
+    units, measured = {"default": None, "MiB": 2**20, "GiB": 2**30}, {}
+    for row in result("ops.json")["rows"]:
+        if (row["op"], row["implementation"]) == ("linear_cross_entropy_budget", "ligermodels"):
+            measured[row["sizes"]["max_scratch_bytes"]] = row["forward + backward"]["ms"]
+    assert len(shown) == len(measured)
     for name, ms in shown:
         number, _, unit = name.rpartition(" ")
         budget = int(number) * units[unit] if number else None
-        assert f"{budgets[budget]['ms']:.{1 if budget is None else 0}f}" == ms
-    assert f"show {budgets[None]['scratch GB']:.1f} GB" in " ".join(page.split())
-    for name in ("ligermodels (skip_ignored)", "cce (filtered)"):
-        times = measured[f"linear_cross_entropy_ignored {name}"]
-        *first, last = (f"{times[share]['ms']:.1f}" for share in (0.0, 0.5, 0.8, 0.9))
-        assert f"{', '.join(first)} and {last} ms" in " ".join(page.split())
+        assert f"{measured[budget]:.{1 if budget is None else 0}f}" == ms
 
 
 def test_the_figures_of_accuracy_are_those_of_the_committed_runs() -> None:
@@ -351,19 +320,6 @@ def test_the_figures_of_accuracy_are_those_of_the_committed_runs() -> None:
     shown = [f"{mean:.2f} ± {error:.2f}" for mean, error in means[:3]]
     shown.append("{:.3f} ± {:.3f}".format(*means[3]))
     assert f"| geometric mean, standard error | {' | '.join(shown)} |" in lines
-
-    text = " ".join(lines)
-    exact = result("exactness.json")
-    largest, ratios = exact["largest float32 error"], exact["bf16 error, ours / transformers'"]
-    assert (
-        f"{largest['logits']:.1e} for the logits, {largest['loss']:.1e} for the loss and "
-        f"{largest['embedding gradient']:.1e} for the gradient"
-    ) in text
-    assert f"{ratios['logits']['geometric mean']:.2f} for the logits" in text
-    assert f"{ratios['embedding gradient']['geometric mean']:.2f} for the gradient" in text
-    demo = [json.loads(line) for line in (RESULTS / "demo.jsonl").read_text().splitlines()]
-    first, last = (each["eval_perplexity"] for each in (demo[0], demo[-1]))
-    assert f"from {first:.1f} to {last:.1f}" in text
 
 
 def rows(start: str) -> list[list[str]]:

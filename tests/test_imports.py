@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -34,11 +35,6 @@ def test_every_file_that_finds_modules_by_itself_is_listed() -> None:
     assert rooms.finders() == rooms.FINDERS
 
 
-def test_circles_are_found() -> None:
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"a"}}
-    assert rooms.circles(graph) == [["a", "b", "c"], ["d", "e"]]
-
-
 def test_every_exception_is_an_import_inside_a_function() -> None:
     for file, room in rooms.EXCEPTIONS:
         path = PACKAGE / file
@@ -55,18 +51,9 @@ def test_the_picture_of_the_rooms_is_current() -> None:
 
 
 def test_no_companion_package_is_imported_at_the_top() -> None:
-    wrong = []
-    for path in set(files(PACKAGE)) - set(files(PACKAGE / "integrations")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            wrong += [f"{path.name}: {n}" for n in names if n.split(".")[0] in NEVER_IN_THE_CORE]
-    assert not wrong
+    companion = re.compile(rf"^(?:import|from) (?:{'|'.join(NEVER_IN_THE_CORE)})\b", re.M)
+    core = set(files(PACKAGE)) - set(files(PACKAGE / "integrations"))
+    assert not [path for path in core if companion.search(path.read_text(encoding="utf-8"))]
 
 
 def test_rooms_are_not_importable_from_the_top() -> None:
@@ -108,11 +95,3 @@ def test_importing_takes_neither_triton_nor_transformers() -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_every_public_name_can_be_imported() -> None:
-    import ligermodels
-
-    for name in ligermodels.__all__:
-        assert getattr(ligermodels, name) is not None
-    assert set(ligermodels.__all__) <= set(dir(ligermodels))

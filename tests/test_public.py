@@ -48,31 +48,27 @@ def test_some_names_are_imported_alone() -> None:
 
 
 def test_a_name_without_its_library_says_how_to_install_it() -> None:
-    without = "import sys, inspect, ligermodels; sys.modules['transformers'] = None"
-    for use, error in (
-        ("from ligermodels import LigerForCausalLM", "ImportError"),
-        ("ligermodels.LigerForCausalLM", "AttributeError"),
-    ):
-        said = python(f"{without}\ntry: {use}\nexcept {error} as e: print(e)")
-        assert 'pip install "ligermodels[trainers]"' in said, use
-    found = "hasattr(ligermodels, 'LigerForCausalLM'), len(inspect.getmembers(ligermodels)) > 50"
-    assert python(f"{without}\nprint({found})") == "False True"
+    script = """
+import sys, inspect, ligermodels
+sys.modules["transformers"] = None
+try: from ligermodels import LigerForCausalLM
+except ImportError as error: print(error)
+try: ligermodels.LigerForCausalLM
+except AttributeError as error: print(error)
+print(hasattr(ligermodels, "LigerForCausalLM"), len(inspect.getmembers(ligermodels)) > 50)
+"""
+    *errors, found = python(script).splitlines()
+    assert len(errors) == 2 and found == "False True"
+    assert all('pip install "ligermodels[trainers]"' in error for error in errors)
 
 
 def test_torch_is_imported_with_the_first_public_name_only() -> None:
+    before = "import sys, ligermodels.errors, ligermodels.cli; from ligermodels import errors, cli"
+    unknown = "ligermodels.__version__; hasattr(ligermodels, '__wrapped__')"
     shown = "print('torch' in sys.modules)"
-    for use in (
-        "import ligermodels.errors, ligermodels.cli",
-        "from ligermodels import errors, cli",
-        "import ligermodels; ligermodels.__version__; hasattr(ligermodels, '__wrapped__')",
-    ):
-        assert python(f"import sys; {use}; {shown}") == "False", use
-    first = "from ligermodels import LlamaConfig"
-    both = "from ligermodels import *; print(LigerLlama.__name__)"
-    assert python(f"import sys, ligermodels; {first}; {shown}; {both}").split() == [
-        "True",
-        "LigerLlama",
-    ]
+    both = "from ligermodels import LlamaConfig; from ligermodels import *"
+    said = python(f"{before}; {unknown}; {shown}; {both}; {shown}; print(LigerLlama.__name__)")
+    assert said.split() == ["False", "True", "LigerLlama"]
 
 
 def test_a_name_that_does_not_exist() -> None:
@@ -82,12 +78,8 @@ def test_a_name_that_does_not_exist() -> None:
         from ligermodels import LigerLama  # noqa: F401
 
 
-# Without options, mypy reads the cache that `make lint` has just written.
-@pytest.mark.parametrize(
-    "options", [[], pytest.param(["--strict", "--follow-imports=silent"], marks=pytest.mark.long)]
-)
-@pytest.mark.slow
-def test_type_checkers_know_the_names(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.long
+def test_type_checkers_know_the_names(tmp_path: Path) -> None:
     file = tmp_path / "use.py"
     file.write_text(
         "import ligermodels\n"
@@ -96,6 +88,7 @@ def test_type_checkers_know_the_names(tmp_path: Path, options: list[str]) -> Non
         "reveal_type(ligermodels.finetune)\n"
         "ligermodels.LigerLama\n"
     )
+    options = ["--strict", "--follow-imports=silent"]
     command = [sys.executable, "-m", "mypy", *options, str(file)]
     said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
     assert 'Revealed type is "ligermodels.models.llama.LigerLlama"' in said
