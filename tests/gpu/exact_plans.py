@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 
 import torch
@@ -24,7 +23,6 @@ from ligermodels.models.base import DecoderModel
 from tests.families import DECODERS
 
 LAYERS, ROWS, SEQ, VOCAB = 6, 2, 1024, 512
-RANDOM_PLANS = 4
 HOST = 2**30
 SIZES = {
     "vocab_size": VOCAB,
@@ -48,19 +46,16 @@ def make(family: str, device: str) -> DecoderModel:
 
 
 def plans() -> dict[str, MemoryPlan]:
-    """Return every policy with and without host memory, and plans with random policies."""
-    found = {}
-    for policy in POLICIES:
-        for host in (False, True):
-            plan = MemoryPlan.uniform(LAYERS, policy, host=host, host_budget=HOST)
-            found[f"{policy}{', host' * host}"] = plan
-    generator = random.Random(0)
-    for number in range(RANDOM_PLANS):
-        layers = [
-            LayerPlan(generator.choice(POLICIES), generator.random() < 0.5) for _ in range(LAYERS)
-        ]
-        found[f"random {number}"] = MemoryPlan(tuple(layers), host_budget=HOST)
-    return found
+    """Return every policy with and without host memory, and one plan of all of them."""
+    pairs = [(policy, host) for policy in POLICIES for host in (False, True)]
+    found = {
+        f"{policy}{', host' * host}": MemoryPlan.uniform(
+            LAYERS, policy, host=host, host_budget=HOST
+        )
+        for policy, host in pairs
+    }
+    layers = (LayerPlan(*pairs[(3 * i) % len(pairs)]) for i in range(LAYERS))
+    return found | {"mixed": MemoryPlan(tuple(layers), host_budget=HOST)}
 
 
 def gradients(model: DecoderModel, ids: Tensor) -> dict[str, Tensor]:

