@@ -20,9 +20,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from typing_extensions import Self
 
+from ligermodels.converters import hf_config
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
-from ligermodels.integrations.hf_families import architecture, class_at, native_config, raw_config
+from ligermodels.integrations.hf_families import class_at, native_config, raw_config
 from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
 from ligermodels.integrations.hf_weights import conversions, pack_hf_names
 from ligermodels.layers import RotaryEmbedding
@@ -121,7 +122,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     @property
     def native(self) -> DecoderModel:
         """The native model, which has this model's modules and parameters."""
-        return self._up_to_date()
+        return self._up_to_date()  # torch.compile does not trace a property of a superclass
 
     def _up_to_date(self) -> DecoderModel:
         """Return the native model, after it has got the modules that tools have put in here.
@@ -158,7 +159,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def _architecture(self) -> str:
         """Return the name of transformers' class for this model."""
-        return architecture(self.family)
+        return hf_config.architecture(self.family.config_class)
 
     def get_parameter_or_buffer(self, target: str) -> Any:
         """Return a tensor by its name; transformers asks for each one that it saves."""
@@ -276,14 +277,6 @@ class LigerModel(LigerPreTrainedModel):
             f"{save_directory}: {type(self).__name__} does not save checkpoints; save the "
             "LigerForCausalLM that it belongs to"
         )
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding."""
-        self.embed_tokens = value
 
     def forward(
         self,

@@ -18,11 +18,6 @@ from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 
 
-def architecture(family: type[DecoderModel]) -> str:
-    """Return the name of transformers' class for a family."""
-    return hf_config.architecture(family.config_class)
-
-
 def native_config(config: PreTrainedConfig, family: type[DecoderModel]) -> Any:
     """Return the native config for one of transformers.
 

@@ -33,7 +33,7 @@ from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead
 from ligermodels.integrations.hf_base import LigerModel, LigerPreTrainedModel
-from ligermodels.integrations.hf_families import architecture, class_of
+from ligermodels.integrations.hf_families import class_of
 from ligermodels.integrations.hf_weights import wrapper_name
 from ligermodels.layers.fusion import is_plain
 from ligermodels.models.auto import families
@@ -142,22 +142,6 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         if "lm_head.weight" not in weights and "lm_head.weight" in own:  # no longer tied
             yield "lm_head.weight", own["lm_head.weight"]
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding."""
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the projection to the vocabulary."""
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        """Replace the projection to the vocabulary."""
-        self.lm_head = value
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -247,7 +231,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
 
         It looks at the name when it smooths them.
         """
-        name = architecture(self.family)
+        name = self._architecture()
         return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "LlamaForCausalLM"
 
     def __repr__(self) -> str:

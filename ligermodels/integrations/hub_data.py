@@ -25,7 +25,6 @@ from huggingface_hub import constants
 from ligermodels.converters.files import open_regular, sync_file
 from ligermodels.errors import DataError, LigerError, first_line
 from ligermodels.training.data import Document
-from ligermodels.training.files import file_hash
 
 
 def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True) -> Path:
@@ -61,7 +60,7 @@ def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
         plain = Path(folder) / f"table{file.suffix.lower()}"
         try:
             path = _path(file.stem, _copied(file, plain)[:16])
-            if _is_whole(path):
+            if path.is_file():
                 return path
             kind = plain.suffix.lstrip(".")
             found = datasets.load_dataset(
@@ -100,32 +99,16 @@ def _path(name: str, digest: str) -> Path:
     return Path(constants.HF_HOME) / "ligermodels" / "data" / f"{name}-{digest}.jsonl"
 
 
-def _checksum(path: Path) -> Path:
-    """Return the file with the SHA-256 of a JSONL file."""
-    return path.with_name(f"{path.name}.sha256")
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a JSONL file is there, as it was written."""
-    try:
-        return _checksum(path).read_bytes().decode("ascii", "replace") == file_hash(path)
-    except (OSError, DataError):
-        return False
-
-
 def _written(found: Any, path: Path) -> Path:
-    """Write the rows of a data set, if they are not there yet or are damaged."""
-    if _is_whole(path):
+    """Write the rows of a data set, if they are not there yet."""
+    if path.is_file():
         return path
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         found.to_json(aside, lines=True, force_ascii=False)
         sync_file(aside)
-        digest = file_hash(aside)
         os.replace(aside, path)
-        aside.write_text(digest, encoding="ascii")
-        os.replace(aside, _checksum(path))
     except Exception as error:  # Values that JSON does not have raise errors of many packages.
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -83,6 +83,13 @@ def test_a_gradient_that_is_not_a_number_fails() -> None:
     assert module._worst({"a": one, "b": nan}, {"a": one, "b": one}) == (math.inf, "b")
 
 
+def test_tokens_after_a_tie_may_differ() -> None:
+    found, expected = torch.tensor([1, 0]), torch.tensor([0, 1])
+    for second, differing in ((1.0, 0), (0.9, 2)):
+        logits = torch.tensor([[1.0, second, 0.0], [0.0, 1.0, 0.0]])
+        assert module._differing(found, expected, logits) == differing
+
+
 def test_an_exception_is_the_reason() -> None:
     def generate(self: Any, *inputs: Any, **options: Any) -> Any:
         raise RuntimeError("no cache here\nand more")

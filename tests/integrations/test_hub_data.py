@@ -46,23 +46,14 @@ def test_tables_are_read(tmp_path, cache):
         local_files([str(tmp_path / "bad.parquet")], data_library)
 
 
-def test_a_copy_is_made_again_where_it_or_the_table_changed(tmp_path, cache):
+def test_a_copy_is_made_again_where_the_table_changed(tmp_path, cache):
+    """Also if its time and size are the same, and its name looks like a pattern."""
     table = tmp_path / "a[1].csv"
-    table.write_text("text\nfirst\n")
-    (file,) = local_files([str(table)], data_library)
-    for content in ('{"text": "other"}\n', ""):
-        file.write_text(content)
-        assert local_files([str(table)], data_library) == [file] and rows(file) == [
-            {"text": "first"}
-        ]
-    (file.parent / f"{file.name}.sha256").unlink()
-    assert local_files([str(table)], data_library) == [file] and rows(file) == [{"text": "first"}]
-    assert len([*file.parent.iterdir()]) == 2
-    at = table.stat().st_mtime_ns
-    table.write_text("text\nagain\n")
-    os.utime(table, ns=(at, at))
-    (file,) = local_files([str(table)], data_library)
-    assert rows(file) == [{"text": "again"}]
+    for word in ("first", "again"):
+        table.write_text(f"text\n{word}\n")
+        os.utime(table, ns=(10**18, 10**18))
+        (file,) = local_files([str(table)], data_library)
+        assert rows(file) == [{"text": word}]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
