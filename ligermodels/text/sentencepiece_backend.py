@@ -80,6 +80,7 @@ class SentencePieceBackend:
         entries = {token: {"content": token} for token in self.special_tokens.values()}
         entries |= {entry["content"]: entry for entry in added.values() if entry["content"]}
         self.splitter.add_tokens([added_token(e, normalized=False) for e in entries.values()])
+        self.added = [*entries]
         self.split_ids = {self.splitter.token_to_id(t): self.to_id[t] for t in entries}
         self.before = self._ids_if(config.get("add_bos_token", True), "bos_token")
         self.after = self._ids_if(config.get("add_eos_token", False), "eos_token")
@@ -90,8 +91,11 @@ class SentencePieceBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
-        parts = self.splitter.encode(text)
-        for number, (start, end) in zip(parts.ids, parts.offsets):
+        parts = [(0, (0, len(text)))]
+        if any(token in text for token in self.added):  # In most texts there is nothing to split.
+            found = self.splitter.encode(text)
+            parts = [*zip(found.ids, found.offsets)]
+        for number, (start, end) in parts:
             if number:
                 ids.append(self.split_ids[number])
             else:
