@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DistributedSampler
 
 from examples.trainers.rows import Rows
 from ligermodels.models.auto import AutoLiger
+from tests.integrations.tiny import theirs
 from tests.models import hf_models, zoo
 from tests.parallel.ranks import Case
 from tests.rounding import steady_adamw
@@ -56,10 +56,6 @@ def checkpoint(folder: Path, tied: bool, family: str = "llama") -> Path:
     if dist.is_initialized():
         dist.barrier()
     return folder
-
-
-def theirs(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 def in_one_process(model: nn.Module, shuffled: bool = False) -> list[float]:

@@ -18,8 +18,9 @@ import torch
 from tests import markdown
 from tests.examples import ray_cases, trainer_cases
 from tests.examples.trainer_cases import FAMILIES
-from tests.integrations.matrix_cells import CELLS, checkpoint
+from tests.integrations.matrix_cells import CELLS
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
+from tests.integrations.tiny import checkpoint
 from tests.parallel.ranks import run_ranks
 
 PAGE = markdown.ROOT / "docs" / "trainers_matrix.md"

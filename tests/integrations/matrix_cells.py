@@ -23,12 +23,10 @@ from ligermodels.models.auto import AutoLiger
 from tests.examples import trainer_cases
 from tests.examples.trainer_cases import RATE, difference, make_rows
 from tests.integrations import test_peft_adapters, test_trl_trainers
-from tests.integrations.test_hf_model import ids, theirs
 from tests.integrations.test_hf_trainer import examples, quiet, train
 from tests.integrations.test_quantised_checkpoints import quantization_config
 from tests.integrations.test_trl_trainers import ANSWERS, LABELLED, PAIRS, PROMPTS, length_reward
-from tests.integrations.tiny_text import texts, tokenizer
-from tests.models import hf_models, zoo
+from tests.integrations.tiny import checkpoint, ids, texts, theirs, tokenizer
 from tests.rounding import steady_adamw
 
 
@@ -46,14 +44,6 @@ class Cell:
     compared: str
     error: Callable[[Path, Path], float]
     bound: float = 1e-5
-
-
-def checkpoint(family: str, folder: Path, **sizes: int) -> Path:
-    """Save a model of transformers with the tokenizer of the tests."""
-    config = {"vocab_size": 128, "max_position_embeddings": 128, "eos_token_id": 1, **sizes}
-    hf_models.build(family, zoo.Feature(config=config)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
 
 
 def relative(found: Any, expected: Any) -> float:

@@ -21,11 +21,11 @@ from tests.integrations.matrix_cells import (
     SHELL,
     adapter,
     cut,
-    theirs,
     tokens,
 )
 from tests.integrations.test_hf_trainer import examples, quiet, train
 from tests.integrations.test_trl_trainers import ANSWERS
+from tests.integrations.tiny import theirs
 
 
 @dataclass(frozen=True)

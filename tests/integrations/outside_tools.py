@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ligermodels.integrations.auto_map import write_auto_map
 from tests.examples.trainer_cases import FAMILIES
-from tests.integrations.matrix_cells import checkpoint
-from tests.integrations.tiny_text import texts
+from tests.integrations.tiny import checkpoint, texts
 from tests.markdown import ROOT
 
 TOOLS = ("axolotl", "llamafactory", "unsloth")

@@ -22,7 +22,7 @@ from ligermodels.errors import CheckpointError
 from ligermodels.integrations.auto_map import write_auto_map
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.auto import AutoLiger
-from tests.integrations.tiny_text import texts, tokenizer
+from tests.integrations.tiny import texts, tokenizer
 from tests.models import hf_models, zoo
 
 

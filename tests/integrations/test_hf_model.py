@@ -18,30 +18,8 @@ from ligermodels.integrations.hf_base import LigerModel, check_version
 from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.models.auto import AutoLiger
 from tests import outside
-from tests.integrations.tiny_text import tokenizer
-from tests.models import hf_models, zoo
+from tests.integrations.tiny import ids, theirs, tokenizer
 from tests.tiny_models import random_model
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints made by transformers."""
-    made = {}
-    for family in ("llama", "gemma", "gemma2"):  # untied; tied; with windows and caps
-        made[family] = tmp_path_factory.mktemp(family)
-        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
-    return made
-
-
-def theirs(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager"
-    ).eval()
-
-
-def ids(batch: int = 2, seq: int = 9) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, 131, (batch, seq), generator=generator)
 
 
 @pytest.mark.usefixtures("registry")

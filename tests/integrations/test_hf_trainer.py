@@ -24,22 +24,9 @@ from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequence
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.layers import LossHead
 from ligermodels.models.auto import AutoLiger
-from tests.integrations.tiny_text import tokenizer
+from tests.integrations.tiny import theirs, tokenizer
 from tests.models import hf_models, zoo
 from tests.tiny_models import random_model
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for family in ("llama", "gemma"):  # untied and tied
-        made[family] = tmp_path_factory.mktemp(family)
-        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
-    return made
-
-
-def theirs(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 def quiet(folder: Path, **options: Any) -> TrainingArguments:

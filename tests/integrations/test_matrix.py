@@ -9,8 +9,9 @@ import pytest
 
 from tests.examples.trainer_cases import FAMILIES
 from tests.integrations import matrix, outside_tools, test_trainers_page
-from tests.integrations.matrix_cells import CELLS, Cell, checkpoint
+from tests.integrations.matrix_cells import CELLS, Cell
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
+from tests.integrations.tiny import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from ligermodels.integrations.projections import REFUSED
 from tests import outside
-from tests.models import hf_models, zoo
+from tests.integrations.tiny import ids, theirs
 
 # The arguments with which a method works on a model of 48 features, beside its defaults.
 VIRTUAL = {"num_virtual_tokens": 3}
@@ -56,20 +56,6 @@ REFUSED_CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for family in ("llama", "qwen2", "gemma2"):
-        made[family] = tmp_path_factory.mktemp(family)
-        hf_models.build(family, zoo.Feature()).save_pretrained(made[family])
-    return made
-
-
-def theirs(folder: Path, **options: Any) -> Any:
-    auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, attn_implementation="eager", **options)
-
-
 def pair(folder: Path, config: Any, wrap: Any = get_peft_model, **options: Any) -> tuple[Any, Any]:
     """Return a native and a transformers model with the same adapter, which is not zero."""
     hf, wrapper = theirs(folder, **options), LigerForCausalLM.from_pretrained(folder, **options)
@@ -88,10 +74,6 @@ def pair(folder: Path, config: Any, wrap: Any = get_peft_model, **options: Any) 
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffers[name].copy_(buffer)
     return ours.eval(), expected.eval()
-
-
-def ids() -> torch.Tensor:
-    return torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def with_two_adapters(folder: Path) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from ligermodels.integrations import trl_trainers
 from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger
-from tests.integrations.tiny_text import texts, tokenizer
-from tests.models import hf_models, zoo
+from tests.integrations.tiny import checkpoint, texts, tokenizer
 
 LONG = pytest.mark.long
 COMMON: dict[str, Any] = {
@@ -50,11 +49,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("llama")
-    config = {"vocab_size": 128, "max_position_embeddings": 128, "eos_token_id": 1}
-    hf_models.build("llama", zoo.Feature(config=config)).save_pretrained(made)
-    tokenizer().save_pretrained(made)
-    return made
+    return checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 def run(

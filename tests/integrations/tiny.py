@@ -1,11 +1,16 @@
-"""A tokenizer of 128 words for the trainers' tests, and texts in it."""
+"""A tokenizer of 128 words, texts in it, and small models of transformers to compare with."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.models import hf_models, zoo
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(125))]
 CHAT = (
@@ -31,3 +36,21 @@ def texts(count: int, seed: int = 0, longest: int = 12) -> list[str]:
     """Return texts of 2 to `longest` words."""
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS[3:], k=draw.randint(2, longest))) for _ in range(count)]
+
+
+def ids(batch: int = 2, seq: int = 9) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, 131, (batch, seq), generator=generator)
+
+
+def checkpoint(family: str, folder: Path, **sizes: int) -> Path:
+    """Save a model of transformers with the tokenizer of the tests."""
+    config = {"vocab_size": 128, "max_position_embeddings": 128, "eos_token_id": 1, **sizes}
+    hf_models.build(family, zoo.Feature(config=config)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def theirs(folder: Path, **options: Any) -> Any:
+    """Load a checkpoint with transformers' own class."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
