@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ligermodels.adapters.lora import LoraLinear, RowRange
-from ligermodels.adapters.peft_format import HFLinear, adapter_of_hf, linears
+from ligermodels.adapters.adapter_config import has_end
+from ligermodels.adapters.lora import LoraLinear
+from ligermodels.adapters.peft_format import adapter_of_hf, linears
 from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
@@ -49,11 +50,11 @@ def add_adapters(
         if not name.startswith("layers."):
             continue
         known |= {part.hf.rpartition(".")[2] for part in parts}
-        chosen = [part for part in parts if targets is None or _names(part, targets)]
-        unused -= {target for target in unused if any(_names(p, [target]) for p in parts)}
+        chosen = [part for part in parts if targets is None or has_end(part.hf, targets)]
+        unused -= {target for target in unused if any(has_end(p.hf, [target]) for p in parts)}
         if chosen:
             base = model.get_submodule(name)
-            rows = [RowRange(part.row, part.rows) for part in chosen]
+            rows = [part.rows for part in chosen]
             adapted = LoraLinear(base, rows, rank=rank, alpha=alpha, dropout=dropout)
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
@@ -156,14 +157,9 @@ def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
     for name, parts in linears(model.weight_map(model.built_from)).items():
         each = model.get_submodule(name)
         if isinstance(each, LoraLinear):
-            hf = {RowRange(part.row, part.rows): part.hf for part in parts}
+            hf = {part.rows: part.hf for part in parts}
             found |= {hf[rows]: (a, b) for rows, a, b in each.factors()}
     return found
-
-
-def _names(part: HFLinear, targets: list[str]) -> bool:
-    """Return whether one of the targets is a part's name, or the end of it."""
-    return any(part.hf == each or part.hf.endswith(f".{each}") for each in targets)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

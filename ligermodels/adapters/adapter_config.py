@@ -61,12 +61,14 @@ def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
     elif isinstance(wanted, str):
         found = {name for name in linears if re.fullmatch(wanted, name)}
     else:
-        found = {n for n in linears if n in wanted or (_ends(n, wanted) and _in_layers(config, n))}
+        found = {
+            n for n in linears if n in wanted or (has_end(n, wanted) and _in_layers(config, n))
+        }
     excluded = config.get("exclude_modules") or []
     if isinstance(excluded, str):
         found = {name for name in found if not re.fullmatch(excluded, name)}
     else:
-        found = {name for name in found if not _ends(name, excluded)}
+        found = {name for name in found if not has_end(name, excluded)}
     return {name for name in found if not is_saved_whole(config, name)}
 
 
@@ -168,7 +170,8 @@ def _check_pattern(key: str, pattern: str) -> None:
         )
 
 
-def _ends(name: str, ends: Iterable[str]) -> bool:
+def has_end(name: str, ends: Iterable[str]) -> bool:
+    """Return whether a module has one of the names, or ends in one."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 

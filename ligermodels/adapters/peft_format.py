@@ -30,6 +30,7 @@ from ligermodels.adapters.adapter_config import (
     scaling_of,
     targets,
 )
+from ligermodels.adapters.lora import RowRange
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_PICKLE_NAME,
@@ -54,8 +55,7 @@ class HFLinear(NamedTuple):
     """A linear of HF: the rows of a packed one that are its own."""
 
     hf: str  # the module's name
-    row: int
-    rows: int
+    rows: RowRange
 
 
 def pack_adapter(
@@ -100,14 +100,14 @@ def pack_adapter(
         scales = {part: scaling_of(config, part.hf) for part in has_lora}
         scale = next(iter(scales.values()))
         a = torch.cat([taken[_A] for taken in has_lora.values()])
-        b = a.new_zeros(sum(part.rows for part in parts), len(a))
+        b = a.new_zeros(sum(part.rows.size for part in parts), len(a))
         column = 0
         for part, taken in has_lora.items():
             block, ratio = taken[_B], scales[part] / scale
             columns = slice(column, column + block.shape[1])
             block = block if ratio == 1 else block * ratio
             _check_finite(f"{part.hf}.{_B}, in the scale of {module},", block)
-            b[part.row : part.row + part.rows, columns] = block
+            b[part.rows.slice, columns] = block
             column += block.shape[1]
         made |= {f"{_PREFIX}{module}.{_A}": a, f"{_PREFIX}{module}.{_B}": b}
         if any(_MAGNITUDE in taken for taken in found.values()):
@@ -134,12 +134,12 @@ def unpack_adapter(
         if not taken:
             continue
         if len(parts) > 1:
-            _check_lora({HFLinear(module, 0, 0): taken})
+            _check_lora({HFLinear(module, RowRange(0, 0)): taken})
         for part in parts:
-            rows = slice(part.row, part.row + part.rows)
             for end, tensor in taken.items():
                 whole = end == _A or len(parts) == 1
-                made[f"{_PREFIX}{part.hf}.{end}"] = tensor if whole else tensor[rows].clone()
+                rows = tensor if whole else tensor[part.rows.slice].clone()
+                made[f"{_PREFIX}{part.hf}.{end}"] = rows
             if (rank := _rank(taken)) is not None:
                 ranks[part.hf], alphas[part.hf] = rank, alpha_of(config, module)
     _move_others(left, made, weight_map, to_hf=True)
@@ -197,7 +197,7 @@ def add_lora(
                         f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only a plain LoRA is added to "
                         "weights; merge the adapter with PEFT's merge_and_unload"
                     )
-                rows = parameters[f"{module}.weight"][part.row : part.row + part.rows]
+                rows = parameters[f"{module}.weight"][part.rows.slice]
                 found.append((part.hf, rows, taken))
     if left:
         raise CheckpointError(
@@ -259,7 +259,7 @@ def linears(weight_map: WeightMap) -> dict[str, list[HFLinear]]:
     for entry in weight_map:
         if entry.name.endswith(".weight") and len(entry.shape) == 2 and _is_stack(entry):
             found[entry.name.removesuffix(".weight")] = [
-                HFLinear(span.source.removesuffix(".weight"), span.row, span.rows)
+                HFLinear(span.source.removesuffix(".weight"), RowRange(span.row, span.rows))
                 for span in entry.spans
             ]
     return found
@@ -310,7 +310,7 @@ def _magnitude(
                 "model's parameters as base"
             )
         else:
-            weight = base[f"{module}.weight"][part.row : part.row + part.rows]
+            weight = base[f"{module}.weight"][part.rows.slice]
             pieces.append(weight.float().norm(dim=1).to(weight.dtype))
     return torch.cat(pieces)
 
@@ -349,8 +349,8 @@ def _check(
     in_layer = {}
     for module, parts in linears(weight_map).items():
         rows, width = shapes[f"{module}.weight"]
-        for part in [HFLinear(module, 0, rows)] if native else parts:
-            name, size = part.hf, (part.rows, width)
+        for part in [HFLinear(module, RowRange(0, rows))] if native else parts:
+            name, size = part.hf, (part.rows.size, width)
             known[name] = _shapes(config, name, *size, embedding=module == "embed_tokens")
             in_layer[name] = module.startswith("layers.")
     targeted, left = targets(config, in_layer), dict(weights)

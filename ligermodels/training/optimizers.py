@@ -146,7 +146,7 @@ def _rows_of_projections(model: DecoderModel) -> dict[nn.Parameter, list[slice]]
             found[linear.lora_a] = _cuts([linear.rank] * len(linear.parts))
             found[linear.lora_b] = _cuts([part.size for part in linear.parts])
         elif isinstance(weight := getattr(linear, "weight", None), nn.Parameter):
-            found[weight] = [slice(part.row, part.row + part.rows) for part in parts]
+            found[weight] = [part.rows.slice for part in parts]
     return found
 
 
