@@ -89,28 +89,20 @@ def test_added_tokens_take_spaces_with_them_as_in_the_tokenizers_package(spm, tm
 
 
 def test_contradictions_about_ids_are_refused(spm, tmp_path, subtests):
-    for number, (decoder, older, message) in enumerate(
-        (
-            (
-                {},
-                {"a1": 360, "b1": 360},
-                r"added_tokens.json: 'b1' is 360, expected an id .* no other",
-            ),
-            ({}, {"a1": -1}, r"added_tokens.json: 'a1' is -1, expected an id from 0"),
-            (added(360, "a1"), {"a1": 361}, r"'a1' is token 360, but among .*, 'a1' is 361"),
-            (added(300, "a1"), {}, r"tokenizer.model: '.*' is token 300 .*, 'a1' is 300"),
-            (added(360, "▁the"), {}, r"tokenizer.model: .*'▁the' is token \d+, .* '▁the' is 360"),
-        )
+    (tmp_path / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
+    for decoder, older, message in (
+        ({}, {"a1": 360, "b1": 360}, r"added_tokens.json: 'b1' is 360, expected an id .* no other"),
+        ({}, {"a1": -1}, r"added_tokens.json: 'a1' is -1, expected an id from 0"),
+        ({}, {"a1": 1.5}, r"added_tokens.json: 'a1' is 1.5, expected an id from 0"),
+        (added(360, "a1"), {"a1": 361}, r"'a1' is token 360, but among .*, 'a1' is 361"),
+        (added(300, "a1"), {}, r"tokenizer.model: '.*' is token 300 .*, 'a1' is 300"),
+        (added(360, "▁the"), {}, r"tokenizer.model: .*'▁the' is token \d+, .* '▁the' is 360"),
     ):
-        with subtests.test(message):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            (folder / "tokenizer.model").write_bytes((spm / "tokenizer.model").read_bytes())
-            config = {**SLOW, "added_tokens_decoder": decoder}
-            (folder / "tokenizer_config.json").write_text(json.dumps(config))
-            (folder / "added_tokens.json").write_text(json.dumps(older))
-            with pytest.raises(CheckpointError, match=message):
-                Tokenizer.from_hf(folder)
+        config = {**SLOW, "added_tokens_decoder": decoder}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "added_tokens.json").write_text(json.dumps(older))
+        with subtests.test(message), pytest.raises(CheckpointError, match=message):
+            Tokenizer.from_hf(tmp_path)
 
 
 def test_a_reserved_piece_may_get_another_text_and_an_empty_token_is_none(spm, tmp_path):

@@ -90,14 +90,13 @@ def test_damaged_settings_are_named_by_file_and_key(bpe, tmp_path, subtests):
         ("chat_template.jinja", b"\xff", "cannot be read"),
         ("tokenizer.json", "{}", "cannot use this file"),
     )
-    cases = (*(("tokenizer_config.json", *case) for case in config), *others)
-    for number, (name, content, key) in enumerate(cases):
+    tokenizer = (bpe / "tokenizer.json").read_bytes()
+    for name, content, key in (*(("tokenizer_config.json", *case) for case in config), *others):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        (tmp_path / "tokenizer.json").write_bytes(tokenizer)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         with subtests.test(f"{name}: {content[:40]!r}"):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            (folder / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
-            content = content if isinstance(content, bytes) else content.encode()
-            (folder / name).write_bytes(content)
             with pytest.raises(CheckpointError, match=key) as caught:
-                Tokenizer.from_hf(folder)
-            assert str(caught.value).startswith(f"{folder / name}: ")
+                Tokenizer.from_hf(tmp_path)
+            assert str(caught.value).startswith(f"{tmp_path / name}: ")
