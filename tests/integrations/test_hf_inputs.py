@@ -37,17 +37,6 @@ def test_a_mask_of_ones_on_a_gpu_is_left_out() -> None:
         assert found is expected if expected is None else torch.equal(found, expected)
 
 
-def test_layer_outputs_are_collected_until_removed() -> None:
-    model, ids = random_model("llama"), torch.randint(0, VOCAB, (1, 4))
-    seen = LayerOutputs(model)
-    last = model(ids)
-    seen.remove()
-    model(ids)
-    assert len(seen.outputs) == len(model.layers) + 1
-    torch.testing.assert_close(model.norm(seen.outputs[-1]), last)
-    assert torch.equal(seen.outputs[0], model.embed_tokens(ids))
-
-
 def test_the_first_layers_alone() -> None:
     """A tool may have put a forward of its own into a layer; it is there again afterwards."""
     model, ids = random_model("gemma3_text"), torch.randint(0, VOCAB, (1, 4))
