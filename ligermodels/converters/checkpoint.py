@@ -37,7 +37,7 @@ _CLASSIFIER_HEAD = "score.weight"
 _MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
-class _Part(NamedTuple):
+class _Slice(NamedTuple):
     """Rows of an HF tensor, and where they go. `memory` is that of `out`, if no bytes change."""
 
     source: str
@@ -186,10 +186,10 @@ class Checkpoint:
             CheckpointError: a value is NaN or infinite, or overflows in the dtype of `out`; or the
                 file was changed after its header was read.
         """
-        for part in self._parts(entry, out, start, column):
-            self._read_part(part)
+        for piece in self._slices(entry, out, start, column):
+            self._read_slice(piece)
 
-    def _parts(self, entry: Entry, out: Tensor, start: int = 0, column: int = 0) -> list[_Part]:
+    def _slices(self, entry: Entry, out: Tensor, start: int = 0, column: int = 0) -> list[_Slice]:
         """Divide what `read` reads by HF tensors."""
         rows, out = out.shape[0], out.detach()
         assert out.dim() == len(entry.shape) and 0 <= start <= start + rows <= entry.shape[0]
@@ -198,19 +198,19 @@ class Checkpoint:
             assert out.dim() == 2 and 0 <= column <= column + out.shape[1] <= entry.shape[1]
             columns = column, column + out.shape[1]
         whole_rows = out.device.type == "cpu" and out.is_contiguous() and not columns
-        parts = []
+        slices = []
         for span in entry.spans:
             first, last = max(start, span.row), min(start + rows, span.row + span.rows)
             if first < last:
-                part = out[first - start : last - start]
+                target = out[first - start : last - start]
                 memory = None
                 if whole_rows and out.dtype == self._dtype(span.source):
-                    memory = byte_view(part)
+                    memory = byte_view(target)
                 source = span.source_row - span.row
-                parts.append(
-                    _Part(span.source, first + source, last + source, columns, part, memory)
+                slices.append(
+                    _Slice(span.source, first + source, last + source, columns, target, memory)
                 )
-        return parts
+        return slices
 
     def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
         """Read whole parameters, each into a new tensor; yield once for each parameter.
@@ -223,14 +223,14 @@ class Checkpoint:
             raised (with one thread, that of the first one).
         """
         # All at once: after each read, neither torch's code nor its data is left in the cache.
-        parts = [self._parts(entry, out) for entry, out in targets]
+        slices = [self._slices(entry, out) for entry, out in targets]
 
         def read(i: int) -> None:
-            for part in parts[i]:
-                self._read_part(part)
+            for piece in slices[i]:
+                self._read_slice(piece)
 
         if torch.get_num_threads() == 1 or any(
-            part.memory is None for each in parts for part in each
+            piece.memory is None for each in slices for piece in each
         ):
             for i in range(len(targets)):
                 read(i)
@@ -259,13 +259,13 @@ class Checkpoint:
             finally:
                 left.clear()
 
-    def _read_part(self, part: _Part) -> None:
+    def _read_slice(self, piece: _Slice) -> None:
         """Copy rows of an HF tensor, and check the values while the cache holds them."""
-        name, first, last, columns, out, memory = part
+        name, first, last, columns, out, memory = piece
         if memory is not None:
-            for piece in self._opened(name).read_into(memory, self._name_in_file(name), first):
-                if not (self.allow_nonfinite or _are_finite(piece, out.dtype)):
-                    self._refuse_nonfinite(name, torch.from_numpy(piece).view(out.dtype), out.dtype)
+            for data in self._opened(name).read_into(memory, self._name_in_file(name), first):
+                if not (self.allow_nonfinite or _are_finite(data, out.dtype)):
+                    self._refuse_nonfinite(name, torch.from_numpy(data).view(out.dtype), out.dtype)
             return
         on_cpu, at = out.device.type == "cpu", 0
         for stored in self._rows(name, first, last, columns):

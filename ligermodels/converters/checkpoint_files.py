@@ -22,7 +22,6 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_PICKLE_NAME = "adapter_model.bin"
-HEADS_NAME = "medusa_lm_head.safetensors"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_DIR = "additional_chat_templates"
 SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
@@ -33,6 +32,9 @@ _NOT_CONVERTED = re.compile(
 )
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _PLAIN_NAME = re.compile(r"[^./\\:][^/\\:]*\.safetensors")
+# Files with further weights that a checkpoint may hold beside those of its model. The code of each
+# such format reads and writes its file; here, they are only downloaded, replaced and compared.
+ADDED_WEIGHTS = ("medusa_lm_head.safetensors",)
 # An export copies these files and CHAT_TEMPLATE_DIR bit for bit from the loaded checkpoint.
 COPIED_FILES = (
     GENERATION_CONFIG_NAME,
@@ -76,7 +78,7 @@ def files_left_out(folder: Path) -> list[str]:
             be lost without a word; or it cannot be read.
     """
     adapter = [ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, ADAPTER_PICKLE_NAME]
-    model = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, HEADS_NAME]
+    model = [CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *ADDED_WEIGHTS]
     carried = {*COPIED_FILES, CHAT_TEMPLATE_DIR}
     carried.update(adapter if is_adapter(folder) else [*model, *local_weight_files(folder)[0]])
     left = [n for n in names_if_present(folder, CheckpointError) or () if n not in carried]

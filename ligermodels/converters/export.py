@@ -19,11 +19,11 @@ from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
+    ADDED_WEIGHTS,
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
     GENERATION_CONFIG_NAME,
-    HEADS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SHARD_NAME,
@@ -93,7 +93,7 @@ def save(
     dtypes: Mapping[str, torch.dtype] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = True,
-    write_heads: Callable[[Path], None] | None = None,
+    write_added: Callable[[Path], None] | None = None,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
@@ -110,7 +110,7 @@ def save(
         dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
         allow_nonfinite: whether to write NaN and infinite values.
         overwrite: whether to replace files of a checkpoint that are in `folder`.
-        write_heads: writes heads for further tokens into the new folder, if there are any. With it,
+        write_added: writes files of ADDED_WEIGHTS into the new folder, if there are any. With it,
             those in `folder` do not stay.
     Raises:
         SaveError: the disk is full, there is no permission, `folder` is a file or has a volume
@@ -129,14 +129,14 @@ def save(
                 f"{folder}: {name!r} is {dtype}, "
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
-    brings_heads = write_heads is not None
-    owned = _owned(target, bool(source_files), brings_heads) if overwrite else _refusing(target)
+    brings_added = write_added is not None
+    owned = _owned(target, bool(source_files), brings_added) if overwrite else _refusing(target)
     with _replacing(folder, "checkpoint", target, owned) as fresh:
         write_json(fresh / CONFIG_NAME, config_dict)
         _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
         _write_files(fresh, source_files)
-        if write_heads is not None:
-            write_heads(fresh)
+        if write_added is not None:
+            write_added(fresh)
 
 
 def save_adapter(
@@ -248,7 +248,7 @@ def _refusing(target: Path) -> Callable[[str], bool]:
     return refuse
 
 
-def _owned(target: Path, brings_tokenizer: bool, brings_heads: bool) -> Callable[[str], bool]:
+def _owned(target: Path, brings_tokenizer: bool, brings_added: bool) -> Callable[[str], bool]:
     """Return a function that says whether a name in the old folder belongs to its checkpoint.
 
     These files do not stay after the export.
@@ -259,8 +259,8 @@ def _owned(target: Path, brings_tokenizer: bool, brings_heads: bool) -> Callable
     if brings_tokenizer:
         # An old tokenizer.json would take precedence over the new tokenizer.model.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
-    if brings_heads:
-        stale.add(HEADS_NAME)
+    if brings_added:
+        stale.update(ADDED_WEIGHTS)
     with contextlib.suppress(CheckpointError):  # The index may be damaged; it is replaced anyway.
         shard_of = read_json(target / SAFE_WEIGHTS_INDEX_NAME, CheckpointError).get("weight_map")
         named = shard_of.values() if isinstance(shard_of, dict) else ()

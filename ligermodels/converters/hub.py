@@ -18,12 +18,12 @@ from typing import Any, TypedDict
 from typing_extensions import Unpack
 
 from ligermodels.converters.checkpoint_files import (
+    ADDED_WEIGHTS,
     CHAT_TEMPLATE_DIR,
     CHAT_TEMPLATE_FILE,
     CONFIG_NAME,
     COPIED_FILES,
     GENERATION_CONFIG_NAME,
-    HEADS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     local_weight_files,
     weight_files,
@@ -225,7 +225,7 @@ def _fetch(
     try:
         wanted = [CONFIG_NAME, *COPIED_FILES]
         if weights:
-            wanted += [*weight_files(repo, names, read_index)[0], HEADS_NAME]
+            wanted += [*weight_files(repo, names, read_index)[0], *ADDED_WEIGHTS]
         in_threads(download, [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)], 8)
     except CheckpointError:
         raise
@@ -308,8 +308,9 @@ def _cached(
     if weights:
         try:
             local_weight_files(folder)
-            if (heads := open_if_present(folder / HEADS_NAME, CheckpointError)) is not None:
-                heads.close()
+            for name in ADDED_WEIGHTS:
+                if (added := open_if_present(folder / name, CheckpointError)) is not None:
+                    added.close()
         except CheckpointError as incomplete:
             raise CheckpointError(
                 f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "

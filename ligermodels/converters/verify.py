@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, HEADS_NAME, copied_files
+from ligermodels.converters.checkpoint_files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
 from ligermodels.converters.export import save
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
@@ -101,7 +101,7 @@ def verify(
             max_shard_size=max_shard_size,
             dtypes=dtypes,
             allow_nonfinite=True,  # `read` has checked the values.
-            write_heads=partial(_copy_heads, folder),
+            write_added=partial(_copy_added, folder),
         )
         return compare(folder, copy, family)
 
@@ -144,10 +144,10 @@ def compare(
     ]
     names += constants
     held = [original.tensors[name].nbytes for name in names]
-    if (folder / HEADS_NAME).exists():
-        heads = SafetensorsFile(folder / HEADS_NAME)
-        held += [info.nbytes for info in heads.tensors.values()]
-        differences += _heads_differences(heads, copy / HEADS_NAME, dtype)
+    for name in _added(folder):
+        added = SafetensorsFile(folder / name)
+        held += [info.nbytes for info in added.tensors.values()]
+        differences += _added_differences(added, copy / name, dtype)
     return Report(len(held), sum(held), len(compared), tuple(files), tuple(differences))
 
 
@@ -166,20 +166,24 @@ def _same_tensor(
     return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
 
 
-def _copy_heads(source: Path, target: Path) -> None:
-    """Copy the heads for further tokens, which have the same layout in a native model."""
-    if (source / HEADS_NAME).exists():
-        shutil.copyfile(source / HEADS_NAME, target / HEADS_NAME)
+def _added(folder: Path) -> list[str]:
+    return [name for name in ADDED_WEIGHTS if (folder / name).exists()]
 
 
-def _heads_differences(
-    heads: SafetensorsFile, path: Path, dtype: torch.dtype | None
+def _copy_added(source: Path, target: Path) -> None:
+    """Copy the files of further weights, which a native model does not change."""
+    for name in _added(source):
+        shutil.copyfile(source / name, target / name)
+
+
+def _added_differences(
+    added: SafetensorsFile, path: Path, dtype: torch.dtype | None
 ) -> Iterator[str]:
-    """Yield a line for each tensor of heads that differs in a copy."""
+    """Yield a line for each tensor of a file that differs in its copy."""
     copy = SafetensorsFile(path)
-    for name in {**heads.tensors, **copy.tensors}:
-        if name in heads.tensors and name in copy.tensors:
-            one, other = heads.tensor(name), copy.tensor(name)
+    for name in {**added.tensors, **copy.tensors}:
+        if name in added.tensors and name in copy.tensors:
+            one, other = added.tensor(name), copy.tensor(name)
             if bitwise_equal(one.to(dtype or one.dtype), other):
                 continue
         yield f"{path.name}: {name}: differs"

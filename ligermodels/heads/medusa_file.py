@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.files import names_if_present, sync_file, sync_folder
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, SaveError, first_line
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.models.base import DecoderModel
 
+HEADS_NAME = "medusa_lm_head.safetensors"
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 

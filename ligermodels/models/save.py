@@ -92,7 +92,7 @@ class SavableModel(HFModel):
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
-                write_heads=write_heads,
+                write_added=write_heads,
             )
 
         if layout is None:

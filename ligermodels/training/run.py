@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from ligermodels import __version__
 from ligermodels.adapters.adapted_model import export_adapter, merged
-from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, DataError, LigerError, SaveError, short_repr
+from ligermodels.heads.medusa_file import HEADS_NAME
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel

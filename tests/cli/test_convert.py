@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.adapters import LoraLinear
 from ligermodels.adapters.adapted_model import add_adapters, export_adapter, merged
-from ligermodels.converters.checkpoint_files import HEADS_NAME
 from ligermodels.heads.medusa import MedusaHeads
-from ligermodels.heads.medusa_file import save_heads
+from ligermodels.heads.medusa_file import HEADS_NAME, save_heads
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.base import DecoderModel
 from tests.cli.helpers import SMALL, assert_one_line

@@ -23,12 +23,14 @@ from ligermodels import (
     load_pretrained,
 )
 from ligermodels.converters import hub as hub_module
-from ligermodels.converters.checkpoint_files import HEADS_NAME
+from ligermodels.converters.checkpoint_files import ADDED_WEIGHTS
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, LigerError
 from tests.converters.loopback_hub import COMMIT, REPO, loopback_hub
 
 from .conftest import TOKENIZER
+
+(HEADS,) = ADDED_WEIGHTS
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_only_needed_files_come_all_from_one_commit_once(hub, remote, monkeypatc
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
 def test_the_cache_serves_without_a_connection(hub, offline, monkeypatch, caplog, revision):
-    hub.files[HEADS_NAME] = type(hub.files["config.json"]).honest(HEADS_NAME, b"heads")
+    hub.files[HEADS] = type(hub.files["config.json"]).honest(HEADS, b"heads")
     folder = resolve(REPO, revision=revision)
     hub.asked.clear()
     with offline():
@@ -118,7 +120,7 @@ def test_the_cache_serves_without_a_connection(hub, offline, monkeypatch, caplog
 
 
 def test_an_incomplete_cache_does_not_count_as_the_whole(hub, offline):
-    hub.files[HEADS_NAME] = type(hub.files["config.json"]).honest(HEADS_NAME, b"heads")
+    hub.files[HEADS] = type(hub.files["config.json"]).honest(HEADS, b"heads")
     with offline():
         with pytest.raises(CheckpointError, match=r"is set, and nothing .* unset .* local folder"):
             resolve(REPO)
@@ -128,7 +130,7 @@ def test_an_incomplete_cache_does_not_count_as_the_whole(hub, offline):
     with offline(), pytest.raises(CheckpointError, match=r"generation_config.json was never d"):
         resolve(REPO)
     folder = resolve(REPO)
-    for name in (HEADS_NAME, "model-00001-of-00002.safetensors"):
+    for name in (HEADS, "model-00001-of-00002.safetensors"):
         (folder / name).resolve().unlink()
         with offline(), pytest.raises(CheckpointError, match=rf"is incomplete; unset(.|\n)*{name}"):
             resolve(REPO)

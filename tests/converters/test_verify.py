@@ -110,12 +110,12 @@ def test_nonfinite_weights_pass_where_they_are_allowed(make):
     assert verify(folder, LigerLlama, allow_nonfinite=True).ok
 
 
-def test_heads_that_differ_are_reported(tmp_path):
+def test_further_weights_that_differ_are_reported(tmp_path):
     """In a value, in a tensor that is missing, and in one that has come."""
     paths = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
     ones = {name: torch.ones(2, 3) for name in ("same", "other", "gone")}
     save_file(ones, paths[0])
     new = {"same": torch.ones(2, 3), "other": torch.ones(2, 3) * 2, "new": torch.ones(1)}
     save_file(new, paths[1])
-    found = module._heads_differences(SafetensorsFile(paths[0]), paths[1], None)
+    found = module._added_differences(SafetensorsFile(paths[0]), paths[1], None)
     assert sorted(found) == [f"b.safetensors: {name}: differs" for name in ("gone", "new", "other")]
