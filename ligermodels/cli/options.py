@@ -1,7 +1,8 @@
 """What the commands share: their options from dataclasses, by the library tyro, and loading.
 
 An option is a field of a dataclass of `ligermodels.training.options`, which has its help, type and
-limits. tyro reads the arguments and shows the help. A mistake is one line on stderr.
+limits. tyro finds the words of each option and shows the help; the option checks their value. A
+mistake is one line on stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from ligermodels.converters.files import open_regular
 from ligermodels.errors import LigerError, did_you_mean, first_line, printable
@@ -76,80 +77,82 @@ def parse(
 
     _check_names(command, subjects, argv, owners or {})
     groups: list[Any] = []
+    values: dict[str, Any] = {}
     for subject, kind in subjects.items():
         types = types_of(kind)
         inner = []
         for each in fields(kind):
-            value = (defaults or {}).get(flat_name(each), each.default)
-            inner.append((each.name, *_described(each, types[each.name], value)))
+            name = flat_name(each)
+            values[name] = (defaults or {}).get(name, each.default)
+            inner.append((each.name, *_described(each, types[each.name], values[name])))
         groups.append((subject, make_dataclass(subject, inner, kw_only=True)))
-    shown, said = io.StringIO(), io.StringIO()
+    shown = io.StringIO()
     try:
-        with (
-            contextlib.redirect_stderr(said),
-            contextlib.redirect_stdout(shown),
-            warnings.catch_warnings(),
-        ):
+        with contextlib.redirect_stdout(shown), warnings.catch_warnings():
             # An option that is not given has None, whatever its type.
             warnings.simplefilter("ignore")
-            given: Any = tyro.cli(
-                make_dataclass("arguments", groups, kw_only=True),
+            arguments: Any = make_dataclass("arguments", groups, kw_only=True)
+            given, more = tyro.cli(
+                arguments,
                 prog=f"ligermodels {command}",
                 description=description,
                 args=list(argv),
                 config=(tyro.conf.OmitArgPrefixes,),
+                return_unknown_args=True,
             )
-    except SystemExit as stop:
-        if stop.code:
-            complain(command, _first_paragraph(said.getvalue()))
+    except SystemExit:
         width = shutil.get_terminal_size().columns
         for line in shown.getvalue().splitlines():  # The boxes have the width of the terminal.
             print(line if len(line) <= width else textwrap.fill(line, width))
         raise
-    return {
-        flat_name(each): getattr(getattr(given, subject), each.name)
-        for subject, kind in subjects.items()
-        for each in fields(kind)
-    }
+    if more:
+        complain(command, f"unrecognized arguments: {printable(' '.join(more))}")
+    for subject, kind in subjects.items():
+        types = types_of(kind)
+        for each in fields(kind):
+            name, found = flat_name(each), getattr(getattr(given, subject), each.name)
+            if found is not None and (each.type != "bool" or found != (values[name] is True)):
+                values[name] = _typed(types[each.name], found)
+            if values[name] is MISSING:
+                complain(command, f"{name.upper()} is missing")
+    return values
+
+
+def _typed(kind: Any, words: Any) -> Any:
+    """Return the value that words stand for; a wrong word stays, and the option refuses it."""
+    if get_origin(kind) is list:
+        return [_typed(get_args(kind)[0], word) for word in words]
+    with contextlib.suppress(ValueError):
+        return kind(words)
+    return words
 
 
 def _described(each: Field[Any], kind: Any, value: Any) -> tuple[Any, Any]:
-    """Return the type of an option for tyro, with what its help shows, and its default."""
+    """Return the type of an option for tyro, with what its help shows, and its default.
+
+    tyro takes every value as a text: what is a mistake in it, the option says.
+    """
     import tyro
 
     facts = each.metadata
     several = get_origin(kind) is list
-    item = get_args(kind)[0] if several else kind
-    if facts["choices"] is not None and not each.name.endswith("dtype"):  # which has other names
-        item = Literal[facts["choices"]]
+    usual = {int: "N", float: "X"}.get(get_args(kind)[0] if several else kind)
+    metavar = facts["metavar"] or usual or flat_name(each).upper()
     if facts["is_size"]:
-        item = str
-    usual = {int: "N", float: "X"}.get(item, flat_name(each).upper())
-    metavar = facts["metavar"] or ("SIZE" if facts["is_size"] else usual)
+        metavar = "SIZE"
     if facts["choices"] is not None:
         metavar = "{" + ",".join(facts["choices"]) + "}"
     shown = "" if value in (None, MISSING, (), []) or kind is bool else f"(default: {value})"
-    if "(default:" in facts["help"]:
-        shown = ""
     argument = tyro.conf.arg(
         name=flat_name(each).replace("_", "-"),
         help=facts["help"],
         metavar=None if kind is bool else f"{metavar} ..." if several else metavar,
-        help_behavior_hint=shown,
+        help_behavior_hint="" if "(default:" in facts["help"] else shown,
     )
-    annotated: Any = list[item] if several else item  # type: ignore[valid-type]
-    if value is None:
-        annotated = annotated | None
-    annotated = Annotated[annotated, argument]
+    annotated: Any = Annotated[bool if kind is bool else list[str] if several else str, argument]
     if facts["positional"]:
         annotated = tyro.conf.Positional[annotated]  # type: ignore[misc]
-    if facts["is_size"] and isinstance(value, int):
-        value = str(value)
-    if several and isinstance(value, (str, int, float)):  # a file of options may hold one alone
-        value = [value]
-    if value is MISSING:
-        return annotated, field()
-    return annotated, field(default_factory=lambda: list(value) if several and value else value)
+    return annotated, field(default=value is True if kind is bool else None)
 
 
 def _check_names(
@@ -158,30 +161,25 @@ def _check_names(
     argv: Sequence[str],
     owners: Mapping[str, str],
 ) -> None:
-    """Complain of the first option that there is not, with a suggestion."""
-    known = {"--help"}
+    """Complain of the first option that is unknown, with a suggestion, or lacks its value."""
+    flags, known = {"--help"}, set()
     for kind in subjects.values():
         for each in fields(kind):
             name = flat_name(each).replace("_", "-")
-            known |= {f"--{name}", f"--no-{name}"} if each.type == "bool" else {f"--{name}"}
-    for word in argv:
+            if each.type == "bool":
+                flags |= {f"--{name}", f"--no-{name}"}
+            else:
+                known.add(f"--{name}")
+    for word, after in zip(argv, [*argv[1:], "--"]):
         name = word.partition("=")[0]
-        if name.startswith("--") and name.replace("_", "-") not in known:
-            hint = did_you_mean(name, sorted(known), OTHER_NAMES)
+        if not name.startswith("--"):
+            continue
+        if (plain := name.replace("_", "-")) not in known | flags:
+            hint = did_you_mean(name, sorted(known | flags), OTHER_NAMES)
             said = f"unrecognized arguments: {printable(name)}{hint}"
             complain(command, owners.get(name[2:].replace("-", "_"), said))
-
-
-def _first_paragraph(box: str) -> str:
-    """Return what is in a box of lines, up to its first inner line."""
-    words: list[str] = []
-    for line in box[box.find("\n") + 1 :].splitlines():  # without the title
-        inner = line.strip("│| ")
-        if inner.strip("─-╰╯+"):
-            words += inner.split()
-        elif words:
-            break
-    return " ".join(words).rstrip(".") or first_line(ValueError(box))
+        if plain in known and name == word and after.startswith("--"):
+            complain(command, f"{name}: its value is missing")
 
 
 def complain(command: str, message: str) -> NoReturn:

@@ -36,12 +36,14 @@ class Loss(Options):
         computed_by: the module of this package, and in it the class that computes the loss.
         packed: whether it learns from documents that are packed into rows. Others compare whole
             completions.
+        splits_rows: whether several processes may compute parts of a row.
     """
 
     name: ClassVar[str]
     help: ClassVar[str]
     computed_by: ClassVar[str]
     packed: ClassVar[bool] = False
+    splits_rows: ClassVar[bool] = False
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -58,7 +60,7 @@ class Loss(Options):
         for name in () if self.packed else ("stream", "data_weights"):
             if getattr(config.data, name):
                 raise ConfigError(f"{name}: this is for packed documents, not for {self.name}")
-        if config.parallel.context_parallel > 1 and type(self) is not SFT:
+        if config.parallel.context_parallel > 1 and not self.splits_rows:
             raise ConfigError(
                 f"context_parallel: this cannot be combined with the loss {self.name}, which reads "
                 "whole rows; leave one out"
@@ -84,6 +86,7 @@ class SFT(Loss, name="sft"):
     help = "the loss of the next token; text, prompt and completion, or messages"
     computed_by = "objectives:Objective"
     packed = True
+    splits_rows = True
 
     loss_type: str = option(
         "nll", "variant of the loss, named as in TRL", choices=("nll", "dft", "focal")

@@ -63,6 +63,11 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
             ["generate", "m", "--repetition-penalty=1e300"],
             ["repetition_penalty: must be at most 1000000, not 1e+300"],
         ),
+        (["generate", "m", "--greedy"], ["unrecognized arguments: --greedy"]),
+        (["generate", "m", "--seed"], ["--seed: its value is missing"]),
+        (["generate", "m", "--seed", "1.5"], ["seed: must be a whole number, not '1.5'"]),
+        (["inspect", "m", "n"], ["unrecognized arguments: n"]),
+        (["check-family"], ["FAMILY is missing"]),
         (["convert"], ["SOURCE", "TARGET"]),
     ):
         with subtests.test(" ".join(arguments)):

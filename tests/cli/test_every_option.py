@@ -135,6 +135,7 @@ def test_every_option_has_an_effect(module, checkpoint, monkeypatch, subtests, t
         for called in log.mock_calls:
             text = re.sub(r"id='\d+'|0x[0-9a-f]+|<MagicMock [^>]*>", "", repr(called))
             calls[called[0]] = calls.get(called[0], "") + text
+        calls.pop("print.__hash__", None)  # Libraries keep what they have seen, once a process.
         return calls
 
     for option, value in values.items():
@@ -171,7 +172,7 @@ def test_every_option_of_finetune_sets_its_field(loss):
             else:
                 values = value if isinstance(value, list) else [value]
                 words += [f"--{option}", *map(str, values)]
-            wanted[name] = str(value) if each.metadata["is_size"] else value
+            wanted[name] = value
     found = finetune.parse_arguments(words).options
     assert found.pop("resume") is False
     assert found == wanted

@@ -42,8 +42,8 @@ def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
         (["finetune", "m", "--train-files", "t"], ["--output-dir is missing"]),
         (["finetune", "m", "--output-dir", "o"], ["--train-files is missing"]),
         (["finetune", "--train-files", "t", "--output-dir", "o"], ["MODEL is missing"]),
-        (["finetune", "m", "--batch-size", "two"], ["--batch-size", "'two'"]),
-        (["finetune", "m", "--precision", "fp8"], ["--precision", "bf16-mixed"]),
+        ([*WHOLE, "--batch-size", "two"], ["batch_size: must be a whole number, not 'two'"]),
+        ([*WHOLE, "--precision", "fp8"], ["precision: must be one of", "bf16-mixed"]),
         ([*WHOLE, "--max-shard-size", "big"], ["max_shard_size='big'"]),
         (
             ["finetune", "m", "--train-files", "t", "--output-dir", "o", "--memory", "all"],
