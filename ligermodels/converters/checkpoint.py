@@ -308,11 +308,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return an HF tensor in its stored dtype, as a new tensor."""
-        info = self.tensors[name]
-        out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        for _ in self._opened(name).read_into(byte_view(out), self._name_in_file(name)):
-            pass
-        return out
+        return self._opened(name).tensor(self._name_in_file(name))
 
     def constants(self) -> dict[str, StoredTensor]:
         """Return the tensors in `ignored` as they are in the files."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -37,48 +37,18 @@ from ligermodels.errors import CheckpointError, SaveError, short_repr
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class _Plan:
-    """The HF tensors of an export: their shapes, dtypes and the native rows that fill them."""
+class _HFTensor(NamedTuple):
+    """A tensor of an export, with the bytes of a constant or the native rows that fill it."""
 
-    def __init__(
-        self,
-        weight_map: WeightMap,
-        dtypes: Mapping[str, torch.dtype],
-        constants: Mapping[str, StoredTensor],
-    ) -> None:
-        self.constants = constants
-        self.shapes = weight_map.source_shapes() | {k: v.shape for k, v in constants.items()}
-        self.parts = weight_map.parts()
-        self.dtypes = {name: dtypes[parts[0][0].name] for name, parts in self.parts.items()}
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    parts: list[tuple[Entry, Span]]
+    data: bytes = b""
 
-    def nbytes(self, name: str) -> int:
-        if name in self.constants:
-            return len(self.constants[name].data)
-        return prod(self.shapes[name]) * self.dtypes[name].itemsize
-
-    def itemsize(self, name: str) -> int:
-        if name in self.constants:
-            return self.nbytes(name) // max(1, prod(self.shapes[name]))
-        return self.dtypes[name].itemsize
-
-    def dtype_name(self, name: str) -> str:
-        if name in self.constants:
-            return self.constants[name].dtype
-        return _DTYPE_NAMES[self.dtypes[name]]
-
-    def shards(self, max_size: int) -> list[list[str]]:
-        """Return the names of each file, in export order. A tensor too large for the current file
-        begins a new one.
-        """
-        shards: list[list[str]] = [[]]
-        size = 0
-        for name in self.shapes:
-            if shards[-1] and size + self.nbytes(name) > max_size:
-                shards.append([])
-                size = 0
-            shards[-1].append(name)
-            size += self.nbytes(name)
-        return shards
+    @property
+    def itemsize(self) -> int:
+        return self.nbytes // max(1, prod(self.shape))
 
 
 def save(
@@ -122,18 +92,23 @@ def save(
     source_files = source_files or {}
     if dtypes is None:
         dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
-    plan = _Plan(weight_map, dtypes, constants or {})
-    for name, dtype in plan.dtypes.items():
+    shapes, tensors = weight_map.source_shapes(), {}
+    for name, parts in weight_map.parts().items():
+        dtype, shape = dtypes[parts[0][0].name], shapes[name]
         if dtype not in _DTYPE_NAMES:
             raise SaveError(
                 f"{folder}: {name!r} is {dtype}, "
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
+        nbytes = prod(shape) * dtype.itemsize
+        tensors[name] = _HFTensor(_DTYPE_NAMES[dtype], shape, nbytes, parts)
+    for name, x in (constants or {}).items():
+        tensors[name] = _HFTensor(x.dtype, x.shape, len(x.data), [], x.data)
     brings_added = write_added is not None
     owned = _owned(target, bool(source_files), brings_added) if overwrite else _refusing(target)
     with _replacing(folder, "checkpoint", target, owned) as fresh:
         write_json(fresh / CONFIG_NAME, config_dict)
-        _write_weights(fresh, plan, get_tensor, max_shard_size, allow_nonfinite)
+        _write_weights(fresh, tensors, get_tensor, max_shard_size, allow_nonfinite)
         _write_files(fresh, source_files)
         if write_added is not None:
             write_added(fresh)
@@ -271,21 +246,29 @@ def _owned(target: Path, brings_tokenizer: bool, brings_added: bool) -> Callable
 
 def _write_weights(
     folder: Path,
-    plan: _Plan,
+    tensors: Mapping[str, _HFTensor],
     get_tensor: Callable[[str], Tensor],
     max_shard_size: int,
     allow_nonfinite: bool,
 ) -> None:
-    shards = plan.shards(max_shard_size)
+    """Write the tensors in this order. One too large for the current file begins a new one."""
+    shards: list[dict[str, _HFTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_size:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
     if len(shards) == 1:
         path = folder / SAFE_WEIGHTS_NAME
-        return _write_shard(path, shards[0], plan, get_tensor, allow_nonfinite)
+        return _write_shard(path, shards[0], get_tensor, allow_nonfinite)
     shard_of = {}
-    for number, names in enumerate(shards, 1):
+    for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, names, plan, get_tensor, allow_nonfinite)
-        shard_of.update(dict.fromkeys(names, file))
-    total = sum(map(plan.nbytes, shard_of))
+        _write_shard(folder / file, shard, get_tensor, allow_nonfinite)
+        shard_of.update(dict.fromkeys(shard, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(
         folder / SAFE_WEIGHTS_INDEX_NAME,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
@@ -294,8 +277,7 @@ def _write_weights(
 
 def _write_shard(
     path: Path,
-    names: list[str],
-    plan: _Plan,
+    tensors: Mapping[str, _HFTensor],
     get_tensor: Callable[[str], Tensor],
     allow_nonfinite: bool,
 ) -> None:
@@ -304,28 +286,23 @@ def _write_shard(
     The format: https://github.com/huggingface/safetensors#format
     """
     # The widest dtype comes first. This aligns every tensor to its item size.
-    names = sorted(names, key=lambda name: -plan.itemsize(name))
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in names:
-        begin, end = end, end + plan.nbytes(name)
-        header[name] = {
-            "dtype": plan.dtype_name(name),
-            "shape": list(plan.shapes[name]),
-            "data_offsets": [begin, end],
-        }
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        offsets = [begin, end]
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parts = {name: plan.parts.get(name, []) for name in names}  # a constant has none
     pieces = _rows(
-        [(*part, plan.dtypes[name]) for name in names for part in parts[name]], get_tensor
+        [(*part, DTYPES[x.dtype]) for x in tensors.values() for part in x.parts], get_tensor
     )
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            if name in plan.constants:
-                file.write(plan.constants[name].data)
-            for rows, entry, span in islice(pieces, len(parts[name])):
+        for tensor in tensors.values():
+            file.write(tensor.data)
+            for rows, entry, span in islice(pieces, len(tensor.parts)):
                 if not allow_nonfinite and not is_finite(rows):
                     raise SaveError(
                         f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "

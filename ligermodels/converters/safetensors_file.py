@@ -145,10 +145,10 @@ class SafetensorsFile:
     def stored(self, name: str) -> StoredTensor:
         """Return a whole tensor as it is, of any dtype of the format."""
         info = self.tensors[name]
-        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
-        data = bytearray(info.nbytes)
-        self._fill(file, name, self._data + info.begin, memoryview(data))
-        return StoredTensor(info.dtype, info.shape, bytes(data))
+        data: np.ndarray = np.empty(info.nbytes, np.uint8)
+        for _ in self.read_into(data, name):
+            pass
+        return StoredTensor(info.dtype, info.shape, data.tobytes())
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of floats in its stored dtype, as a new tensor.
