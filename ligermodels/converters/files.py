@@ -61,19 +61,9 @@ def open_if_present(path: Path, error: type[LigerError]) -> FileIO | None:
         mode = os.stat(path).st_mode
         # Opening a device may do something to it.
         descriptor = os.open(path, os.O_RDONLY | _FLAGS) if stat.S_ISREG(mode) else None
-    except FileNotFoundError as fault:
-        if os.path.islink(path):
-            raise error(
-                f"{path}: the file cannot be read: it is a link to {printable(os.readlink(path))}, "
-                "which does not exist; restore that file, or remove the link"
-            ) from None
-        if os.path.lexists(path):  # It appeared just now.
-            raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+    except (OSError, ValueError) as fault:
+        _raise_unless_absent(path, "file", fault, error)
         return None
-    except OSError as fault:
-        raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
-    except ValueError as fault:  # The path has a null byte, or characters that no path can have.
-        raise error(f"{short_repr(str(path))}: the file cannot be read: {fault}") from None
     if descriptor is not None:
         mode = os.fstat(descriptor).st_mode  # Another file may have taken its place.
         if stat.S_ISREG(mode):
@@ -142,14 +132,27 @@ def names_if_present(folder: Path, error: type[LigerError]) -> list[str] | None:
     """
     try:
         return sorted(os.listdir(folder))
-    except FileNotFoundError as fault:
-        if not os.path.lexists(folder):
-            return None
-        raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
-    except OSError as fault:
-        raise error(f"{folder}: the folder cannot be read: {fault.strerror}") from None
-    except ValueError as fault:  # as in `open_if_present`
-        raise error(f"{short_repr(str(folder))}: the folder cannot be read: {fault}") from None
+    except (OSError, ValueError) as fault:
+        _raise_unless_absent(folder, "folder", fault, error)
+        return None
+
+
+def _raise_unless_absent(
+    path: Path, what: str, fault: OSError | ValueError, error: type[LigerError]
+) -> None:
+    """Raise `error` for a path that cannot be opened, unless nothing has this name."""
+    if isinstance(fault, ValueError):  # a null byte, or characters that no path can have
+        raise error(f"{short_repr(str(path))}: the {what} cannot be read: {fault}") from None
+    why = fault.strerror
+    if isinstance(fault, FileNotFoundError):
+        if not os.path.lexists(path):
+            return
+        if os.path.islink(path):  # Otherwise it appeared just now.
+            why = (
+                f"it is a link to {printable(os.readlink(path))}, which does not exist; restore "
+                f"that {what}, or remove the link"
+            )
+    raise error(f"{path}: the {what} cannot be read: {why}") from None
 
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ from ligermodels.errors import (
 logger = logging.getLogger(__name__)
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPO_ID = re.compile(r"[\w-][\w.-]{,95}(/[\w-][\w.-]{,95})?")
+# What huggingface_hub.utils.validate_repo_id accepts.
+_REPO_ID = re.compile(r"(?!.*(--|\.\.|[-.]/|[-.]$|\.git$))\w[\w.-]{,95}(/\w[\w.-]{,95})?")
 # What callers of `resolve` take beside the options, for suggestions.
 _ARGUMENTS = ("dtype", "device", "revision", "allow_nonfinite")
 # A name with ".." would lead out of the cache.
@@ -171,10 +172,6 @@ def _fetch(
     except errors.RevisionNotFoundError as fault:
         raise CheckpointError(
             f"{repo}: the repository has no revision {revision!r}; pass a branch, tag or commit"
-        ) from fault
-    except errors.HFValidationError as fault:
-        raise CheckpointError(
-            f"{repo}: there is no such folder, and the name is not a valid hub id"
         ) from fault
     except Exception as fault:  # A missing connection raises many kinds of errors.
         return _cached(repo, revision, weights, cache, fault)

@@ -29,13 +29,6 @@ every = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=["exchange", "two renames"])
-def way(request, monkeypatch):
-    if request.param == "two renames":
-        monkeypatch.setattr(save_dir, "_exchange_names", lambda a, b: False)
-    return request.param
-
-
 def content(folder):
     """Return every file in the folder with its bytes, or None if there is no such folder."""
     if not folder.exists():

@@ -111,7 +111,7 @@ def test_a_folder_is_listed_or_an_error(tmp_path, subtests):
     assert names_if_present(tmp_path, ConfigError) == ["a", "b"]
     for kind, message in (
         ("pipe", "pipe: the folder cannot be read: Not a directory"),
-        ("dead link", "cannot be read: No such file"),
+        ("dead link", "folder cannot be read: it is a link to nowhere, which does not exist"),
         ("loop", "Too many levels"),
     ):
         with subtests.test(kind), pytest.raises(ConfigError, match=message):

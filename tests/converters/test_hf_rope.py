@@ -287,8 +287,3 @@ def test_a_remark_of_published_yarn_checkpoints_may_stay(spelling):
         raw = {"model_type": config_class.model_type, spelling: rope | {"finetuned": True}}
         found = config_class(**fields_from_hf(raw, config_class)).rope_scaling
         assert found["rope_type"] == "yarn" and found["finetuned"] is True
-
-
-def test_a_config_of_your_own_has_no_unread_key_either():
-    with pytest.raises(ConfigError, match="alpha' is 1000"):
-        LlamaConfig.small(rope_scaling={"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0})

@@ -1,7 +1,6 @@
 import json
 import os
 import struct
-import zipfile
 from unittest.mock import Mock
 
 import pytest
@@ -33,16 +32,13 @@ def test_damaged_files_name_the_file(tmp_path, subtests):
         ({"x": {**GOOD, "data_offsets": [16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
         ({"x": 3}, b"\0" * 16, "'x' needs exactly"),
         ({"x": GOOD, "y": GOOD}, b"\0" * 16, "'y' begins at byte 0 of the data, expected 16"),
-        ({"x": {**GOOD, "data_offsets": [4, 20]}}, b"\0" * 20, "'x' begins at byte 4"),
         ({"x": {**GOOD, "data_offsets": [-16, 0]}}, b"\0" * 16, "'x' has data_offsets"),
         ({"x": {**GOOD, "data_offsets": [0, 16.0]}}, b"\0" * 16, "'x' has data_offsets"),
         ({"x": {**GOOD, "shape": [2**32, 2**32, 2**62]}}, b"\0" * 16, "'x' has 16 bytes"),
         ({"x": {**GOOD, "shape": [1] * 65}}, b"\0" * 16, r"'x' has shape \[1, 1"),
         ({"x": {**GOOD, "more": 1}}, b"\0" * 16, "'x' needs exactly"),
-        ({"x" * 10**6: 3}, b"", "'xxx"),
         ({"\ud800\n": 3}, b"", r"'\\ud800\\n' needs exactly"),
         ({"__metadata__": {"a": 1}, "x": GOOD}, b"\0" * 16, "'__metadata__' is not an object"),
-        (b"{}  ", b"\0", "1 bytes follow the last tensor"),
     ):
         with subtests.test(f"{header!r:.80} {message}"):
             path = write(tmp_path / "w.safetensors", header, data)
@@ -77,10 +73,6 @@ def test_pickles_under_another_name_are_told_and_not_opened(tmp_path):
             SafetensorsFile(path)
     path.write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(CheckpointError, match="is a GGUF file under another name"):
-        SafetensorsFile(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x", "y")
-    with pytest.raises(CheckpointError, match="under another name"):
         SafetensorsFile(path)
 
 

@@ -26,20 +26,12 @@ def test_the_first_spelling_that_fits_is_replaced():
     assert [towers.text_name(name) for name in ("a.b.x", "a.x", "b.a.x")] == ["c.x", "x", "b.a.x"]
 
 
-def test_packed_stacks_rows():
-    assert packed_entry("n", (5,), ("a", 2), ("b", 3)).shape == (5, 5)
-
-
-def test_a_linear_has_a_bias_where_it_is_asked_for():
+def test_a_module_has_a_bias_where_it_is_asked_for():
     (weight,) = linear_entries("n", 5, ("a", 2), ("b", 3))
     assert weight == packed_entry("n.weight", (5,), ("a.weight", 2), ("b.weight", 3))
-    assert linear_entries("n", 5, ("a", 2), ("b", 3), bias=True) == (
-        weight,
-        packed_entry("n.bias", (), ("a.bias", 2), ("b.bias", 3)),
-    )
-
-
-def test_a_norm_has_a_bias_where_it_is_asked_for():
+    assert weight.shape == (5, 5)
+    bias = packed_entry("n.bias", (), ("a.bias", 2), ("b.bias", 3))
+    assert linear_entries("n", 5, ("a", 2), ("b", 3), bias=True) == (weight, bias)
     weight = packed_entry("n.weight", (), ("hf.n.weight", 4))
     bias = packed_entry("n.bias", (), ("hf.n.bias", 4))
     assert norm_entries("n", "hf.n", 4) == (weight,)
