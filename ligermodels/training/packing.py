@@ -233,10 +233,7 @@ class PackedRows:
         for index in range(len(self)):
             pieces = self.documents(index)
             digest.update(f"row {len(pieces)}".encode())
-            for piece in pieces:
-                digest.update(f"doc {len(piece)}".encode())
-                digest.update(np.ascontiguousarray(piece.ids).tobytes())
-                digest.update(np.ascontiguousarray(piece.loss_mask).tobytes())
+            _hash(pieces, digest)
         return digest.hexdigest()
 
     def documents(self, index: int) -> list[Document]:
@@ -273,6 +270,13 @@ class PackedRows:
             position_ids[at, end:] = torch.arange(self.width - end)
             num_tokens += end
         return Batch(input_ids, labels, position_ids, num_tokens, num_targets)
+
+
+def _hash(documents: Iterable[Document], digest: Any) -> None:
+    for document in documents:
+        digest.update(f"doc {len(document)}".encode())
+        digest.update(np.ascontiguousarray(document.ids).tobytes())
+        digest.update(np.ascontiguousarray(document.loss_mask).tobytes())
 
 
 def row_order(num_rows: int, seed: int, *key: int) -> Callable[[int], int]:
@@ -458,10 +462,7 @@ class GroupedRows:
         for group in self.groups:
             facts = [len(group.documents), group.label, group.record]
             digest.update(json.dumps(facts, sort_keys=True).encode())
-            for document in group.documents:
-                digest.update(f"doc {len(document)}".encode())
-                digest.update(np.ascontiguousarray(document.ids).tobytes())
-                digest.update(np.ascontiguousarray(document.loss_mask).tobytes())
+            _hash(group.documents, digest)
         return digest.hexdigest()
 
     def batch(self, indices: Iterable[int]) -> GroupBatch:

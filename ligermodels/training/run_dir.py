@@ -228,26 +228,26 @@ class RunDir:
         for file in (self.loss_plot, self.metrics_file, self.samples_file, self.config_file):
             _remove(file.with_name(file.name + PART))
             _remove(file)
-        if self.checkpoint_dir.is_symlink():
-            _remove(self.checkpoint_dir)
-        else:
-            Checkpoints(self.checkpoint_dir).clear()
-        if self.reference_dir.is_symlink():
-            _remove(self.reference_dir)
-        else:
-            remove_stored(self.reference_dir)
-        if self.model_dir.is_symlink():
-            _remove(self.model_dir)
-        else:
-            for name in self._exported():
-                _remove(self.model_dir / name)
-            for folder in (self.model_dir / CHAT_TEMPLATE_DIR, self.model_dir):
-                with contextlib.suppress(OSError):  # It is absent, or something else is in it.
-                    folder.rmdir()
+        for folder, clear in (
+            (self.checkpoint_dir, lambda: Checkpoints(self.checkpoint_dir).clear()),
+            (self.reference_dir, lambda: remove_stored(self.reference_dir)),
+            (self.model_dir, self._clear_model),
+        ):
+            if folder.is_symlink():
+                _remove(folder)
+            else:
+                clear()
         _remove_files(self.profile_dir, "t[ra]*")
         _remove_files(self.path / TENSORBOARD, "events.out.tfevents.*")
         _remove(self.path / WANDB_ID)
         _remove(self.path / RUN_FILE)
+
+    def _clear_model(self) -> None:
+        for name in self._exported():
+            _remove(self.model_dir / name)
+        for folder in (self.model_dir / CHAT_TEMPLATE_DIR, self.model_dir):
+            with contextlib.suppress(OSError):  # It is absent, or something else is in it.
+                folder.rmdir()
 
     def _exported(self) -> list[str]:
         """Return the names in model/ that an export writes."""
@@ -316,16 +316,10 @@ class RunDir:
         Raises:
             CheckpointError: the file cannot be read, or a line is not one that a run writes.
         """
-        file = open_if_present(self.metrics_file, CheckpointError)
-        if file is None:
-            return []
-        with file:
-            lines = io.BufferedReader(file).read().split(b"\n")
-        entries = []
-        for number, line in enumerate(lines[:-1], start=1):
-            where = f"{self.metrics_file}:{number}"
-            entries.append(_entry(line, where, lambda entry: all(map(is_number, entry.values()))))
-        return entries
+        return [
+            _entry(line, where, lambda entry: all(map(is_number, entry.values())))
+            for line, where in _lines(self.metrics_file)
+        ]
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
         """Append texts to samples.jsonl."""
@@ -339,16 +333,10 @@ class RunDir:
         Raises:
             CheckpointError: the file cannot be read, or a line is not one that a run writes.
         """
-        file = open_if_present(self.samples_file, CheckpointError)
-        if file is None:
+        if not os.path.lexists(self.samples_file):
             return set()
-        with file:
-            lines = io.BufferedReader(file).read().split(b"\n")[:-1]
-        kept = []
-        for number, line in enumerate(lines, start=1):
-            entry = _entry(line, f"{self.samples_file}:{number}")
-            if entry["step"] <= last:
-                kept.append((entry["step"], line.decode()))
+        steps = [(_entry(*each)["step"], each[0]) for each in _lines(self.samples_file)]
+        kept = [(step, line.decode()) for step, line in steps if step <= last]
         _write_text(self.samples_file, "".join(f"{line}\n" for _, line in kept))
         return {step for step, _ in kept}
 
@@ -356,6 +344,16 @@ class RunDir:
         """Remove every metric after `step`; a negative step removes all."""
         lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
         _write_text(self.metrics_file, "".join(lines))
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
+    """Yield the lines of a file and their places, without a last one that a kill cut short."""
+    file = open_if_present(path, CheckpointError)
+    if file is None:
+        return
+    with file:
+        lines = io.BufferedReader(file).read().split(b"\n")[:-1]
+    yield from ((line, f"{path}:{number}") for number, line in enumerate(lines, start=1))
 
 
 def _entry(
@@ -379,23 +377,11 @@ class ReadOnlyRunDir(RunDir):
         """Do nothing: rank 0 has the lock."""
         yield
 
-    def clear(self) -> None:
+    def _nothing(self, *_: Any) -> None:
         """Do nothing."""
 
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def write_config(self, text: str) -> None:
-        """Do nothing."""
-
-    def log(self, entry: Metrics) -> None:
-        """Do nothing."""
-
-    def sync_metrics(self) -> None:
-        """Do nothing."""
-
-    def cut_metrics(self, step: int) -> None:
-        """Do nothing."""
+    clear = sync_metrics = _nothing
+    write_settings = write_config = log = cut_metrics = _nothing  # type: ignore[assignment]
 
 
 def _is_within(path: Path, folder: Path) -> bool:
