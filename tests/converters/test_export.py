@@ -14,6 +14,7 @@ from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.checkpoint_files import copied_files
 from ligermodels.converters.export import replaced_names, save, save_adapter
 from ligermodels.converters.hf_config import to_hf
+from ligermodels.converters.safetensors_file import SafetensorsFile, StoredTensor
 from ligermodels.converters.verify import verify
 from ligermodels.errors import SaveError
 from ligermodels.models.llama import LigerLlama
@@ -83,8 +84,11 @@ def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
     weights = load(folder, table)
     weights["norm.weight"] = torch.arange(16, dtype=torch.float64)
     weights["embed_tokens.weight"] = torch.randn(16, 24).half().t()
-    save(tmp_path / "out", to_hf(config), table, weights.__getitem__)
+    odd = {"mask": StoredTensor("U8", (3,), b"abc")}
+    save(tmp_path / "out", to_hf(config), table, weights.__getitem__, constants=odd)
     exported = hf_tensors(tmp_path / "out")
+    file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
+    assert all(x.begin % exported[name].itemsize == 0 for name, x in file.tensors.items())
     assert bitwise_equal(exported["model.norm.weight"], weights["norm.weight"])
     assert bitwise_equal(exported["model.embed_tokens.weight"], weights["embed_tokens.weight"])
 
