@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
@@ -252,24 +253,28 @@ class PackedRows:
         `labels` are not shifted, and are -100 where a token is no target. `position_ids` restart at
         each document.
         """
-        indices = list(indices)
-        shape = (len(indices), self.width)
-        input_ids = torch.full(shape, PAD_ID)
-        labels = torch.full(shape, IGNORE_INDEX)
-        position_ids = torch.zeros(shape, dtype=torch.int64)
-        num_tokens = num_targets = 0
-        for at, index in enumerate(indices):
-            end = 0
-            for piece in self.documents(index):
-                start, end = end, end + len(piece)
-                input_ids[at, start:end] = torch.from_numpy(piece.ids.copy())
-                targets = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
-                labels[at, start:end] = torch.from_numpy(targets)
-                position_ids[at, start:end] = torch.arange(end - start)
-                num_targets += piece.num_targets
-            position_ids[at, end:] = torch.arange(self.width - end)
-            num_tokens += end
-        return Batch(input_ids, labels, position_ids, num_tokens, num_targets)
+        return _filled([self.documents(index) for index in indices], self.width)
+
+
+def _filled(rows: Sequence[Sequence[Document]], width: int) -> Batch:
+    """Return rows of documents, one after the other, as a batch."""
+    shape = (len(rows), width)
+    input_ids = torch.full(shape, PAD_ID)
+    labels = torch.full(shape, IGNORE_INDEX)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    num_tokens = num_targets = 0
+    for at, documents in enumerate(rows):
+        end = 0
+        for piece in documents:
+            start, end = end, end + len(piece)
+            input_ids[at, start:end] = torch.from_numpy(piece.ids.copy())
+            targets = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
+            labels[at, start:end] = torch.from_numpy(targets)
+            position_ids[at, start:end] = torch.arange(end - start)
+            num_targets += piece.num_targets
+        position_ids[at, end:] = torch.arange(width - end)
+        num_tokens += end
+    return Batch(input_ids, labels, position_ids, num_tokens, num_targets)
 
 
 def _hash(documents: Iterable[Document], digest: Any) -> None:
@@ -379,23 +384,11 @@ def stack(documents: Sequence[Document], targets_of_prompt: int = 0) -> tuple[Ba
 
     Args: targets_of_prompt: in so many of the first documents, the prompt is a target, too.
     """
-    shape = len(documents), padded(max(map(len, documents)))
-    input_ids, labels = torch.full(shape, PAD_ID), torch.full(shape, IGNORE_INDEX)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    # The padding counts as another document, as in packed rows.
-    position_ids = torch.arange(shape[1]).repeat(shape[0], 1)
-    for row, document in enumerate(documents):
-        end = len(document)
-        ids = torch.from_numpy(document.ids.astype(np.int64))
-        chosen = torch.from_numpy(document.loss_mask)
-        input_ids[row, :end] = ids
-        mask[row, : end - 1] = chosen[1:]
-        if row < targets_of_prompt:
-            chosen = torch.arange(end) > 0
-        labels[row, :end] = torch.where(chosen, ids, IGNORE_INDEX)
-        position_ids[row, end:] = torch.arange(shape[1] - end)
-    num_tokens, num_targets = sum(map(len, documents)), int((labels != IGNORE_INDEX).sum())
-    return Batch(input_ids, labels, position_ids, num_tokens, num_targets), mask
+    batch = _filled([[each] for each in documents], padded(max(map(len, documents))))
+    mask = F.pad(batch.labels[:, 1:] != IGNORE_INDEX, (0, 1))
+    for row, document in enumerate(documents[:targets_of_prompt]):
+        batch.labels[row, 1 : len(document)] = batch.input_ids[row, 1 : len(document)]
+    return replace(batch, num_targets=int((batch.labels != IGNORE_INDEX).sum())), mask
 
 
 class GroupedRows:
