@@ -136,21 +136,16 @@ def check_targets(documents: Iterable[Document], files: Sequence[Path]) -> None:
 def all_documents(
     files: Sequence[Path], tokenizer: Tokenizer, separator: str | None
 ) -> Iterator[Document]:
-    """Yield the documents of files, as `read_documents`. There may be none with a target."""
-    for file in files:
-        yield from iter_documents(file, tokenizer, separator)
-
-
-def iter_documents(file: Path, tokenizer: Tokenizer, separator: str | None) -> Iterator[Document]:
-    """Yield the documents of a file, as `read_documents`. Some may have no target.
+    """Yield the documents of files, as `read_documents`. There may be none with a target.
 
     Only one line of a file of JSON lines is in memory, or only one document of a text.
     """
     encoder = Encoder(tokenizer)
-    if file.suffix.lower() in RECORD_SUFFIXES:
-        yield from (_record_document(*each, encoder) for each in read_records(file))
-    else:
-        yield from (encoder.text(each) for each in split_text(_text_lines(file), separator))
+    for file in files:
+        if file.suffix.lower() in RECORD_SUFFIXES:
+            yield from (_record_document(*each, encoder) for each in read_records(file))
+        else:
+            yield from (encoder.text(each) for each in split_text(_text_lines(file), separator))
 
 
 def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:

@@ -46,11 +46,6 @@ def test_facts_are_those_of_a_default_config(capfd, subtests):
             assert found[key] == value
 
 
-def test_soft_caps_are_shown_with_the_fields_that_set_them(capfd):
-    text = " ".join(call(capfd, "gemma2").split())
-    assert "attn_logit_softcapping=50.0, final_logit_softcapping=30.0" in text
-
-
 def test_an_unknown_family_is_one_line(capfd):
     code = cli.main(["families", "bert"])
     assert_one_line((code, *capfd.readouterr()), "'bert'", "llama")

@@ -159,16 +159,6 @@ def test_a_process_alone_prints_its_own_errors(monkeypatch: pytest.MonkeyPatch) 
     assert not launch.report_error("x", 2)
 
 
-def test_a_started_process_leaves_its_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("LIGERMODELS_LAUNCHED", "1")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert launch.report_error("it failed", 2)
-    found = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert (found["message"], found["extraInfo"]["code"]) == ("it failed", 2)
-
-
 def failure(
     timestamp: int, exitcode: int, signal_name: str = "<N/A>", message: object = "Traceback"
 ) -> SimpleNamespace:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ligermodels import AutoLiger
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.reports import Sampler
 from tests.training.tiny_run import forget, make_checkpoint, run, same, tensors
@@ -48,8 +48,3 @@ def test_a_chat_needs_a_template(text, tmp_path):
     (bare / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(CheckpointError, match="no chat template"):
         run(bare, text, tmp_path / "run", sample_prompts=["a"], sample_chat=True, max_steps=1)
-
-
-def test_an_empty_prompt_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="sample_prompts: a prompt is empty"):
-        Sampler(Tokenizer.from_hf(checkpoint), ["the", ""], max_new_tokens=1, chat=False)
