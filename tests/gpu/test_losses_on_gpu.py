@@ -71,9 +71,15 @@ def test_a_short_run_with_another_model(kind: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     make_checkpoint(tmp_path / "teacher", hidden_size=128)
     make_text(tmp_path / "text.txt")
-    changes: dict[str, Any] = {"medusa_heads": 2, "medusa_tied": kind == "tied medusa"}
+    changes: dict[str, Any] = {"loss": "medusa", "medusa_heads": 2}
+    changes["medusa_tied"] = kind == "tied medusa"
     if kind == "teacher":
-        changes = {"teacher": str(tmp_path / "teacher"), "beta": 0.0, "distill_weight": 0.5}
+        changes = {
+            "loss": "distillation",
+            "teacher": str(tmp_path / "teacher"),
+            "beta": 0.0,
+            "distill_weight": 0.5,
+        }
     folder, text = tmp_path / "model", tmp_path / "text.txt"
     result = run(folder, text, tmp_path / "out", device="cuda", **changes)
     key = result.shown[0]
