@@ -48,7 +48,7 @@ class SavableModel(HFModel):
             allow_nonfinite: whether to write NaN and infinite weights.
             overwrite: whether to replace files of a checkpoint that are in the folder.
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
-                into it (`heads_file.save_heads`). With it, heads in the old folder do not stay.
+                into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
         Raises:
             ConfigError: max_shard_size is not a number of bytes, or the weight map is wrong.
             SaveError: the disk is full or not writable, the config was changed after the model was
