@@ -269,7 +269,8 @@ def _remove_leftovers(target: Path, owned: Callable[[str], bool]) -> None:
     """
     for path in [*_beside(target, "saving"), *_beside(target, "replaced")]:
         with contextlib.suppress(OSError), _Lock(path) as lock:
-            if lock.held and _is_new(path):
+            # An empty one was made by a save that was killed before it gave it its name.
+            if lock.held and (_is_new(path) or not os.listdir(path)):
                 shutil.rmtree(path)
             elif lock.held and target.exists():
                 _empty(path, target, lambda name, status: _is_folder(status) and not owned(name))

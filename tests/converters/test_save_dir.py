@@ -148,6 +148,14 @@ def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):
     assert not here.exists() and not there.exists() and all(map(Path.is_dir, foreign))
 
 
+def test_a_folder_that_a_killed_save_has_not_named_goes_with_the_first_save(tmp_path):
+    (tmp_path / ".model.saving-0123456789abcdef").mkdir()
+    with replace_dir(tmp_path / "model", lambda name: True) as fresh:
+        (fresh / "a").write_text("new")
+    assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
+    assert (tmp_path / "model" / "a").read_text() == "new"
+
+
 def test_subfolders_that_a_killed_save_has_not_moved_come_home(target, tmp_path):
     old = tmp_path / f".out.saving-{'0' * 16}"
     fill(old, {"weights": "older", "data/a": "mine"})
