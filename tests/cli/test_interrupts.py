@@ -103,7 +103,7 @@ def test_a_second_signal_adds_no_line(tmp_path, monkeypatch):
 
 def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
     command = ["generate", checkpoint, "a", "--device", "cpu"]
-    assert interrupted(command, Checkpoint, "_read_part", tmp_path) == (
+    assert interrupted(command, Checkpoint, "_read_slice", tmp_path) == (
         130,
         "ligermodels: interrupted\n",
     )
