@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ligermodels import LlamaConfig
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
-from tests.families import FAMILIES, OWN, WINDOW
+from tests.families import FAMILIES, OWN
 from tests.models.pairs import gradients, randomize, relative, tokens
 
 SIZES: dict[str, Any] = {
@@ -29,7 +27,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 2,
 }
 each_family = pytest.mark.parametrize("family", OWN)
-LLAMAS_FIELDS = {field.name for field in fields(LlamaConfig)}
 
 
 def make(family: str, **changes: Any) -> DecoderModel:
@@ -45,37 +42,6 @@ def make(family: str, **changes: Any) -> DecoderModel:
 
 def batch() -> tuple[Tensor, Tensor]:
     return tokens(2, 14, vocab=SIZES["vocab_size"], pad=SIZES["pad_token_id"])
-
-
-@each_family
-def test_a_window_hides_earlier_tokens(family: str) -> None:
-    """A token changes the later tokens; in a layer with a window, only those in the window."""
-    model = make(family, num_hidden_layers=1, **_all_sliding(family))
-    ids, _ = batch()
-    changed = ids.clone()
-    changed[:, 4] = (changed[:, 4] + 7) % 61
-    difference = (model(ids) - model(changed)).abs().amax(-1).amax(0)
-    reach = WINDOW if model.config.sliding_windows[0] is not None else ids.shape[1]
-    assert (difference[:4] == 0).all()
-    assert (difference[4 : 4 + reach] > 0).all()
-    assert (difference[4 + reach :] == 0).all()
-    assert (reach == WINDOW) == (FAMILIES[family].sliding is not None)
-
-
-@each_family
-def test_every_number_of_a_family_changes_its_logits(family: str) -> None:
-    model, (ids, _) = make(family), batch()
-    expected = model.head.logits(model(ids))
-    for name in {field.name for field in fields(model.config)} - LLAMAS_FIELDS:
-        value = getattr(model.config, name)
-        if type(value) in (int, float):
-            changed = make(family, **{name: 2 * value})
-            assert not torch.equal(changed.head.logits(changed(ids)), expected), name
-
-
-def _all_sliding(family: str) -> dict[str, Any]:
-    has_types = "layer_types" in families()[family].config_class.__dataclass_fields__
-    return {"layer_types": ["sliding_attention"]} if has_types else {}
 
 
 @each_family
@@ -114,17 +80,6 @@ def test_copies_are_independent(family: str) -> None:
         with torch.no_grad():
             copied.norm.weight.add_(1.0)
         assert not torch.equal(copied(ids), model(ids))
-
-
-@each_family
-def test_generation_continues_as_one_pass_would(family: str) -> None:
-    """Tokens generated through the cache, past the window, are the argmax of a whole pass."""
-    model = make(family)
-    ids, _ = (x[:1] for x in batch())
-    made = model.generate(ids, max_new_tokens=12, eos_token_id=[])
-    with torch.no_grad():
-        logits = model.head.logits(model(made))
-    assert torch.equal(logits.argmax(-1)[:, 13:-1], made[:, 14:])
 
 
 @each_family
