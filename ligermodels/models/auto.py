@@ -154,15 +154,7 @@ class AutoLiger:
         local = Path(folder)
         if is_adapter(local):
             return _with_adapter(local, options, hub_options)
-        cls = read_one_version(folder, family_of)
-        while True:
-            try:
-                return cls.from_hf(folder, **options)
-            except ConfigError:
-                now = read_one_version(folder, family_of)
-                if now is cls:
-                    raise
-                cls = now  # A save has just replaced the checkpoint by one of another family.
+        return read_one_version(folder, family_of).from_hf(folder, **options)
 
 
 def load_pretrained(

@@ -46,15 +46,6 @@ from ligermodels.models.load import LoadableModel
 from ligermodels.models.planned import PlannedModel
 from ligermodels.models.save import SavableModel
 
-# The attributes that every decoder has, and how an error message describes them.
-_ATTRIBUTES = {
-    "embed_tokens": "an nn.Embedding",
-    "rotary_emb": "a RotaryEmbedding",
-    "layers": "an nn.ModuleList of blocks",
-    "norm": "an RMSNorm or a LayerNorm",
-    "head": "a LossHead",
-}
-
 
 class DecoderContext(NamedTuple):
     """What the layers of one forward share; `DecoderModel.prepare_context` makes it.
@@ -98,7 +89,6 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self._is_complete = False
         self._parts: list[nn.Module] = []  # the children of the layers, and
         self._attentions: list[Attention] = []  # the attentions found in them
 
@@ -225,10 +215,8 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         Raises:
             ValueError: the inputs contradict each other, or the model cannot honour one of them.
             IndexError: on a CPU in eager mode, an id or a label is outside the vocabulary.
-            ConfigError: an attribute that the class declares was not set, or a transform of
-                torch.func runs the model.
+            ConfigError: a transform of torch.func runs the model.
         """
-        self._check_attributes()
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise ConfigError(
                 f"{type(self).__name__}: transforms of torch.func (grad, vjp, jvp, vmap) are not "
@@ -293,12 +281,6 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         if shard is not None and attention_mask is not None:
             attention_mask = shard.split(attention_mask)
         loss = self.auxiliary_loss(extras, attention_mask)
-        if loss is not None and not (isinstance(loss, Tensor) and loss.dim() == 0):
-            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-            raise ValueError(
-                f"{type(self).__name__}.auxiliary_loss returned {what}; expected a tensor without "
-                "dimensions, or None"
-            )
         return loss if shard is None or loss is None else shard.total(loss) / shard.ranks
 
     def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
@@ -376,7 +358,7 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         cache, seq = context.cache, x.shape[1]
         runs: Counter[nn.Module] = Counter()
         repeats = getattr(cache, "uses", 1) > 1  # another class with a cache's methods may lack it
-        layers = zip(self.layers, context.layers, self._layer_plans())
+        layers = zip(self.layers, context.layers, self._layer_plans(), strict=True)
         for index, (layer, inputs, plan) in enumerate(layers):
             if cache is not None and repeats:
                 cache.use = runs[layer]
@@ -393,34 +375,6 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         if cache is not None:
             cache.advance(seq)
         return hidden, extras
-
-    def _check_attributes(self) -> None:
-        """Raise ConfigError if an attribute that the model computes with was not set."""
-        if self._is_complete:
-            return
-        for name, what in _ATTRIBUTES.items():
-            if not hasattr(self, name):
-                raise ConfigError(
-                    f"{type(self).__name__} has no attribute {name!r}; set self.{name} in __init__ "
-                    f"to {what}, or let self.build make the modules"
-                )
-        self._is_complete = True
-
-    def _rope_names(self) -> list[str]:
-        """Return each name in `ropes` once; raise ConfigError unless it has one for each layer."""
-        ropes = self.ropes
-        if len(ropes) != len(self.layers):
-            raise ConfigError(
-                f"{type(self).__name__}.ropes returns {len(ropes)} names, expected one for each of "
-                f"{len(self.layers)} layers"
-            )
-        for name in (names := sorted(set(ropes))):
-            if not hasattr(self, name):
-                raise ConfigError(
-                    f"{type(self).__name__}.ropes names {name!r}, but the model has no such "
-                    "attribute; set it to a RotaryEmbedding"
-                )
-        return names
 
     @property
     def ropes(self) -> list[str]:
@@ -449,7 +403,6 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
                 memory_mask, cache: as in `forward`.
         Raises:
             ValueError: the arguments contradict each other, or one has a wrong shape or dtype.
-            ConfigError: `ropes` does not fit the layers.
         """
         check_tensors(
             position_ids=position_ids,
@@ -481,7 +434,7 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
             length = past + seq
         contexts = {}
         shared: dict[int, tuple[Tensor, Tensor]] = {}
-        for name in self._rope_names():
+        for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(position_ids, length)
             if shard is not None:
                 cos, sin = shard.split(cos), shard.split(sin)
@@ -551,7 +504,6 @@ class DecoderModel(LoadableModel, SavableModel, PlannedModel):
         that has parameters of its own initialises them in its `reset_parameters`. If it has no such
         method, those with two or more dimensions are normal, and the others stay as they are.
         """
-        self._check_attributes()
         if all(weight.is_meta for weight in self.parameters()):
             return  # there are no values
         std = self.config.initializer_range

@@ -287,21 +287,6 @@ def _faults(config: ModelConfig) -> Iterator[str]:
 
     A check may rely on the checks before it, so the caller reads only the first description.
     """
-    if getattr(config, "model_type", None) is None:
-        yield (
-            f"{type(config).__name__} has no model_type; set this class attribute to the "
-            "model_type in the family's config.json"
-        )
-    for attribute, names in (
-        ("largest", config.largest),
-        ("positive", config.positive),
-        ("activation_field", (config.activation_field,)),
-        ("key_aliases", config.key_aliases.values()),
-    ):
-        for name in names:
-            if not hasattr(config, name):
-                where = f"{type(config).__name__}.{attribute}"
-                yield f"{where} names {name!r}, which is no field; declare it"
     for name, largest in config.largest.items():
         value = getattr(config, name)
         if name == "head_dim" and value is None:

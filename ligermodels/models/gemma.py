@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, short_repr
-from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
+from ligermodels.layers import Attention, DecoderBlock, GatedMLP, RMSNorm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes
@@ -75,35 +75,6 @@ def gemma_norm(config: ModelConfig, size: int) -> RMSNorm:
     return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
 
 
-class GemmaBlock(nn.Module):
-    """h = x + attention(norm(x)); the output is h + mlp(norm(h))."""
-
-    def __init__(self, config: GemmaConfig, layer_index: int) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.input_layernorm = gemma_norm(config, hidden)
-        self.self_attn = Attention(
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            layer_index=layer_index,
-        )
-        self.post_attention_layernorm = gemma_norm(config, hidden)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, context: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
-
-        The norm after each addition computes the sum. A residual of None means zero.
-        """
-        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
-        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
-
-
 @register
 class LigerGemma(DecoderModel):
     """The Gemma model, built from fused layers.
@@ -123,5 +94,18 @@ class LigerGemma(DecoderModel):
         )
 
     def make_block(self, layer_index: int) -> nn.Module:
-        """Return a `GemmaBlock`."""
-        return GemmaBlock(self.config, layer_index)
+        """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
+        config, hidden = self.config, self.config.hidden_size
+        return DecoderBlock(
+            Attention(
+                hidden,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                bias=config.attention_bias,
+                layer_index=layer_index,
+            ),
+            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
+            gemma_norm(config, hidden),
+            gemma_norm(config, hidden),
+        )

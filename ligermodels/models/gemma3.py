@@ -6,16 +6,10 @@ By default one full layer follows five sliding layers, which have a separate rop
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ligermodels.converters.weight_map import Towers, WeightMap
-from ligermodels.layers import (
-    Attention,
-    AttentionContext,
-    GatedMLP,
-    RotaryEmbedding,
-    pre_norm,
-)
+from ligermodels.layers import Attention, GatedMLP, RotaryEmbedding, SandwichBlock
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
@@ -113,43 +107,6 @@ def weight_map(config: Gemma3Config) -> WeightMap:
     )
 
 
-class Gemma3Block(nn.Module):
-    """h = x + norm(attention(norm(x))); the output is h + norm(mlp(norm(h)))."""
-
-    def __init__(self, config: Gemma3Config, layer_index: int) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.input_layernorm = gemma_norm(config, hidden)
-        self.self_attn = Attention(
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            scale=config.query_pre_attn_scalar**-0.5,
-            sliding_window=config.sliding_windows[layer_index],
-            q_norm=gemma_norm(config, config.head_dim),
-            k_norm=gemma_norm(config, config.head_dim),
-            layer_index=layer_index,
-        )
-        self.post_attention_layernorm = gemma_norm(config, hidden)
-        self.pre_feedforward_layernorm = gemma_norm(config, hidden)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
-        self.post_feedforward_layernorm = gemma_norm(config, hidden)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, context: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
-
-        The norm after each addition computes the sum. A residual of None means zero.
-        """
-        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
-        x = self.post_attention_layernorm(x)
-        x, residual = self.mlp(pre_norm(self.pre_feedforward_layernorm, x, residual))
-        return self.post_feedforward_layernorm(x), residual
-
-
 @register
 class LigerGemma3(DecoderModel):
     """The text model of Gemma 3, built from fused layers.
@@ -173,8 +130,24 @@ class LigerGemma3(DecoderModel):
         )
 
     def make_block(self, layer_index: int) -> nn.Module:
-        """Return a `Gemma3Block`."""
-        return Gemma3Block(self.config, layer_index)
+        """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
+        config, hidden = self.config, self.config.hidden_size
+        return SandwichBlock(
+            Attention(
+                hidden,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                bias=config.attention_bias,
+                scale=config.query_pre_attn_scalar**-0.5,
+                sliding_window=config.sliding_windows[layer_index],
+                q_norm=gemma_norm(config, config.head_dim),
+                k_norm=gemma_norm(config, config.head_dim),
+                layer_index=layer_index,
+            ),
+            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
+            *(gemma_norm(config, hidden) for _ in SANDWICH_NORMS),
+        )
 
     @property
     def ropes(self) -> list[str]:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
+from ligermodels.layers import Attention, DecoderBlock, GatedMLP, RMSNorm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
@@ -79,37 +79,6 @@ def weight_map(config: Qwen2Config) -> WeightMap:
     return decoder_weight_map(config, qkv_bias=True)
 
 
-class Qwen2Block(nn.Module):
-    """h = x + attention(norm(x)); the output is h + mlp(norm(h))."""
-
-    def __init__(self, config: Qwen2Config, layer_index: int) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.self_attn = Attention(
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            bias=True,
-            out_bias=False,
-            sliding_window=config.sliding_windows[layer_index],
-            layer_index=layer_index,
-        )
-        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, context: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
-
-        The norm after each addition computes the sum. A residual of None means zero.
-        """
-        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
-        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
-
-
 @register
 class LigerQwen2(DecoderModel):
     """The Qwen2 or Qwen2.5 model, built from fused layers.
@@ -126,5 +95,20 @@ class LigerQwen2(DecoderModel):
         self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
-        """Return a `Qwen2Block`."""
-        return Qwen2Block(self.config, layer_index)
+        """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
+        config, hidden = self.config, self.config.hidden_size
+        return DecoderBlock(
+            Attention(
+                hidden,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                bias=True,
+                out_bias=False,
+                sliding_window=config.sliding_windows[layer_index],
+                layer_index=layer_index,
+            ),
+            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
+            RMSNorm(hidden, config.rms_norm_eps),
+            RMSNorm(hidden, config.rms_norm_eps),
+        )

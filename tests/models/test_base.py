@@ -22,7 +22,6 @@ from ligermodels.layers import (
     CrossAttention,
     HeadOutput,
     RMSNorm,
-    RotaryEmbedding,
     pre_norm,
 )
 from ligermodels.layers.recompute import POLICIES
@@ -86,17 +85,6 @@ def test_a_model_has_the_names_of_transformers(tied: bool) -> None:
         for trainable in (False, True):
             options = {"only_trainable": trainable, "exclude_embeddings": embeddings}
             assert model.num_parameters(**options) == theirs.num_parameters(**options), options
-
-
-def test_loss_of_num_items_in_batch() -> None:
-    """transformers' Trainer passes this argument when steps accumulate gradients."""
-    model = tiny_model()
-    ids, labels = tokens()
-    expected = model(ids, labels=labels, normalizer=50).loss
-    for count in (50, torch.tensor(50)):
-        assert torch.equal(model(ids, labels=labels, num_items_in_batch=count)[0], expected)
-    with pytest.raises(ValueError, match="normalizer and num_items_in_batch"):
-        model(ids, labels=labels, num_items_in_batch=50, normalizer=50)
 
 
 def test_embeddings_in_the_place_of_tokens() -> None:
@@ -224,28 +212,6 @@ def test_an_auxiliary_loss_that_is_no_scalar_is_refused() -> None:
         layer.register_forward_hook(lambda layer, inputs, out: (*out[:2], out[0][..., :4]))
     with pytest.raises(ValueError, match=r"a third tensor of shape \(2, 8, 4\).*auxiliary_loss"):
         model(ids, labels=labels)
-    for returned, complaint in (
-        (lambda extras, mask: extras[0].mean((1, 2)), r"shape \(2,\); expected a tensor without"),
-        (lambda extras, mask: 0.1, r"0\.1; expected a tensor"),
-    ):
-        model.auxiliary_loss = returned
-        with pytest.raises(ValueError, match=rf"WithThird\.auxiliary_loss returned {complaint}"):
-            model(ids, labels=labels)
-
-
-def test_ropes_that_do_not_fit_the_layers_are_refused() -> None:
-    model, (ids, _) = tiny_model(), tokens(2, 8)
-    layers = len(model.layers)
-    for ropes, complaint in (
-        (
-            ["rotary_emb"],
-            rf"Roped\.ropes returns 1 names, expected one for each of {layers} layers",
-        ),
-        (["local"] * layers, r"Roped\.ropes names 'local', but the model has no such attribute"),
-    ):
-        model.__class__ = type("Roped", (LigerLlama,), {"ropes": ropes})
-        with pytest.raises(ConfigError, match=complaint):
-            model(ids)
 
 
 def test_the_auxiliary_loss_of_accumulated_steps_is_a_mean() -> None:
@@ -259,24 +225,6 @@ def test_the_auxiliary_loss_of_accumulated_steps_is_a_mean() -> None:
         sum(main), model.head(model(ids), shifted(labels)).loss, rtol=1e-5, atol=1e-6
     )
     assert sum(shares).item() == pytest.approx(1)
-
-
-def test_a_model_that_lacks_an_attribute_is_told_which() -> None:
-    class Half(DecoderModel):
-        def __init__(self, config: LlamaConfig) -> None:
-            super().__init__(config)
-            self.embed_tokens = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-            self.rotary_emb = RotaryEmbedding(config.head_dim)
-            self.norm = RMSNorm(config.hidden_size)
-
-    model = Half(LlamaConfig(**TINY))
-    with pytest.raises(ConfigError, match=r"Half has no attribute 'layers'; set self\.layers in"):
-        model(torch.zeros(1, 3, dtype=torch.int64))
-    model.layers = torch.nn.ModuleList()
-    with pytest.raises(ConfigError, match="Half has no attribute 'head'"):
-        model.initialize_weights()
-    with pytest.raises(ConfigError, match="Half: config_class is None; set it to"):
-        Half.from_hf("nowhere")
 
 
 def test_parameters_that_a_module_holds_itself_are_initialised() -> None:

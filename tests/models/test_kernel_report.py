@@ -27,9 +27,13 @@ def test_the_attention_of_each_kind_of_layer() -> None:
     assert {"attention, window 5", "qk_norm_rope"} <= report.keys()
 
 
-def test_replaced_norms_are_named() -> None:
-    model = random_model("gemma3_text")
+def test_replaced_modules_are_named() -> None:
+    model = random_model("gemma3_text", tie_word_embeddings=False)
     assert model.kernels()[FUSED] == "fused"
+    model.layers[2].mlp.down_proj = torch.nn.Sequential(model.layers[2].mlp.down_proj)
+    model.head.proj = torch.nn.Sequential(model.head.proj)
+    assert "layers.2.mlp.down_proj" in model.kernels()[FUSED]
+    assert "chunk by chunk" in model.kernels()["linear_cross_entropy"]
     model.layers[1].self_attn.q_norm = torch.nn.Identity()
     model.layers[0].pre_feedforward_layernorm.register_forward_hook(lambda *_: None)
     told = model.kernels()[FUSED]

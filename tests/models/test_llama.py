@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +21,6 @@ from tests.models.pairs import (
     native_gradients,
     relative,
     step,
-    tiny_model,
     tiny_pair,
     tokens,
 )
@@ -55,39 +52,6 @@ def test_gradients_in_low_precision_beside_transformers(how: str) -> None:
         ratios.append(distance(found) / distance(native_gradients(low, ours)))
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     assert mean <= BFLOAT16_MEAN and max(ratios) <= BFLOAT16_WORST, ratios
-
-
-def test_lora() -> None:
-    """peft's wrappers train in every projection and in the head, and merge back."""
-    torch.manual_seed(0)
-    model, (ids, labels) = tiny_model(), tokens()
-    before = model(ids, labels=labels).loss.item()
-    names = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "proj"]
-    lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, r=4))
-    assert lora(input_ids=ids, labels=labels).loss.item() == pytest.approx(before, rel=1e-6)
-    fused = "norm + linear, linear + rope, glu + linear"
-    assert "layers.0.self_attn.qkv_proj" in model.kernels()[fused]
-    assert "chunk by chunk" in model.kernels()["linear_cross_entropy"]
-
-    trained = {name: p for name, p in lora.named_parameters() if p.requires_grad}
-    # LoRA has two matrices for each of four projections in three blocks, and for the head.
-    assert len(trained) == 2 * (4 * 3 + 1)
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
-    losses = []
-    for _ in range(8):
-        loss = lora(input_ids=ids, labels=labels).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    assert losses[-1] < losses[0] - 0.2
-    assert all(p.detach().abs().sum() > 0 for name, p in trained.items() if "lora_B" in name)
-    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-
-    logits = model.head.logits(model(ids))
-    merged: Any = lora.merge_and_unload()
-    assert merged.kernels()[fused] == "fused"
-    assert relative(merged.head.logits(merged(ids)), logits) <= 1e-5
 
 
 @pytest.mark.slow
