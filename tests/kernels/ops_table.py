@@ -19,7 +19,7 @@ from torch import Tensor
 from ligermodels import kernels
 from ligermodels.kernels.loss_options import TOKEN_STATS
 from tests.kernels import formulas
-from tests.kernels.checks import as_tuple, random
+from tests.kernels.checks import as_tuple, placed, random
 
 Inputs = dict[str, Any]
 
@@ -400,17 +400,7 @@ def differentiable(case: Case) -> list[str]:
 
 def leaves(case: Case, inputs: Inputs, place: Any) -> Inputs:
     """Copy the inputs to a place; every input that can have a gradient requires one."""
-    device, dtype = place
-    wide = torch.promote_types(dtype, torch.float32)
-    made = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            made[name] = value.to(device, copy=True)
-        elif isinstance(value, Tensor):
-            kept = wide if name in case.constant else dtype
-            made[name] = value.to(device, kept, copy=True)
-            made[name].requires_grad_(name not in case.constant)
-    return made
+    return placed(inputs, place, constant=case.constant)
 
 
 def upstreams(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -13,28 +13,13 @@ from ligermodels.kernels.checks import (
 )
 
 
-class Index:
-    """An integer of another library, such as numpy's."""
-
-    def __index__(self) -> int:
-        return 3
-
-
-def test_check_number() -> None:
-    assert check_number("op", "eps", 0) == 0 and type(check_number("op", "eps", 1)) is float
+def test_numbers_of_other_libraries_are_taken() -> None:
     assert type(check_number("op", "eps", np.float32(0.5), above=True)) is float
-    for value in (-1, float("inf"), float("nan"), "1", None, True, torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"op: eps=.*; expected a finite number of at least 0"):
-            check_number("op", "eps", value)
+    assert type(check_count("op", "heads", np.int64(3), 0)) is int
     with pytest.raises(ValueError, match="eps=2; expected a finite number of more than 2"):
         check_number("op", "eps", 2, 2, above=True)
-
-
-def test_check_count() -> None:
-    assert check_count("op", "heads", 1, 1) == 1
-    assert type(check_count("op", "heads", Index(), 0)) is int
-    for value in (0, True, 2.0, "3", None, torch.tensor(3)):
-        with pytest.raises(ValueError, match="op: heads="):
+    for value in (2.0, "3", None):
+        with pytest.raises(ValueError, match=r"op: heads=.*; expected an integer of 1 or more"):
             check_count("op", "heads", value, 1)
 
 

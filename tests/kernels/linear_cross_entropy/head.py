@@ -15,6 +15,7 @@ from ligermodels import kernels
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from tests.kernels import ops_table
+from tests.kernels.checks import placed
 
 ROWS, WIDTH, VOCAB = 23, 14, 51
 LEAVES = ("hidden", "weight", "bias")
@@ -61,14 +62,7 @@ def cut_inputs(
 
 def on(place: Any, made: dict[str, Any], frozen: Collection[str] = ()) -> dict[str, Any]:
     """Return the inputs on a place's device, the floating point ones as leaves of its dtype."""
-    found = dict(made)
-    for name, value in made.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            trained = name not in frozen and name not in CONSTANT
-            found[name] = value.detach().to(place.device, place.dtype).requires_grad_(trained)
-        elif isinstance(value, Tensor):
-            found[name] = value.to(place.device)
-    return found
+    return placed(made, place, frozen, CONSTANT)
 
 
 def least_budget(made: dict[str, Any], op: Callable[..., Any], **options: Any) -> int:

@@ -94,13 +94,6 @@ def test_plans_at_the_edges() -> None:
     assert plan_chunks(few, 100 * MIB).vocab_block is not None
 
 
-def test_gradients_wait_for_backward_where_forward_could_not_keep_them() -> None:
-    sizes = head(8192, 4096, 128256)._replace(saved_hidden_bytes=2 * 8192 * 4096)
-    assert plan_chunks(sizes, 128 * MIB + sizes.fixed_bytes).grads_in_forward
-    assert not plan_chunks(sizes, 127 * MIB).grads_in_forward
-    assert plan_chunks(sizes, None).grads_in_forward
-
-
 def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
     sizes = head(10000, 512, 32000)
     worth = sizes.fixed_bytes + sizes.accumulator_bytes + 2 * 32000 * MIN_ACCUMULATED_ROWS

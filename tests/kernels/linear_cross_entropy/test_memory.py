@@ -15,8 +15,8 @@ from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable, random
-from tests.kernels.conftest import BFLOAT16, INTERPRETING, PLACES, places
+from tests.kernels.checks import check_repeatable
+from tests.kernels.conftest import BFLOAT16, INTERPRETING, places
 from tests.kernels.linear_cross_entropy.head import (
     CUTS,
     LEAVES,
@@ -30,7 +30,7 @@ from tests.kernels.linear_cross_entropy.head import (
     on,
     spy_on_the_plan,
 )
-from tests.kernels.ops_table import LOSS_OPTIONS, outputs_and_gradients
+from tests.kernels.ops_table import LOSS_OPTIONS
 from tests.kernels.scratch import peak_scratch
 from tests.pairwise import pairwise
 
@@ -100,20 +100,6 @@ def test_number_of_products(float32_place, op, options, products) -> None:
         assert counter.get_total_flops() == wanted * one, frozen
 
 
-def test_registered_products(place) -> None:
-    """Their results are float32 sums; `test_torch_compile.py` checks their registration."""
-    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
-    wide = torch.promote_types(place.dtype, torch.float32)
-    total = random(5, 3, seed=4).to(place.device, wide)
-    expected = a.to(wide) @ b.to(wide)
-    product = torch.ops.ligermodels.wide_product(a, b)
-    assert product.dtype == wide
-    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
-    before = total.clone()
-    torch.ops.ligermodels.accumulate_product(total, a, b)
-    torch.testing.assert_close(total, before + expected, rtol=1e-5, atol=1e-5)
-
-
 def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:
     """The sum of the first chunk needs more digits than bfloat16 has; the second takes 1 away."""
     small, low = 2.0**-9, torch.bfloat16
@@ -149,19 +135,10 @@ def test_weight_gradient_is_accumulated_in_float32(place, cut) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_twice_over_a_retained_graph(compiled_place, cut) -> None:
-    for options in ({}, {"reduction": "none", "skip_ignored": True, "max_valid": 18}):
+    skipped = {"reduction": "none", "skip_ignored": True, "max_valid": 18} | LOSS_OPTIONS
+    for options in ({}, skipped, LOSS_OPTIONS | {"return_token_stats": True}):
         made = cut_inputs(cut, compiled_place, head_loss, **options)
         check_repeatable(head_loss, on(compiled_place, made), compiled_place.dtype)
-
-
-@outside_kernels
-@pairwise(indirect=["place"], place=PLACES, cut=CUTS, reduction=["none", "mean"])
-def test_bitwise_the_same_from_run_to_run(place, cut, reduction) -> None:
-    options = LOSS_OPTIONS | {"reduction": reduction, "return_token_stats": True}
-    options |= {"skip_ignored": True, "max_valid": 18} if cut == "chunks" else {}
-    made = on(place, cut_inputs(cut, place, head_loss, **options))
-    for again, expected in zip(*(outputs_and_gradients(head_loss, made) for _ in range(2))):
-        assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize("cut", ["one chunk", "few rows"])
