@@ -95,24 +95,14 @@ def check_weight_map(cls: type[DecoderModel]) -> None:
     """
     variant = "small config"
     try:
-        small = cls.config_class.small()
-    except ConfigError as error:
-        raise ConfigError(
-            f"{_full_name(cls)}, {variant}: {error}; set small_fields of "
-            f"{cls.config_class.__name__} to values that it accepts"
-        ) from error
-    try:
-        for name, config in small_variants(small).items():
+        for name, config in small_variants(cls.config_class.small()).items():
             variant = name
             cls.on_meta(config)
-    except LigerError as error:
-        raise ConfigError(f"{_full_name(cls)}, {variant}: {error}") from error
     except Exception as error:
+        kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"{_full_name(cls)}, {variant}: the small model that a registration checks cannot be "
-            f"made: {type(error).__name__}: {first_line(error)}; define what the class uses before "
-            f"it is registered, and set small_fields of {cls.config_class.__name__} if it needs "
-            "other sizes"
+            f"{_full_name(cls)}, {variant} (with {cls.config_class.__name__}.small_fields): "
+            f"{kind}{error}"
         ) from error
 
 

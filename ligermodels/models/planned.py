@@ -46,22 +46,12 @@ class PlannedModel(nn.Module):
             ValueError: an argument asks for something that is not implemented.
             ConfigError: offload is asked for where there is no pinned memory.
         """
-        options = activation_checkpointing_kwargs or {}
-        if not isinstance(options, dict):
+        if (options := activation_checkpointing_kwargs) not in (None, {}, {"use_reentrant": False}):
             raise ValueError(
-                f"activation checkpointing: the options are {options!r}; expected a dict or None"
-            )
-        if unknown := options.keys() - {"use_reentrant"}:
-            names = ", ".join(sorted(map(str, unknown)))
-            raise ValueError(
-                f"activation checkpointing: {names}: not implemented; use the only accepted "
-                "option, use_reentrant=False, or none. What a layer keeps is chosen by a memory "
-                'plan, such as model.set_memory_plan(MemoryPlan.uniform(num_layers, "attention"))'
-            )
-        if options.get("use_reentrant"):
-            raise ValueError(
-                "activation checkpointing: use_reentrant=True is not implemented; leave it out or "
-                "set it to False, which computes the same gradients"
+                f"activation checkpointing: the options are {options!r}; only use_reentrant=False "
+                "is implemented, which computes the same gradients as True. What a layer keeps is "
+                "chosen by a memory plan, such as "
+                'model.set_memory_plan(MemoryPlan.uniform(num_layers, "attention"))'
             )
         every = check_count("activation checkpointing", "every_n_layers", every_n_layers, 1)
         recomputed, kept = LayerPlan("input", host=offload), LayerPlan()

@@ -153,21 +153,17 @@ def _check_savable(
                 "save inside of `with deepspeed.zero.GatheredParameters([*model.parameters()]):` "
                 "on every rank"
             )
-        if type(weight) is not nn.Parameter and not is_sharded(weight):
+        plain = type(weight) is nn.Parameter and weight.layout is torch.strided
+        if not plain and not is_sharded(weight):
             raise SaveError(
-                f"{where}: parameter {name!r} is a {type(weight).__name__}, not a plain tensor, "
-                "such as one that was quantised; replace it by its values in a float dtype, as an "
-                "nn.Parameter"
+                f"{where}: parameter {name!r} is a {type(weight).__name__} of {weight.layout}, not "
+                "a plain tensor, such as one that was quantised; replace it by its values in a "
+                "float dtype, as an nn.Parameter"
             )
         if shapes[name] != shape:
             raise SaveError(
                 f"{where}: parameter {name!r} has shape {shapes[name]}, but the config needs"
                 f" {shape}; change model.config so that it matches the model"
-            )
-        if weight.layout is not torch.strided:
-            raise SaveError(
-                f"{where}: parameter {name!r} is sparse ({weight.layout}), which a checkpoint "
-                "cannot hold; make it dense first (Tensor.to_dense)"
             )
         if weight.is_meta:
             raise SaveError(

@@ -136,7 +136,7 @@ REFUSALS = [
     Refusal(
         "transformers",
         "`use_reentrant=True`",
-        "use_reentrant=True is not implemented",
+        "only use_reentrant=False is implemented",
         lambda folder, place: SHELL(folder).gradient_checkpointing_enable({"use_reentrant": True}),
     ),
     Refusal(

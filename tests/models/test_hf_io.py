@@ -172,11 +172,11 @@ def divide(model: LigerLlama) -> None:
         (lambda model: model.to("meta"), "meta device"),
         (
             replace_with("embed_tokens", lambda x: x.float().to_sparse()),
-            r"'embed_tokens.weight' is sparse .*to_dense",
+            r"'embed_tokens.weight' is a Parameter of torch.sparse_coo, not a plain",
         ),
         (
             replace_with("layers.0.mlp.down_proj", lambda x: x.as_subclass(Quantised)),
-            r"'layers.0.mlp.down_proj.weight' is a Quantised, not a",
+            r"'layers.0.mlp.down_proj.weight' is a Quantised of torch.strided, not a plain",
         ),
         (
             lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
