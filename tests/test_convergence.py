@@ -35,7 +35,7 @@ STEP_BOUND = EVALUATION_BOUND = 1e-5  # nats
 PATH_BOUND, ONE_PATH_BOUND = 3e-5, 5e-4  # distance over path length: of all parameters, of one
 
 # Bytes are tokens. Windows are a quarter of the row, and the caps change the logits and scores.
-SCALE = zoo.Scale("text", 256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
+SCALE = zoo.Scale(256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
 OWN = {name: windows(name, SCALE.window) | family.training for name, family in DECODERS.items()}
 
 

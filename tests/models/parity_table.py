@@ -26,34 +26,6 @@ PAGE = ROOT / "docs" / "parity.md"
 GPU_PAGE = ROOT / "docs" / "parity_gpu.md"
 Errors = dict[tuple[str, str], dict[str, float]]
 
-INTRODUCTION = """\
-# Parity with transformers
-
-`make {target}` writes this page; do not edit it. Each row is a random model, which transformers
-made and saved. Both libraries load it in float32, and the columns compare them:
-
-- **logits** and **gradients** are relative errors (norm of the difference over the norm) over all
-  tokens that are not padding. For the gradients it is the error of the worst parameter.
-- **loss** is a relative error. Some labels are ignored.
-- **generation** compares greedy tokens; both libraries use a cache. Where two logits are closer
-  than {tie:g} of the largest logit, either choice is accepted.
-- **round trip** compares every tensor, config key and tokenizer file after `from_hf` and `save_hf`.
-  It also compares the logits of the export with those of the original, both in transformers.
-- **compile** compares loss and gradients under `torch.compile(fullgraph=True)` with those in eager
-  mode.
-- A dash means that the feature cannot change what the column shows. Features that only change
-  numbers, files or inputs compile to the same code as another row, and inputs have no checkpoint
-  of their own.
-{note}
-The largest errors allowed are {bounds}.
-The page was measured with {versions}.
-"""
-
-GPU_NOTE = """\
-- On the GPU, inductor compiles three features of each family. The other features and the round trip
-  are in [parity.md](parity.md).
-"""
-
 
 class Collector:
     """A pytest plugin that keeps what the tests of every worker recorded."""
@@ -93,8 +65,8 @@ def heading(first: str) -> list[str]:
     return [f"| {first} | {' | '.join(parity.COLUMNS)} |", "|---" * (len(parity.COLUMNS) + 1) + "|"]
 
 
-def page(collector: Collector, gpu: bool = False) -> str:
-    """Return the whole page, with the families and features in the order of the zoo."""
+def page(text: str, collector: Collector, gpu: bool = False) -> str:
+    """Return a page with the text of an old one, and families and features as in the zoo."""
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -102,15 +74,11 @@ def page(collector: Collector, gpu: bool = False) -> str:
         "safetensors": safetensors.__version__,
     }
     device = f" on one {torch.cuda.get_device_name()}" if gpu else " on a CPU"
-    bounds = {column: bound for column, bound in parity.BOUNDS.items() if bound}
+    measured = ", ".join(f"{name} {number}" for name, number in versions.items()) + device
+    start = "The page was measured with "
     lines = [
-        INTRODUCTION.format(
-            target="parity-gpu" if gpu else "parity",
-            note=GPU_NOTE if gpu else "",
-            tie=parity.NEAR_TIE,
-            bounds=", ".join(f"{column} {bound:.0e}" for column, bound in bounds.items()),
-            versions=", ".join(f"{name} {number}" for name, number in versions.items()) + device,
-        ),
+        f"{text.partition(start)[0]}{start}{measured}.",
+        "",
         "## The largest error of each family",
         "",
         *heading("family"),
@@ -125,11 +93,6 @@ def page(collector: Collector, gpu: bool = False) -> str:
         lines.append(line(family, largest))
     lines += [
         *("", "## bfloat16", ""),
-        "This is the error of our logits divided by that of transformers' logits. Both are in",
-        "bf16, and both errors are distances from transformers' float32 logits. Below 1, ours is",
-        f"closer. The average may be at most {parity.BFLOAT16_MEAN}, and a single input at most "
-        f"{parity.BFLOAT16_WORST}.",
-        "",
         "| family | geometric mean | largest |",
         "|---|---|---|",
     ]
@@ -172,7 +135,8 @@ def main(arguments: list[str]) -> int:
     if code == pytest.ExitCode.OK:
         out = options.out or (GPU_PAGE if options.gpu else PAGE)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(collector, options.gpu))
+        old = (GPU_PAGE if options.gpu else PAGE).read_text()
+        out.write_text(page(old, collector, options.gpu))
         print(f"wrote {out}")
     return int(code)
 

@@ -124,15 +124,16 @@ def test_compiled_with_checkpointing_at_lengths_that_change() -> None:
     model = make("gemma3_text", num_hidden_layers=2)
     ids, labels = batch()
     model.activation_checkpointing_enable()
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "normalizer": 17}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for length in (ids.shape[1], ids.shape[1] - 3):
         part = ids[:, :length].contiguous(), labels[:, :length].contiguous()
         model.zero_grad()
-        loss = model(part[0], labels=part[1]).loss
+        loss = model(part[0], labels=part[1], **options).loss
         loss.backward()
         expected = gradients(model)
         model.zero_grad()
-        again = compiled(part[0], labels=part[1]).loss
+        again = compiled(part[0], labels=part[1], **options).loss
         again.backward()
         torch.testing.assert_close(again, loss)
         for name, grad in gradients(model).items():

@@ -58,8 +58,6 @@ def test_a_save_onto_the_source_in_shards_of_a_given_size(tmp_path: Path) -> Non
     saved(tmp_path)
     before = tensors(tmp_path)
     model = LigerLlama.from_hf(tmp_path)
-    with pytest.raises(SaveError, match=r"config.json is in the folder, and overwrite=False"):
-        model.save_hf(tmp_path, overwrite=False)
     with pytest.raises(ConfigError, match="max_shard_size='5 apples': expected a number of bytes"):
         model.save_hf(tmp_path, max_shard_size="5 apples")
     for size, shards in (("20kB", 5), ("5GB", 1)):

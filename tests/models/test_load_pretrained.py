@@ -194,26 +194,8 @@ def test_a_hub_id_is_resolved_at_its_revision(source, monkeypatch):
     assert report.source == source and report.unused == []
 
 
-def test_the_same_architecture_is_loaded_whole(tmp_path):
-    for tied, shard in ((False, 8000), (True, 5 * 10**9)):
-        original = llama(tie_word_embeddings=tied)
-        original.save_hf(tmp_path, max_shard_size=shard)
-        again = llama(seed=2, tie_word_embeddings=tied)
-        report = load_pretrained(again, tmp_path)
-        assert report.loaded == {name: name for name, _ in original.named_parameters()}
-        assert (report.new, report.mismatched, report.unused) == ([], {}, [])
-        assert report.source == tmp_path
-        assert_untouched(again, values(original))
-
-
-def test_gemma_into_gemma_and_not_into_llama(tmp_path):
-    torch.manual_seed(1)
-    original = LigerGemma3(Gemma3Config(**SIZES))
-    original.save_hf(tmp_path)
-    torch.manual_seed(2)
-    again = LigerGemma3(Gemma3Config(**SIZES))
-    assert load_pretrained(again, tmp_path).new == []
-    assert_untouched(again, values(original))
+def test_weights_that_mean_something_else_are_refused(tmp_path):
+    LigerGemma3(Gemma3Config(**SIZES)).save_hf(tmp_path)
     body = llama(seed=2, tie_word_embeddings=True)
     message = refused(body, tmp_path, "has scale 6.9282 in the checkpoint's family, 1 in")
     assert "layers.{0-2}.input_layernorm.weight [48] has offset 1 in" in message
@@ -299,15 +281,11 @@ def test_a_checkpoint_that_from_hf_refuses_is_refused(source):
     head = tensors.pop("lm_head.weight")
     save_file(tensors, file, metadata={"format": "pt"})
     refused(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source, r"'lm_head\.weight' is missing")
-    for value, dtype, complaint in (
-        (float("nan"), torch.float, "NaN"),
-        (1e5, torch.half, "too lar"),
-    ):
-        head[3, 4] = value
-        save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
-        model = llama(seed=2).to(dtype)
-        refused(model, source, rf"'lm_head\.weight' holds .*{complaint}")
-        load_pretrained(model, source, allow_nonfinite=True)
-        assert (~model.head.proj.weight.isfinite()).sum() == 1
-        # The load does not read tensors that the module lacks.
-        assert load_pretrained(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source).unused
+    head[3, 4] = float("nan")
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+    model = llama(seed=2)
+    refused(model, source, r"'lm_head\.weight' holds NaN")
+    load_pretrained(model, source, allow_nonfinite=True)
+    assert (~model.head.proj.weight.isfinite()).sum() == 1
+    # The load does not read tensors that the module lacks.
+    assert load_pretrained(nn.ModuleDict({"norm": ll.RMSNorm(48)}), source).unused

@@ -51,8 +51,14 @@ def test_both_spellings(spelling: str) -> None:
         disable()
     for arguments, complaint in (
         ({"offload": True}, "the model is on cpu, which has no pinned memory"),
-        ({"kwargs": {"use_reentrant": True}}, "the options are .*True}; only use_reentrant=False is"),
-        ({"kwargs": {"debug": True}}, "the options are {'debug': True}; only use_reentrant=False is"),
+        (
+            {"kwargs": {"use_reentrant": True}},
+            "True}; only use_reentrant=False is imp",
+        ),
+        (
+            {"kwargs": {"debug": True}},
+            "are {'debug': True}; only use_reentrant",
+        ),
         ({"every_n_layers": 0}, "every_n_layers=0; expected an integer of 1 or more"),
         ({"every_n_layers": 2.5}, "every_n_layers=2.5; expected an integer of 1 or more"),
     ):

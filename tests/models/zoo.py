@@ -27,7 +27,6 @@ KINDS = ("maths", "numbers", "file", "input")
 class Scale:
     """Sizes for one kind of machine; windows and lengths of the features follow from them."""
 
-    name: str
     vocab: int | None  # None means the family's own vocabulary size
     hidden: int
     inner: int
@@ -41,9 +40,9 @@ class Scale:
     new: int
 
 
-TINY = Scale("tiny", 131, 48, 56, 4, 2, 16, 24, 5, 16, 9, 12)
-WIDE = Scale("wide", 1009, 256, 384, 8, 4, 64, 48, 20, 32, 24, 12)
-REAL = Scale("real", None, 256, 384, 8, 4, 64, 300, 70, 128, 130, 24)
+TINY = Scale(131, 48, 56, 4, 2, 16, 24, 5, 16, 9, 12)
+WIDE = Scale(1009, 256, 384, 8, 4, 64, 48, 20, 32, 24, 12)
+REAL = Scale(None, 256, 384, 8, 4, 64, 300, 70, 128, 130, 24)
 
 
 @dataclass(frozen=True)
