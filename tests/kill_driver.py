@@ -71,6 +71,7 @@ class Countdown:
             file.write_bytes(whole)
 
         def half_a_line(folder, entry):
+            folder.metrics_file.touch()
             size = folder.metrics_file.stat().st_size
             log(folder, entry)
             whole = folder.metrics_file.read_bytes()

@@ -28,7 +28,7 @@ from ligermodels.training.processes import (
     losing_ranks,
     process_group,
 )
-from ligermodels.training.records import Library, local_files
+from ligermodels.training.records import Library
 from ligermodels.training.reports import FinetuneResult
 from ligermodels.training.run import Run
 from ligermodels.training.run_dir import ReadOnlyRunDir, RunDir
@@ -75,25 +75,12 @@ def finetune(
             if from_rank_0(bool(found) and found["launch"] == launch_id()):
                 output = replace(output, resume=True, overwrite_output_dir=False)
                 config = replace(config, output=output)
-            with error_on_all_ranks():
-                inputs = [("model", Path(str(config.model.path)))]
-                if (teacher := config.options().get("teacher")) is not None:
-                    inputs.append(("teacher", Path(teacher)))
-                for what, names in (
-                    ("training data", config.data.train_files),
-                    ("evaluation data", config.data.eval_files or []),
-                ):
-                    inputs += [
-                        (what, file) for file in local_files(names, data_library, progress=progress)
-                    ]
-                run_dir.check(output.resume, output.overwrite_output_dir, inputs)
             gpus = [device] if device.type == "cuda" else []
             # fork_rng restores the random generators of the caller.
             with _locked(run_dir), torch.random.fork_rng(devices=gpus):
                 with error_on_all_ranks():
-                    # Another process may have written a run since the first check.
-                    run_dir.check(output.resume, output.overwrite_output_dir, inputs)
                     run = Run(config, run_dir, device, progress, interrupts, modules, data_library)
+                    run_dir.check(output.resume, output.overwrite_output_dir, run.inputs())
                 with losing_ranks():
                     return run.run()
         except LigerError:

@@ -7,9 +7,7 @@ a file is found by what it was computed from, and several runs may share a folde
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ligermodels.adapters.reference import WithoutAdapters, frozen_copy
-from ligermodels.converters.files import names_if_present
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
@@ -34,7 +31,7 @@ from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.files import PART, atomic_write, writing
+from ligermodels.training.files import atomic_write, writing
 from ligermodels.training.losses import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
@@ -42,7 +39,6 @@ from ligermodels.training.processes import partition
 from ligermodels.training.records import read_pairs
 
 _NAME, _SHA256 = "log_probs", "sha256"
-_FILE = re.compile(r"reference-[0-9a-f]{24}\.safetensors(" + re.escape(PART) + ")?")
 
 
 class PairObjective(Objective):
@@ -335,20 +331,6 @@ def _read(path: Path, count: int) -> Tensor:
     if file.metadata.get(_SHA256) != _digest(values):
         raise CheckpointError(f"{path}: the content does not match its checksum")
     return values
-
-
-def remove_stored(folder: Path) -> None:
-    """Remove all files of `reference_path` in a folder, and the folder if nothing else is in it.
-
-    Raises:
-        SaveError: a file cannot be removed.
-    """
-    for name in names_if_present(folder, CheckpointError) or ():
-        if _FILE.fullmatch(name):
-            with writing(folder / name):
-                (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
 
 
 def _digest(values: Tensor) -> str:

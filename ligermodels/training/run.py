@@ -97,7 +97,10 @@ class Run:
         self.progress = progress
         self.notes: list[str] = []
         self.stored_hash: str | None = None  # of the base model's weights, where few bits are kept
-        self.train_files: list[Path] = []
+        self.train_files, self.eval_files = (
+            local_files(names or [], library, progress=progress)
+            for names in (config.data.train_files, config.data.eval_files)
+        )
         self.objective = config.loss.objective(config)
         if config.output.push_to_hub is not None:
             check_login()
@@ -112,6 +115,11 @@ class Run:
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
         whole = self.objective.whole_model or config.adapter.lora_r is not None
         self.shards = is_distributed() and not whole
+
+    def inputs(self) -> list[str | Path]:
+        """Return the paths that the run reads, some of which may be names of the hub."""
+        models = str(self.config.model.path), getattr(self.config.loss, "teacher", None)
+        return [*filter(None, models), *self.train_files, *self.eval_files]
 
     def run(self) -> FinetuneResult:
         config = self.config
@@ -235,10 +243,6 @@ class Run:
         options, objective = self.config.data, self.objective
         tokenizer = Tokenizer.from_hf(source)
         objective.open(tokenizer)
-        names = options.train_files, options.eval_files or []
-        self.train_files, eval_files = (
-            local_files(each, self.library, progress=self.progress) for each in names
-        )
 
         def read(files: Sequence[Path]) -> Sequence[Any]:
             if not options.stream:
@@ -250,8 +254,8 @@ class Run:
         # Files with weights are sources of their own, whose rows are mixed.
         apart = [[file] for file in self.train_files]
         sources = [read(files) for files in (apart if options.data_weights else [self.train_files])]
-        held_out = [read(eval_files)] if eval_files else []
-        if not eval_files and options.eval_fraction:
+        held_out = [read(self.eval_files)] if self.eval_files else []
+        if not held_out and options.eval_fraction:
             parts = [
                 hold_out(
                     *(source, options.eval_fraction, self.config.schedule.seed, number),
@@ -411,7 +415,7 @@ class Run:
         }
         if saved is None:
             files = {os.path.realpath(file): file_hash(file) for file in self.train_files}
-            self.saved |= {"format": RUN_FORMAT, "files": files, "exported": False}
+            self.saved |= {"format": RUN_FORMAT, "files": files}
             self.saved["ligermodels"] = __version__
             if not is_distributed():
                 self.interrupts.check()
@@ -514,9 +518,6 @@ class Run:
                 f"{where}: {odd} has values too large for {name}; to export them in another dtype, "
                 "resume the run with it (--resume --export-dtype bfloat16)"
             )
-        if not self.saved["exported"]:
-            self.saved["exported"] = True
-            self.run_dir.write_settings(self.saved)
         folder, shard_size = self.run_dir.model_dir, options.max_shard_size
         if with_adapters:
             with error_on_all_ranks(SaveError):

@@ -11,9 +11,10 @@
     profile/        a trace of some steps
     tensorboard/    event files of TensorBoard
 
-A file is written beside its final name, flushed to the disk and renamed. A reader therefore finds
-the old file or the new file, and never a part. Only metrics.jsonl grows in place. On resume it is
-cut back to the checkpoint's step. Only files that a run has made are removed.
+A run begins in an empty folder, and with run.json that is its own. A file is written beside its
+final name, flushed to the disk and renamed, so that a reader finds the old file or the new file,
+and never a part. Only metrics.jsonl and samples.jsonl grow in place. On resume they are cut back to
+the checkpoint's step.
 """
 
 from __future__ import annotations
@@ -22,34 +23,21 @@ import contextlib
 import io
 import json
 import os
-import stat
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.checkpoint_files import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_WEIGHTS_NAME,
-    CHAT_TEMPLATE_DIR,
-    CONFIG_NAME,
-    COPIED_FILES,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    SHARD_NAME,
-)
 from ligermodels.converters.files import (
     is_int,
-    is_number,
     names_if_present,
     open_if_present,
     parse_json,
     read_json_if_present,
     sync_file,
 )
-from ligermodels.errors import CheckpointError, LigerError, SaveError, printable, short_repr
-from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.errors import CheckpointError, LigerError, short_repr
 from ligermodels.training.files import PART, atomic_write, writing
-from ligermodels.training.preferences import remove_stored
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "run.yaml"
@@ -60,31 +48,15 @@ MODEL = "model"
 LOSS_PLOT = "loss.png"
 REFERENCE = "reference"
 PROFILE = "profile"
-TENSORBOARD = "tensorboard"
-WANDB_ID = "wandb_id"
 LOCK_FILE = ".lock"
+# What a new run in the folder removes.
 OWNED = (
-    *(RUN_FILE, CONFIG_FILE, METRICS_FILE, SAMPLES_FILE),
-    *(CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT, PROFILE, TENSORBOARD, WANDB_ID),
+    *(CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT, PROFILE),
+    *("tensorboard", "wandb_id"),
 )
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
 RUN_FORMAT = 2
-
-# run.json has these keys, with values of these types.
-_RUN_KEYS: dict[str, tuple[type, ...]] = {
-    "settings": (dict,),  # the options of the run
-    "base": (dict,),  # hash of each part of the model that the run started from
-    "files": (dict,),  # SHA-256 of each training file
-    "rows": (str,),  # hash of the packed rows
-    "steps": (int,),  # number of steps of the whole run
-    "memory_plan": (dict, type(None)),
-    "exported": (bool,),  # whether the run has begun to write model/
-    "ranks": (int,),  # how many processes, or groups of them, had their own rows at its start
-    "launch": (str, type(None)),  # which start of torchrun has begun or resumed it, if one has
-    "ligermodels": (str,),  # the version
-    "format": (int,),  # RUN_FORMAT
-}
 
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]
@@ -105,78 +77,29 @@ class RunDir:
         self.reference_dir = self.path / REFERENCE
         self.profile_dir = self.path / PROFILE
 
-    def existing(self) -> list[str]:
-        """Return the names of a run's files that exist already."""
-        return [name for name in OWNED if os.path.lexists(self.path / name)]
+    def check(self, resume: bool, overwrite: bool, inputs: Iterable[str | Path]) -> None:
+        """Raise LigerError if the folder must not be written to.
 
-    def check(self, resume: bool, overwrite: bool, inputs: Iterable[tuple[str, Path]]) -> None:
-        """Raise LigerError if the folder must not be written to. Nothing has been loaded yet.
-
-        `inputs` are pairs of a name and a path that the run reads. The run must not write among the
-        model's files or among others in the current directory, and overwriting must not remove any
-        input or anything that no run has made.
+        It must be empty, or hold a run that is resumed or overwritten. Overwriting must not remove
+        any of `inputs`, which the run reads.
         """
-        try:
-            self.path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except (OSError, ValueError) as error:  # The name is too long, or has a null byte.
-            reason = getattr(error, "strerror", None) or error
-            name = printable(str(self.path))
-            raise SaveError(f"{name}: this cannot be the output folder: {reason}") from None
-        if os.path.lexists(self.path) and not self.path.is_dir():
-            raise LigerError(f"{self.path}: this is not a folder, but the output must be one")
-        found = self.existing()
-        listed = ", ".join(found)
-        elsewhere = "or choose another folder (--output-dir)"
-        if found and RUN_FILE not in found:
+        names = {*(names_if_present(self.path, CheckpointError) or ())}
+        elsewhere = "choose another folder (--output-dir)"
+        if names - {LOCK_FILE, RUN_FILE + PART} and RUN_FILE not in names:
+            raise LigerError(f"{self.path}: the folder is not empty and holds no run; {elsewhere}")
+        if RUN_FILE in names and not resume and not overwrite:
             raise LigerError(
-                f"{self.path}: the folder holds {listed} but no {RUN_FILE}, so no run has made "
-                f"this; move it away, {elsewhere}"
+                f"{self.path}: the folder holds another run; resume it (--resume), overwrite it "
+                f"(--overwrite-output-dir), or {elsewhere}"
             )
-        if found and not resume and not overwrite:
-            raise LigerError(
-                f"{self.path}: the folder holds another run ({listed}); resume it (--resume), "
-                f"overwrite it (--overwrite-output-dir), {elsewhere}"
-            )
-        if os.path.lexists(self.model_dir) and not self.model_dir.is_dir():
-            raise LigerError(f"{self.model_dir}: this is not a folder; move it away")
-        if (saved := self.read_settings()) and not saved["exported"] and self._exported():
-            raise LigerError(
-                f"{self.model_dir}: the run has not exported anything yet, so it has not made "
-                f"this; move it away, {elsewhere}"
-            )
-        if os.path.ismount(self.model_dir) or _is_within(Path.cwd(), self.model_dir):
-            raise LigerError(
-                f"{self.model_dir}: the export replaces this folder, so it must not be a mount "
-                "point or contain the current directory"
-            )
-        others = set(names_if_present(self.path, CheckpointError) or ()) - {*found, LOCK_FILE}
-        if others and not found and _is_within(Path.cwd(), self.path):
-            raise LigerError(
-                f"{self.path}: the current directory is in this folder and other files are there; "
-                "choose a folder for the run alone (--output-dir)"
-            )
-        for what, source in inputs:
-            try:
-                real = Path(os.path.realpath(source))
-            except ValueError:  # No path can have this name, so it is refused where it is read.
-                continue
-            if (
-                what == "model"
-                and os.path.isdir(source)
-                and real == Path(os.path.realpath(self.path))
-            ):
+        removed = {Path(os.path.realpath(self.path / name)) for name in OWNED}
+        for source in inputs if overwrite else ():
+            real = Path(os.path.realpath(source))
+            if removed & {real, *real.parents}:
                 raise LigerError(
-                    f"{self.path}: this is the checkpoint to start from; choose another folder for "
-                    "the run, so that their files do not mix"
+                    f"{source}: overwriting {self.path} would remove this, which the run reads; "
+                    f"{elsewhere}"
                 )
-            for name in found if overwrite else ():
-                if _is_within(real, self.path / name):
-                    raise LigerError(
-                        f"{source}: overwriting {self.path} would remove the {what} that the run "
-                        "reads; choose another folder"
-                    )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -185,107 +108,56 @@ class RunDir:
         If no run has begun when the context ends, what was created here is removed again.
         """
         path = self.path / LOCK_FILE
-        # Never through a link, and without a change to what is there.
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        with writing(path):
-            new_folder = not self.path.exists()
+        with writing(self.path):
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            new_lock = not os.path.lexists(path)
-            lock = open(os.open(path, flags, 0o666), "rb", buffering=0)
+            lock = open(path, "ab")
         with lock:
-            if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
-                raise LigerError(f"{path}: this is not a regular file; remove it")
             try:
                 import fcntl
 
                 # The process holds this lock, so a killed run leaves no lock behind.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_ours = os.path.samestat(os.fstat(lock.fileno()), os.lstat(path))
             except ImportError:  # Windows has no such lock.
-                is_ours = True
-            except (BlockingIOError, FileNotFoundError):
-                is_ours = False
-            if not is_ours:
-                raise LigerError(f"{self.path}: another process is writing a run to this folder")
+                pass
+            except BlockingIOError:
+                raise LigerError(
+                    f"{self.path}: another process is writing a run to this folder"
+                ) from None
             try:
                 yield
             finally:
-                if not self.existing():
-                    with contextlib.suppress(OSError):  # The folder may hold the user's files.
-                        if new_lock:
-                            path.unlink()
-                        if new_folder:
+                if not os.path.lexists(self.path / RUN_FILE):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                        if is_new:
                             self.path.rmdir()
 
     def clear(self) -> None:
-        """Remove what a run has made, the settings last, because they mark the folder as a run.
-
-        Other files stay. If a name is a link, its target stays.
+        """Remove what a run has made, except run.json. If a name is a link, its target stays.
 
         Raises:
             SaveError: something cannot be removed.
         """
-        for file in (self.loss_plot, self.metrics_file, self.samples_file, self.config_file):
-            _remove(file.with_name(file.name + PART))
-            _remove(file)
-        for folder, clear in (
-            (self.checkpoint_dir, lambda: Checkpoints(self.checkpoint_dir).clear()),
-            (self.reference_dir, lambda: remove_stored(self.reference_dir)),
-            (self.model_dir, self._clear_model),
-        ):
-            if folder.is_symlink():
-                _remove(folder)
-            else:
-                clear()
-        _remove_files(self.profile_dir, "t[ra]*")
-        _remove_files(self.path / TENSORBOARD, "events.out.tfevents.*")
-        _remove(self.path / WANDB_ID)
-        _remove(self.path / RUN_FILE)
-
-    def _clear_model(self) -> None:
-        for name in self._exported():
-            _remove(self.model_dir / name)
-        for folder in (self.model_dir / CHAT_TEMPLATE_DIR, self.model_dir):
-            with contextlib.suppress(OSError):  # It is absent, or something else is in it.
-                folder.rmdir()
-
-    def _exported(self) -> list[str]:
-        """Return the names in model/ that an export writes."""
-        own = {CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, *COPIED_FILES}
-        own |= {ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME}
-        names = names_if_present(self.model_dir, CheckpointError) or []
-        found = [name for name in names if name in own or SHARD_NAME.fullmatch(name)]
-        if CHAT_TEMPLATE_DIR in names:
-            templates = names_if_present(self.model_dir / CHAT_TEMPLATE_DIR, CheckpointError) or []
-            found += [f"{CHAT_TEMPLATE_DIR}/{name}" for name in templates]
-        return found
+        for path in (self.path / (name + end) for name in OWNED for end in ("", PART)):
+            with writing(path):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
     def read_settings(self) -> dict[str, Any] | None:
         """Return the content of run.json, or None if nothing has this name.
 
         Raises:
-            CheckpointError: the file cannot be read, or it does not describe a run.
+            CheckpointError: the file cannot be read, or is of another version.
         """
         file = self.path / RUN_FILE
         found = read_json_if_present(file, CheckpointError)
-        if found is None:
-            return None
-        for key, kind in _RUN_KEYS.items():
-            if key not in found:
-                raise CheckpointError(
-                    f"{file}: {key}: the key is missing, so this is no run of ligermodels, or one "
-                    "of an older version; move the folder away, or choose another one"
-                )
-            value = found[key]
-            texts = value.values() if key in ("base", "files") and isinstance(value, dict) else ()
-            if type(value) not in kind or not all(isinstance(text, str) for text in texts):
-                raise CheckpointError(
-                    f"{file}: {key}: {short_repr(value)} is not what a run writes; restore the file"
-                )
-        if found["format"] != RUN_FORMAT:
+        if found is not None and found.get("format") != RUN_FORMAT:
             raise CheckpointError(
-                f"{file}: format: {found['format']} is of another version of ligermodels, which "
-                f"has to resume this run; this one reads format {RUN_FORMAT}"
+                f"{file}: format: {short_repr(found.get('format'))} is of another version of "
+                f"ligermodels, which has to resume this run; this one reads format {RUN_FORMAT}"
             )
         return found
 
@@ -299,8 +171,7 @@ class RunDir:
 
     def log(self, entry: Metrics) -> None:
         """Append a line to metrics.jsonl."""
-        with writing(self.metrics_file), open(self.metrics_file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        _append(self.metrics_file, [entry])
         for listener in [*self.listeners]:
             listener(entry)
 
@@ -316,16 +187,15 @@ class RunDir:
         Raises:
             CheckpointError: the file cannot be read, or a line is not one that a run writes.
         """
-        return [
-            _entry(line, where, lambda entry: all(map(is_number, entry.values())))
-            for line, where in _lines(self.metrics_file)
-        ]
+        return _lines(self.metrics_file)
+
+    def cut_metrics(self, step: int) -> list[Metrics]:
+        """Remove every metric after `step`, and return the others; a negative step removes all."""
+        return _cut(self.metrics_file, step)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
         """Append texts to samples.jsonl."""
-        lines = (json.dumps({"step": step, **sample}, ensure_ascii=False) for sample in samples)
-        with writing(self.samples_file), open(self.samples_file, "a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        _append(self.samples_file, [{"step": step, **sample} for sample in samples])
 
     def sampled_steps(self, last: int) -> set[int]:
         """Return the steps up to `last` of which samples.jsonl has texts, and remove the others.
@@ -333,40 +203,7 @@ class RunDir:
         Raises:
             CheckpointError: the file cannot be read, or a line is not one that a run writes.
         """
-        if not os.path.lexists(self.samples_file):
-            return set()
-        steps = [(_entry(*each)["step"], each[0]) for each in _lines(self.samples_file)]
-        kept = [(step, line.decode()) for step, line in steps if step <= last]
-        _write_text(self.samples_file, "".join(f"{line}\n" for _, line in kept))
-        return {step for step, _ in kept}
-
-    def cut_metrics(self, step: int) -> None:
-        """Remove every metric after `step`; a negative step removes all."""
-        lines = [json.dumps(entry) + "\n" for entry in self.read_metrics() if entry["step"] <= step]
-        _write_text(self.metrics_file, "".join(lines))
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
-    """Yield the lines of a file and their places, without a last one that a kill cut short."""
-    file = open_if_present(path, CheckpointError)
-    if file is None:
-        return
-    with file:
-        lines = io.BufferedReader(file).read().split(b"\n")[:-1]
-    yield from ((line, f"{path}:{number}") for number, line in enumerate(lines, start=1))
-
-
-def _entry(
-    line: bytes, where: str, fits: Callable[[dict[str, Any]], bool] = lambda entry: True
-) -> dict[str, Any]:
-    """Return the object of a line, which has a step and fits, or raise CheckpointError."""
-    try:
-        entry = parse_json(line, where, CheckpointError)
-        if not (is_int(entry.get("step")) and fits(entry)):
-            raise CheckpointError(f"{where}: {short_repr(entry)} is not a line that a run writes")
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; restore or remove the file") from None
-    return entry
+        return {entry["step"] for entry in _cut(self.samples_file, last)}
 
 
 class ReadOnlyRunDir(RunDir):
@@ -377,39 +214,52 @@ class ReadOnlyRunDir(RunDir):
         """Do nothing: rank 0 has the lock."""
         yield
 
-    def _nothing(self, *_: Any) -> None:
+    def _nothing(self, *_: Any) -> Any:
         """Do nothing."""
+        return []
 
     clear = sync_metrics = _nothing
     write_settings = write_config = log = cut_metrics = _nothing  # type: ignore[assignment]
 
 
-def _is_within(path: Path, folder: Path) -> bool:
-    """Return whether the real path is the real folder or is in it."""
-    real = Path(os.path.realpath(folder))
-    path = Path(os.path.realpath(path))
-    return path == real or real in path.parents
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects on the lines of a file, each with a step."""
+    file = open_if_present(path, CheckpointError)
+    if file is None:
+        return []
+    with file:
+        lines = io.BufferedReader(file).read().split(b"\n")[:-1]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        try:
+            found.append(entry := parse_json(line, where, CheckpointError))
+            if not is_int(entry.get("step")):
+                raise CheckpointError(f"{where}: {short_repr(entry)} has no step")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; restore or remove the file") from None
+    return found
 
 
-def _remove_files(folder: Path, pattern: str) -> None:
-    """Remove the files of a folder whose names match, and the folder if it is empty then."""
-    if folder.is_symlink():
-        _remove(folder)
-        return
-    for path in folder.glob(pattern):
-        _remove(path)
-    with contextlib.suppress(OSError):  # It is absent, or something else is in it.
-        folder.rmdir()
+def _cut(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the lines after a step, and return the others."""
+    kept = [entry for entry in _lines(path) if entry["step"] <= step]
+    if os.path.lexists(path):
+        _write_text(path, "".join(map(_line, kept)))
+    return kept
+
+
+def _append(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    with writing(path), open(path, "a", encoding="utf-8") as file:
+        file.write("".join(map(_line, entries)))
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, ensure_ascii=False) + "\n"
 
 
 def _write_text(path: Path, text: str) -> None:
     atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a link, if it is there."""
-    with writing(path):
-        path.unlink(missing_ok=True)
 
 
 def plot_losses(metrics: list[Metrics], file: Path) -> bool:

@@ -312,8 +312,7 @@ class Trainer:
             if rank() == 0:
                 checkpoints.prune(config.output.save_total_limit)
         self.done = saved or 0
-        run_dir.cut_metrics(-1 if saved is None else saved)
-        metrics = run_dir.read_metrics() if rank() == 0 else []
+        metrics = run_dir.cut_metrics(-1 if saved is None else saved)
         key = self.objective.shown[0]
         evaluated = from_rank_0({entry["step"] for entry in metrics if key in entry})
         # In a log file each update of the bar is a new line, so the bar updates less often.

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
 import pytest
-import torch
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
-from ligermodels.training.preferences import reference_path, stored_log_probs
-from ligermodels.training.run_dir import RUN_FORMAT, RunDir, plot_losses
+from ligermodels.training.run_dir import OWNED, RUN_FORMAT, RunDir, plot_losses
 
-SETTINGS = {
-    "settings": {},
-    "base": {},
-    "files": {},
-    "rows": "",
-    "steps": 1,
-    "memory_plan": None,
-    "exported": False,
-    "ranks": 1,
-    "launch": None,
-    "ligermodels": "0",
-    "format": RUN_FORMAT,
-}
+SETTINGS = {"format": RUN_FORMAT}
 
 
 @pytest.fixture
@@ -35,175 +20,87 @@ def folder(tmp_path):
     return run
 
 
-def test_metrics_are_cut_at_the_step_and_a_torn_line_is_dropped(folder):
+def test_lines_are_cut_at_the_step_and_a_torn_one_is_dropped(folder):
+    assert folder.cut_metrics(3) == [] and folder.sampled_steps(3) == set()
     for step in range(5):
         folder.log({"step": step, "loss": step / 3})
-    with open(folder.metrics_file, "a") as file:
-        file.write('{"step": 5, "lo')
+        folder.log_samples(step, [{"prompt": "a", "text": "b"}])
+    for file in (folder.metrics_file, folder.samples_file):
+        with open(file, "a") as opened:
+            opened.write('{"step": 5, "lo')
     assert len(folder.read_metrics()) == 5
-    folder.cut_metrics(2)
-    assert folder.read_metrics() == [{"step": step, "loss": step / 3} for step in range(3)]
-    folder.cut_metrics(-1)
-    assert folder.metrics_file.read_text() == ""
+    kept = [{"step": step, "loss": step / 3} for step in range(3)]
+    assert folder.cut_metrics(2) == kept == folder.read_metrics()
+    assert folder.sampled_steps(1) == {0, 1} == folder.sampled_steps(9)
+    assert folder.cut_metrics(-1) == [] and folder.metrics_file.read_text() == ""
 
 
-def test_lines_of_metrics_that_no_run_writes_are_refused(folder, subtests):
-    for line in (
-        "[]",
-        '{"loss": 1}',
-        '{"step": "1"}',
-        '{"step": true}',
-        '{"step": 1, "loss": "a"}',
-        '{"step": 1, "loss": NaN}',
-        "",
-        "[" * 100_000,
-        '{"step": 1, "step": 2}',
-        "\0\0",
+@pytest.mark.parametrize("line", ["[]", '{"loss": 1}', '{"step": "1"}', "", "\0\0"])
+def test_lines_that_no_run_writes_are_refused(folder, line):
+    for file, read in (
+        (folder.metrics_file, folder.read_metrics),
+        (folder.samples_file, lambda: folder.sampled_steps(3)),
     ):
-        with subtests.test(line[:30]):
-            folder.metrics_file.write_text('{"step": 0}\n' + line + "\n")
-            with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: .*; restore or remove"):
-                folder.read_metrics()
-    folder.metrics_file.write_bytes(b'{"step": 0}\n\0\0\0')
-    assert folder.read_metrics() == [{"step": 0}]
-    folder.metrics_file.unlink()
-    assert folder.read_metrics() == []
-    folder.metrics_file.symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        folder.read_metrics()
+        file.write_text('{"step": 0}\n' + line + "\n")
+        with pytest.raises(CheckpointError, match=r"s\.jsonl:2: .*; restore or remove the file"):
+            read()
 
 
-def test_another_run_is_refused_unless_told_otherwise(folder, tmp_path):
-    folder.check(False, False, [])
-    (folder.path / "notes.txt").write_text("mine")
+def test_a_run_begins_in_an_empty_folder_or_its_own(folder):
     folder.check(False, False, [])
     folder.write_settings(SETTINGS)
-    with pytest.raises(LigerError, match=r"holds another run \(run\.json\)"):
+    (folder.path / "notes.txt").write_text("mine")
+    with pytest.raises(LigerError, match="holds another run"):
         folder.check(False, False, [])
     folder.check(True, False, [])
     folder.check(False, True, [])
-    folder.clear()
-    assert os.listdir(folder.path) == ["notes.txt"]
-
-
-def test_what_no_run_has_made_is_never_written_over(folder, subtests):
-    for name in ("model", "checkpoints", "metrics.jsonl", "loss.png"):
-        with subtests.test(name):
-            (folder.path / name).mkdir()
-            for resume, overwrite in ((False, False), (True, False), (False, True)):
-                with pytest.raises(LigerError, match=rf"holds {name} but no run\.json, so no run"):
-                    folder.check(resume, overwrite, [])
-            (folder.path / name).rmdir()
-
-
-def test_a_model_that_was_put_into_a_run_is_not_the_runs(folder):
-    folder.write_settings(SETTINGS)
-    folder.model_dir.mkdir()
-    (folder.model_dir / "notes.txt").touch()
+    (folder.path / "run.json").unlink()
+    for resume, overwrite in ((False, False), (True, False), (False, True)):
+        with pytest.raises(LigerError, match="the folder is not empty and holds no run"):
+            folder.check(resume, overwrite, [])
+    (folder.path / "notes.txt").unlink()
+    for left_by_a_kill in (".lock", "run.json.part"):
+        (folder.path / left_by_a_kill).touch()
     folder.check(True, False, [])
-    (folder.model_dir / "model.safetensors").touch()
-    for resume in (True, False):
-        with pytest.raises(LigerError, match="has not exported anything yet"):
-            folder.check(resume, not resume, [])
-    folder.write_settings({**SETTINGS, "exported": True})
-    folder.check(False, True, [])
-    folder.clear()
-    assert os.listdir(folder.path) == ["model"] and os.listdir(folder.model_dir) == ["notes.txt"]
 
 
-def test_clearing_removes_a_runs_files_and_no_others(folder, tmp_path):
+def test_clearing_removes_a_runs_files_and_writes_through_no_link(folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "config.json").touch()
-    (elsewhere / "step-00000001").touch()
-    (elsewhere / "trace.json.gz").touch()
-    links = [folder.model_dir, folder.checkpoint_dir, folder.reference_dir, folder.profile_dir]
-    for path in links:
-        path.symlink_to(elsewhere)
+    folder.model_dir.symlink_to(elsewhere)
+    for name in ("mine", "run.json", *set(OWNED) - {"model"}):
+        (folder.path / name).mkdir() if "." not in name else (folder.path / name).touch()
+    (folder.checkpoint_dir / "step-00000001").mkdir()
     folder.clear()
-    assert os.listdir(folder.path) == [] and len(os.listdir(elsewhere)) == 3
-    stored = reference_path(folder.reference_dir, "data", "model")
-    stored_log_probs(stored, 2, lambda: torch.zeros(2))
-    for name in (
-        "model/config.json",
-        "model/model-00001-of-00002.safetensors",
-        "model/additional_chat_templates/a.jinja",
-        "model/mine.gguf",
-        "checkpoints/step-00000001",
-        "checkpoints/best.safetensors",
-        "metrics.jsonl",
-        "loss.png",
-        "run.json",
-        "mine",
-    ):
-        (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder.path / name).touch()
-    folder.clear()
-    assert not folder.reference_dir.exists()
-    left = [str(path.relative_to(folder.path)) for path in folder.path.rglob("*")]
-    assert sorted(left) == [
-        "checkpoints",
-        "checkpoints/best.safetensors",
-        "mine",
-        "model",
-        "model/mine.gguf",
-    ]
-
-
-def test_the_current_directory_is_not_filled_with_a_run(folder, monkeypatch):
-    monkeypatch.chdir(folder.path)
-    RunDir(".").check(False, False, [])
-    (folder.path / "thesis.tex").touch()
-    for path in (".", folder.path, "..", "/"):
-        with pytest.raises(LigerError, match="the current directory is in this folder and other"):
-            RunDir(path).check(False, False, [])
-    folder.write_settings(SETTINGS)
-    RunDir(".").check(True, False, [])
-    folder.model_dir.mkdir()
-    monkeypatch.chdir(folder.model_dir)
-    with pytest.raises(LigerError, match="the export replaces this folder"):
-        RunDir("..").check(True, False, [])
+    assert sorted(os.listdir(folder.path)) == ["mine", "run.json"]
+    assert os.listdir(elsewhere) == ["config.json"]
 
 
 def test_overwriting_what_the_run_reads_is_refused(folder):
-    folder.write_settings({**SETTINGS, "exported": True})
-    folder.model_dir.mkdir()
-    with pytest.raises(LigerError, match="would remove the model"):
-        folder.check(False, True, [("model", folder.model_dir)])
-    with pytest.raises(LigerError, match="would remove the training data"):
-        folder.check(False, True, [("training data", folder.model_dir / "a.txt")])
-    folder.check(False, True, [("training data", folder.path / "a.txt")])
+    folder.write_settings(SETTINGS)
+    for path in (folder.model_dir, folder.model_dir / "a.txt"):
+        with pytest.raises(LigerError, match="would remove this, which the run reads"):
+            folder.check(False, True, [path])
+        folder.check(True, False, [path])
+    folder.check(False, True, [folder.path / "a.txt"])
 
 
-def test_an_output_that_is_no_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["file", "dead link", "x" * 5000])
+def test_an_output_that_is_no_folder_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
     (tmp_path / "dead link").symlink_to("nowhere")
-    (tmp_path / "loop").symlink_to("loop")
-    for path in tmp_path.iterdir():
-        with pytest.raises(LigerError, match="is not a folder"):
-            RunDir(path).check(False, False, [])
+    with pytest.raises(SaveError, match="cannot be written"), RunDir(tmp_path / name).locked():
+        pass
 
 
-def test_a_file_of_settings_that_no_run_writes_is_refused(folder, subtests):
-    file = folder.path / "run.json"
+def test_settings_of_another_version_are_refused(folder):
     assert folder.read_settings() is None
-    cases = [("[]", "holds a list"), ("{}", "settings: the key is missing"), ("{", "is not JSON")]
-    cases += [("[" * 100_000, "nested too deep")]
-    for key in SETTINGS:
-        left = {k: v for k, v in SETTINGS.items() if k != key}
-        cases.append((json.dumps(left), f"{key}: the key is missing"))
-        cases.append((json.dumps({**SETTINGS, key: [1]}), rf"{key}: \[1\] is not what"))
-    cases.append((json.dumps({**SETTINGS, "steps": True}), "steps: True is not what"))
-    cases.append((json.dumps({**SETTINGS, "format": 1}), "format: 1 is of another version"))
-    cases.append((json.dumps({**SETTINGS, "files": {"a": 1}}), "files: {'a': 1} is not what"))
-    for text, message in cases:
-        with subtests.test(text[:60]):
-            file.write_text(text)
-            with pytest.raises(CheckpointError, match=rf"run\.json: .*{message}"):
-                folder.read_settings()
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(CheckpointError, match="a pipe"):
+    folder.write_settings({"format": RUN_FORMAT - 1})
+    with pytest.raises(CheckpointError, match=r"run\.json: format: \d is of another version"):
+        folder.read_settings()
+    (folder.path / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"run\.json: .*is not JSON"):
         folder.read_settings()
 
 
@@ -219,51 +116,17 @@ def test_two_processes_do_not_share_a_folder(folder):
         pass
 
 
-def test_a_folder_in_which_no_run_began_is_left_as_it_was(tmp_path):
-    def lock(path, *names):
-        with RunDir(path).locked():
-            for name in names:
-                (path / name).touch()
-
-    lock(tmp_path / "new")
-    assert os.listdir(tmp_path) == []
-    (tmp_path / "old").mkdir()
-    lock(tmp_path / "old")
-    assert os.listdir(tmp_path / "old") == []
-    lock(tmp_path / "old", "mine")
-    assert os.listdir(tmp_path / "old") == ["mine"]
-    lock(tmp_path / "old", "run.json")
-    assert sorted(os.listdir(tmp_path / "old")) == [".lock", "mine", "run.json"]
-
-
-def test_the_lock_changes_no_file_of_the_user(folder, tmp_path):
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    lock = folder.path / ".lock"
-    lock.symlink_to(mine)
-    with pytest.raises(SaveError, match=r"\.lock: cannot be written"), folder.locked():
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_in_which_no_run_began_is_left_as_it_was(tmp_path, is_new):
+    run = RunDir(tmp_path / "run")
+    if not is_new:
+        run.path.mkdir()
+    with run.locked():
         pass
-    lock.unlink()
-    os.mkfifo(lock)
-    with pytest.raises(LigerError, match="not a regular file"), folder.locked():
-        pass
-    lock.unlink()
-    lock.write_text("mine")
-    with folder.locked():
-        pass
-    assert mine.read_text() == "mine" and lock.read_text() == "mine"
-
-
-def test_a_lock_file_that_was_replaced_locks_nothing(folder, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-
-    def replaced(lock, flags):
-        (folder.path / ".lock").unlink()
-        (folder.path / ".lock").touch()
-
-    monkeypatch.setattr(fcntl, "flock", replaced)
-    with pytest.raises(LigerError, match="another process"), folder.locked():
-        pass
+    assert os.listdir(tmp_path) == ([] if is_new else ["run"])
+    with run.locked():
+        run.write_settings(SETTINGS)
+    assert sorted(os.listdir(run.path)) == [".lock", "run.json"]
 
 
 def test_the_curve_is_a_picture(folder):
@@ -275,25 +138,6 @@ def test_the_curve_is_a_picture(folder):
     ]
     assert plot_losses(metrics, folder.loss_plot)
     assert folder.loss_plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_file_in_the_place_of_the_export_is_named(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
-    (run.path / "run.json").write_text("{}")
-    run.model_dir.write_text("mine")
-    with pytest.raises(LigerError, match="model: this is not a folder; move it away"):
-        run.check(True, False, [])
-
-
-def test_samples_that_no_run_writes_are_refused(folder):
-    assert folder.sampled_steps(3) == set()
-    folder.log_samples(2, [{"prompt": "a", "text": "b"}])
-    before = folder.samples_file.read_text()
-    for line in ('{"step": "two"}', "{", "[1]", "\0"):
-        folder.samples_file.write_text(f"{before}{line}\n")
-        with pytest.raises(CheckpointError, match=r"samples\.jsonl:2: .*; restore or remove the"):
-            folder.sampled_steps(3)
 
 
 def test_without_matplotlib_there_is_no_curve(folder, monkeypatch):
