@@ -58,7 +58,3 @@ def test_a_failed_check(call, asked):
         "rows": {"small config": {"logits": {"error": 0.1, "note": "", "ok": False}}},
         "ok": False,
     }
-
-
-def test_an_unknown_family(call, asked):
-    assert_one_line(call("check-family", "./nothing"), "./nothing", "no such folder")

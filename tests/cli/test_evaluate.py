@@ -29,13 +29,7 @@ def test_files_are_measured_one_by_one_and_together(call, checkpoint, text, tmp_
     assert code == 0 and out.endswith(" 4 targets  (long examples cut: 1)\n")
 
 
-def test_mistakes_are_one_line(call, checkpoint, tmp_path, monkeypatch):
-    assert_one_line(call("evaluate", checkpoint), "give --files, --tasks, or both")
-    missing = tmp_path / "none.txt"
-    for option in ("--limit", "--num-fewshot", "--task-folder"):
-        words = f"{option} is only for --tasks"
-        assert_one_line(call("evaluate", checkpoint, "--files", missing, option, "1"), words)
-    assert_one_line(call("evaluate", "no/model", "--files", missing), "none.txt: the file does not")
+def test_what_tasks_need_is_said(call, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "ligermodels.integrations.lm_eval_tasks", raising=False)
     assert_one_line(

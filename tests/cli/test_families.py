@@ -5,7 +5,6 @@ import json
 from ligermodels import cli
 from ligermodels.layers.rotary import ROPE_TYPES
 from ligermodels.models.auto import families
-from tests.cli.helpers import assert_one_line
 
 
 def call(capfd, *arguments):
@@ -44,11 +43,6 @@ def test_facts_are_those_of_a_default_config(capfd, subtests):
         with subtests.test(f"{family}: {key}"):
             (found,) = json.loads(call(capfd, family, "--json"))["families"].values()
             assert found[key] == value
-
-
-def test_an_unknown_family_is_one_line(capfd):
-    code = cli.main(["families", "bert"])
-    assert_one_line((code, *capfd.readouterr()), "'bert'", "llama")
 
 
 def test_a_narrow_terminal_breaks_no_name(capfd, monkeypatch):

@@ -32,60 +32,25 @@ def test_finetune_help_shows_every_option_and_its_default(call):
     assert "(default: 2e-05)" in out and "(default: 1024)" in out
 
 
-WHOLE = ["finetune", "m", "--train-files", "t", "--output-dir", "o"]
-
-
-def test_a_mistake_in_the_arguments_is_one_line(call, subtests):
-    for arguments, words in (
-        (["finetune"], ["MODEL, --train-files, --output-dir are missing"]),
-        (["finetune", "--resume"], ["finetune: --output-dir is missing"]),
-        (["finetune", "m", "--train-files", "t"], ["--output-dir is missing"]),
-        (["finetune", "m", "--output-dir", "o"], ["--train-files is missing"]),
-        (["finetune", "--train-files", "t", "--output-dir", "o"], ["MODEL is missing"]),
-        ([*WHOLE, "--batch-size", "two"], ["batch_size: must be a whole number, not 'two'"]),
-        ([*WHOLE, "--precision", "fp8"], ["precision: must be one of", "bf16-mixed"]),
-        ([*WHOLE, "--max-shard-size", "big"], ["max_shard_size='big'"]),
-        (
-            ["finetune", "m", "--train-files", "t", "--output-dir", "o", "--memory", "all"],
-            ["memory='all'", "40GiB"],
-        ),
-        ([*WHOLE, "--seq-len", "1"], ["seq_len: ", "at least 2"]),
-        ([*WHOLE, "--eval-fraction", "nan"], ["eval_fraction: ", "at least 0"]),
-        ([*WHOLE, "--max-steps", str(10**30)], ["max_steps: must fit into 64 bits"]),
-        ([*WHOLE, "--beta", "1"], ["--beta", "only for the loss dpo", "not for sft"]),
-        ([*WHOLE, "--loss", "dop"], ["loss: must be one of sft, dpo"]),
-    ):
-        with subtests.test(" ".join(arguments)):
-            assert_one_line(call(*arguments), *words)
-
-
 def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text, tmp_path):
-    def finetune(*files, model=checkpoint):
-        return call(
-            "finetune", model, "--train-files", *files, "--output-dir", tmp_path / "run", *SMALL
-        )
+    def finetune(file=text, model=checkpoint, output="run"):
+        files = ["--train-files", file, "--output-dir", tmp_path / output]
+        return call("finetune", model, *files, *SMALL)
 
     assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: the file does not exist")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n')
     assert_one_line(finetune(bad), f"{bad}:2: the line is not JSON")
-    assert_one_line(finetune(text, model=tmp_path / "no-model"), "no-model")
+    assert_one_line(finetune(model=tmp_path / "no-model"), "no-model")
     assert not (tmp_path / "run" / "run.json").exists()
+    for output in ("bad.jsonl", "bad.jsonl/run"):
+        assert_one_line(finetune(output=output), str(tmp_path / output))
 
 
 def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     output = tmp_path / "run"
-    base = [
-        "finetune",
-        checkpoint,
-        "--train-files",
-        text,
-        "--separator",
-        "",
-        "--output-dir",
-        output,
-        *SMALL,
-    ]
+    base = ["finetune", checkpoint, "--train-files", text, "--output-dir", output, *SMALL]
+    base += ["--separator", ""]
     code, out, err = call(*base)
     assert code == 0
     first, second = out.splitlines()
@@ -141,18 +106,6 @@ def test_one_process_of_several_prints_the_result(call, monkeypatch):
     launch.run.assert_called_once_with(2, 1, [*base, "--gpus", "2", "--max-restarts", "1"])
 
 
-def test_resuming_a_folder_without_a_run_is_refused(call, tmp_path):
-    result = call("finetune", "--resume", "--output-dir", tmp_path / "nothere")
-    assert_one_line(result, "nothere: the folder holds no run to resume")
-
-
-def test_an_output_that_cannot_be_written_is_one_line(call, checkpoint, text, tmp_path):
-    (tmp_path / "file").write_text("")
-    for output in (tmp_path / "file", tmp_path / "file" / "run"):
-        result = call("finetune", checkpoint, "--train-files", text, "--output-dir", output, *SMALL)
-        assert_one_line(result, str(output))
-
-
 # tests/training/test_finetune.py sends both signals within a process.
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
@@ -197,15 +150,6 @@ def test_preferences_and_rewards(call, checkpoint, tmp_path):
         *("--reward-function", f"{rewards}:short", "--eval-steps", "9"),
     )
     assert code == 0 and "held-out reward " in out
-    assert_one_line(
-        call("finetune", checkpoint, *files, "--output-dir", tmp_path / "x", *grpo),
-        "reward_function: grpo needs one (--reward-function FILE.py:NAME)",
-    )
-    assert_one_line(
-        call("finetune", checkpoint, *files, "--output-dir", tmp_path / "x", "--loss", "ppo"),
-        "loss: must be one of",
-        "dpo",
-    )
 
 
 def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint, text, tmp_path):
@@ -233,14 +177,12 @@ def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint
     settings = (tmp_path / "a/run.yaml").read_text()
     assert "  learning_rate: 0.001" in settings and "quiet" not in settings
 
-    file.write_text("learning_rat: 1\n")
-    assert_one_line(call("finetune", "--config", file), "own.yaml:1: ", "mean 'learning_rate'?")
-    file.write_text("gpus: two\n")
-    assert_one_line(call("finetune", "--config", file), "gpus: must be a whole number, not 'two'")
-    file.write_text("import: no_such_module\n")
-    assert_one_line(call("finetune", "--config", file), "--import no_such_module: ")
-    for wrong in ("3", "[3]", "{a: 1}"):
-        file.write_text(f"import: {wrong}\n")
-        assert_one_line(call("finetune", "--config", file), "import: must be a list of texts, not")
-    file.write_text("gpus: 10000000000\n")
-    assert_one_line(call("finetune", "--config", file), "gpus: must be at most 1024")
+    for wrong, words in (
+        ("learning_rat: 1", "own.yaml:1: learning_rat is no option; did you mean 'learning_rate'?"),
+        ("gpus: two", "gpus: must be a whole number, not 'two'"),
+        ("gpus: 10000000000", "gpus: must be at most 1024"),
+        ("import: no_such_module", "--import no_such_module: "),
+        ("import: [3]", "import: must be a list of texts, not"),
+    ):
+        file.write_text(f"{wrong}\n")
+        assert_one_line(call("finetune", "--config", file), words)

@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from ligermodels import LigerLlama
 from ligermodels.cli import inspect
-from ligermodels.converters import hub
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.inspect import describe
 from tests.cli.helpers import assert_one_line
@@ -69,39 +68,8 @@ def test_no_tensor_is_read(call, checkpoint, monkeypatch):
     assert call("inspect", checkpoint)[0] == 0
 
 
-def test_the_revision_goes_to_the_hub(call, checkpoint, monkeypatch):
-    asked = []
-
-    def resolve(name, revision):
-        asked.append((name, revision))
-        return Path(checkpoint)
-
-    monkeypatch.setattr(hub, "resolve", resolve)
-    assert call("inspect", "someone/model", "--revision", "v2")[0] == 0
-    assert asked == [("someone/model", "v2")]
-
-
-def test_a_mistake_is_one_line(call, checkpoint, tmp_path, subtests):
-    for arguments, words in (
-        ([], ["MODEL"]),
-        (
-            [checkpoint, "--dtype", "float32"],
-            ["inspect: unrecognized arguments: --dtype", "--help"],
-        ),
-        ([tmp_path / "absent"], ["absent", "no such folder"]),
-        ([checkpoint, "--revision", "v1"], ["is a local folder", "'v1'"]),
-    ):
-        with subtests.test(" ".join(map(str, arguments))):
-            assert_one_line(call("inspect", *arguments), *words)
-
-
 def test_bytes_are_shown_in_the_largest_unit():
-    for number, text in (
-        (999, "999 bytes"),
-        (1000, "1.00 kB"),
-        (2_355_000, "2.35 MB"),
-        (10**12, "1000.00 GB"),
-    ):
+    for number, text in ((999, "999 bytes"), (1000, "1.00 kB"), (10**12, "1000.00 GB")):
         assert inspect._bytes(number) == text
 
 
@@ -119,12 +87,5 @@ def test_a_memory_plan_is_shown_and_is_in_the_json(call, checkpoint):
 
     code, out, _ = call(*base[:-1], "1MB")
     assert code == 0 and "no plan fits 0.00 GiB" in out and "rows of 64 tokens: 0" in out
-
-
-def test_half_a_question_about_memory_is_refused(call, checkpoint):
-    for options in (["--batch", 8], ["--seq", 8], ["--budget", "1GB"], ["--gpu", "H100"]):
-        assert_one_line(call("inspect", checkpoint, *options), "needs --batch and --seq")
-    both = ["--batch", 8, "--seq", 8]
-    assert_one_line(call("inspect", checkpoint, *both, "--gpu", "abacus"), "'abacus' is not known")
-    assert_one_line(call("inspect", checkpoint, *both, "--budget", "much"), "number of bytes")
-    assert_one_line(call("inspect", checkpoint, "--batch", 0), "at least 1")
+    assert_one_line(call(*base[:-3], "abacus"), "'abacus' is not known")
+    assert_one_line(call(*base[:-1], "much"), "number of bytes")

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,19 +49,6 @@ def test_an_interrupted_start_is_one_line(number):
     assert done.stdout == ""
 
 
-def test_a_block_exits_at_once():
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with quit_on_interrupt():
-                os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
-
-
 def interrupted(arguments, holder, name, folder):
     """Run a command in a fork; press Ctrl-C within a function. Return exit code and stderr."""
     said = folder / "stderr"
@@ -101,67 +88,46 @@ def test_a_second_signal_adds_no_line(tmp_path, monkeypatch):
     assert said == (130, "ligermodels: interrupted\n")
 
 
-def test_the_threads_of_a_load_do_not_matter(checkpoint, tmp_path):
-    command = ["generate", checkpoint, "a", "--device", "cpu"]
-    assert interrupted(command, Checkpoint, "_read_slice", tmp_path) == (
-        130,
-        "ligermodels: interrupted\n",
-    )
-
-
 @pytest.mark.parametrize(
-    ("holder", "name", "arguments"),
-    [(cli, "_module", ["families"]), (cli, "_say", ["inspect", "/nowhere/model"])],
+    ("holder", "name", "command"),
+    [
+        (cli, "_module", "families"),  # the first line of a command
+        (cli, "_say", "inspect /nowhere/model"),  # the last one
+        (Checkpoint, "_read_slice", "generate MODEL a --device cpu"),  # a thread
+        (export, "_write_shard", "convert MODEL FOLDER/new/out"),
+    ],
 )
-def test_the_first_and_the_last_lines_of_a_command_are_covered(holder, name, arguments, tmp_path):
-    said = interrupted(arguments, holder, name, tmp_path)
+def test_an_interrupted_command_is_one_line(checkpoint, holder, name, command, tmp_path):
+    """A save is cleaned up, too."""
+    words = command.replace("MODEL", checkpoint).replace("FOLDER", str(tmp_path)).split()
+    said = interrupted(words, holder, name, tmp_path)
     assert said == (130, "ligermodels: interrupted\n")
+    assert not (tmp_path / "new").exists() or os.listdir(tmp_path / "new") == []
 
 
-def test_a_save_is_cleaned_up(checkpoint, tmp_path):
-    command = ["convert", checkpoint, tmp_path / "new" / "out"]
-    said = interrupted(command, export, "_write_shard", tmp_path)
-    assert said == (130, "ligermodels: interrupted\n")
-    assert os.listdir(tmp_path / "new") == []
+def test_only_pythons_own_handler_is_replaced():
+    """Within the other block the signal raises; other threads touch no handler."""
 
+    def installed():
+        with quit_on_interrupt():
+            return signal.getsignal(signal.SIGINT)
 
-def test_within_the_other_block_the_signal_raises():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGINT)
     try:
+        for handler in (signal.SIG_IGN, lambda *_: None):
+            signal.signal(signal.SIGINT, handler)
+            assert installed() == handler
+        python = signal.default_int_handler
+        signal.signal(signal.SIGINT, python)
+        assert installed() != python == signal.getsignal(signal.SIGINT)
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(installed).result() == python
         with quit_on_interrupt():
             quits = signal.getsignal(signal.SIGINT)
             with pytest.raises(KeyboardInterrupt), raise_on_interrupt():
                 os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) == quits
         with raise_on_interrupt():
-            pass
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+            assert signal.getsignal(signal.SIGINT) == python
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_handlers_of_others_stay(monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        for handler in (signal.SIG_IGN, lambda *_: None):
-            signal.signal(signal.SIGINT, handler)
-            with quit_on_interrupt():
-                assert signal.getsignal(signal.SIGINT) == handler
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with quit_on_interrupt():
-            assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_other_threads_do_not_touch_signals():
-    def run():
-        with quit_on_interrupt():
-            found.append(signal.getsignal(signal.SIGINT))
-
-    found = []
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
