@@ -10,7 +10,7 @@ This module does not import torch, so that the command line shows its help quick
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from ligermodels.errors import ConfigError, did_you_mean
 from ligermodels.memory.byte_sizes import parse_bytes
@@ -339,13 +339,13 @@ class FinetuneConfig:
 
     model: ModelOptions
     data: DataOptions
-    output: OutputOptions
     loss: Loss = field(default_factory=SFT)
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    output: OutputOptions
 
     def __post_init__(self) -> None:
         missing = {"model": self.model.path, "output_dir": self.output.output_dir}
@@ -404,18 +404,7 @@ def subjects(loss: str) -> dict[str, type[Options]]:
     if loss not in LOSSES:
         hint = did_you_mean(str(loss), LOSSES)
         raise ConfigError(f"loss: must be one of {', '.join(LOSSES)}, not {loss!r}{hint}")
-    kinds: dict[str, type[Options]] = {
-        "model": ModelOptions,
-        "data": DataOptions,
-        "loss": LOSSES[loss],
-        "adapter": AdapterOptions,
-        "schedule": ScheduleOptions,
-        "optimizer": OptimizerOptions,
-        "memory": MemoryOptions,
-        "parallel": ParallelOptions,
-        "output": OutputOptions,
-    }
-    return kinds
+    return {**get_type_hints(FinetuneConfig), "loss": LOSSES[loss]}
 
 
 def option_names(loss: str) -> list[str]:

@@ -6,7 +6,8 @@ The keys are subjects and the names of their options, with `_` or `-`. The value
 
 from __future__ import annotations
 
-import re
+import contextlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -21,39 +22,26 @@ from ligermodels.training.losses import SFT
 from ligermodels.training.options import flat_name
 
 _LIMIT = 10**6  # bytes; PyYAML takes a second for some 100,000
-_TAG = "tag:yaml.org,2002:"
-_FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-)
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
 class _Loader(yaml.SafeLoader):
     """A loader with the types of YAML 1.2. PyYAML's own are those of YAML 1.1."""
 
-    yaml_implicit_resolvers: Mapping[Any, Any] = {}
+    yaml_implicit_resolvers: Mapping[Any, Any] = {}  # so that all values are texts
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that is there twice, of which PyYAML takes the last."""
-        found = super().construct_mapping(node, deep=deep)
-        if len(found) < len(node.value):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key is there twice; remove one", node.start_mark
-            )
-        return found
-
-
-class _Dumper(yaml.SafeDumper):
-    """A dumper that also quotes a text which YAML 1.2 would take for a number."""
+    def construct_text(self, node: yaml.ScalarNode) -> Any:
+        """Return what a text stands for, unless it is quoted."""
+        if node.style is None:
+            if node.value.lower() in _WORDS:
+                return _WORDS[node.value.lower()]
+            for kind in (int, float):
+                with contextlib.suppress(ValueError):
+                    return kind(node.value)
+        return node.value
 
 
-_Loader.add_implicit_resolver(f"{_TAG}null", re.compile("(~|null|Null|NULL|)$"), [*"~nN", ""])
-_Loader.add_implicit_resolver(
-    f"{_TAG}bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), [*"tTfF"]
-)
-_Loader.add_implicit_resolver(f"{_TAG}int", re.compile("[-+]?[0-9]+$"), [*"-+0123456789"])
-_Loader.add_constructor(f"{_TAG}int", lambda loader, node: int(loader.construct_scalar(node)))
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(f"{_TAG}float", _FLOAT, [*"-+.0123456789"])
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
 def read_config(
@@ -141,7 +129,7 @@ def config_text(settings: Mapping[str, Any], command: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    text = yaml.dump(
-        {name: value}, Dumper=_Dumper, allow_unicode=True, width=10**9, default_flow_style=True
-    )
-    return text.strip()[1:-1]
+    """Return an option as YAML, of which JSON is a part."""
+    text = json.dumps(value, ensure_ascii=False)
+    # Bytes of a path that are not UTF-8 are halves of surrogate pairs.
+    return f"{name}: {text.encode(errors='backslashreplace').decode()}"

@@ -115,27 +115,35 @@ class Options:
             value, kind = getattr(self, each.name), types[each.name]
             if value is None and isinstance(hints[each.name], UnionType):
                 continue
-            value = _converted(value, kind, each)
+            if get_origin(kind) is list:
+                several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+                item = get_args(kind)[0]
+                value = [_checked(each, item, one) for one in (value if several else [value])]
+            else:
+                value = _checked(each, kind, value)
             setattr(self, each.name, value)
-            complaint = _complaint(each, kind, value)
-            if complaint is not None:
-                raise ConfigError(f"{flat_name(each)}: {complaint}")
 
 
-def _converted(value: Any, kind: Any, each: Field[Any]) -> Any:
-    if get_origin(kind) is list:
-        item = get_args(kind)[0]
-        if isinstance(value, (str, os.PathLike) if item is str else (int, float)):
-            value = [value]
-        if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
-            return value
-        return [os.fspath(each) if isinstance(each, os.PathLike) else each for each in value]
+def _checked(each: Field[Any], kind: Any, value: Any) -> Any:
+    """Return a value of an option, or an item of its list, with the type of the option."""
+    name, choices = flat_name(each), each.metadata["choices"]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        value = os.fspath(value)
     if each.metadata["is_size"] and isinstance(value, str):
-        return parse_bytes(value, flat_name(each))
+        value = parse_bytes(value, name)
     if each.name.endswith("dtype") and isinstance(value, str):
-        return dtype_name(value)
+        value = dtype_name(value)
+    accepted = (int, float) if kind is float else kind
+    complaint = None
+    if choices is not None:
+        if value not in choices:
+            complaint = f"must be one of {', '.join(choices)}, not {short_repr(value)}"
+    elif not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        complaint = f"must be {_KINDS[kind]}, not {short_repr(value)}"
+    elif kind in (int, float):
+        complaint = limit_complaint(value, **each.metadata["limits"])
+    if complaint is not None:
+        raise ConfigError(f"{name}: {complaint}")
     return value
 
 
@@ -163,29 +171,3 @@ def limit_complaint(value: float, **limits: float) -> str | None:
 
 
 _KINDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
-
-
-def _complaint(each: Field[Any], kind: Any, value: Any) -> str | None:
-    choices, limits = each.metadata["choices"], each.metadata["limits"]
-    if get_origin(kind) is list:
-        item = get_args(kind)[0]
-        if not isinstance(value, list) or not all(_is_a(item, one) for one in value):
-            noun = "texts" if item is str else "numbers"
-            noun = "paths" if each.name.endswith("_files") else noun
-            return f"must be a list of {noun}, not {short_repr(value)}"
-        found = (_value_complaint(one, item, choices, limits) for one in value)
-        return next((complaint for complaint in found if complaint is not None), None)
-    if not _is_a(kind, value) and choices is None:
-        return f"must be {_KINDS[kind]}, not {short_repr(value)}"
-    return _value_complaint(value, kind, choices, limits)
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    accepted = (int, float) if kind is float else kind
-    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
-
-
-def _value_complaint(value: Any, kind: type, choices: Any, limits: dict[str, float]) -> str | None:
-    if choices is not None and value not in choices:
-        return f"must be one of {', '.join(choices)}, not {short_repr(value)}"
-    return limit_complaint(value, **limits) if kind in (int, float) else None
