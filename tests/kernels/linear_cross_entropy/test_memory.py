@@ -15,7 +15,7 @@ from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable
+from tests.kernels.checks import check_repeatable, random
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, places
 from tests.kernels.linear_cross_entropy.head import (
     CUTS,
@@ -98,6 +98,20 @@ def test_number_of_products(float32_place, op, options, products) -> None:
                 loss.sum().backward()
         one = 2 * rows * options.get("width", WIDTH) * VOCAB
         assert counter.get_total_flops() == wanted * one, frozen
+
+
+def test_registered_products(place) -> None:
+    """Their results are float32 sums; `test_torch_compile.py` checks their registration."""
+    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
+    wide = torch.promote_types(place.dtype, torch.float32)
+    total = random(5, 3, seed=4).to(place.device, wide)
+    expected = a.to(wide) @ b.to(wide)
+    product = torch.ops.ligermodels.wide_product(a, b)
+    assert product.dtype == wide
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
+    before = total.clone()
+    torch.ops.ligermodels.accumulate_product(total, a, b)
+    torch.testing.assert_close(total, before + expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:
