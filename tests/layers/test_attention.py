@@ -12,23 +12,14 @@ from torch import Tensor, nn
 
 from ligermodels.layers import Attention, AttentionContext, RMSNorm, RotaryEmbedding, pre_norm
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
+from ligermodels.layers.kv_cache import KVCache
+from tests.layers.formulas import attended, rotated
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
 
 HIDDEN, SEQ, BATCH, HEAD_DIM = 24, 11, 2, 6
 PLAIN = torch.arange(SEQ)[None]
 PACKED = torch.tensor([[*range(4), 0, 1, 0, *range(4)], [*range(SEQ)]])
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first elements of each head of x (batch, seq, heads, head_dim)."""
-    first, rest = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
-    a, b = first.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else first.chunk(2, -1)
-    turned = torch.complex(a, b) * torch.complex(cos, sin).unsqueeze(-2)
-    join = (
-        (lambda *x: torch.stack(x, -1).flatten(-2)) if interleaved else lambda *x: torch.cat(x, -1)
-    )
-    return torch.cat((join(turned.real, turned.imag), rest), -1)
 
 
 def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -40,7 +31,7 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
-    """Compute attention head by head. sees (batch, seq, seq) is True if a query sees a key."""
+    """Compute attention by its formula. sees (batch, seq, seq) is True if a query sees a key."""
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
     q, k, v = qkv.split([heads, groups, groups], -2)
@@ -48,15 +39,9 @@ def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tens
     q, k = normed(attention.q_norm, q), normed(attention.k_norm, k)
     if attention.rotary_dim:
         q, k = (rotated(x, cos, sin, attention.interleaved_rope) for x in (q, k))
-    out = []
-    for head in range(heads):
-        group = head // (heads // groups)
-        scores = q[:, :, head] @ k[:, :, group].transpose(-1, -2) * attention.scale
-        if attention.softcap is not None:
-            scores = attention.softcap * torch.tanh(scores / attention.softcap)
-        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1).nan_to_num()
-        out.append(weights @ v[:, :, group])
-    return attention.o_proj(torch.cat(out, -1))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = attended(q, k, v, sees[:, None], attention.scale, attention.softcap)
+    return attention.o_proj(out.transpose(1, 2).flatten(-2))
 
 
 def context_of(positions: Tensor, mask: Any = None, rotary_dim: int = HEAD_DIM) -> AttentionContext:
@@ -151,9 +136,8 @@ def test_values_and_gradients(
 
 def test_a_cache_needs_causality() -> None:
     attention = Attention(HIDDEN, 4, 2, HEAD_DIM, causal=False)
-    context = AttentionContext(
-        *RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=GrowingCache()
-    )
+    cache = KVCache(None, 1, 3, sliding_windows=[None])
+    context = AttentionContext(*RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=cache)
     with pytest.raises(ValueError, match=r"causal=False .* without cache"):
         attention(torch.randn(1, 3, HIDDEN), context)
 
@@ -177,10 +161,6 @@ def test_numbers_that_no_attention_has_are_refused() -> None:
             given = {"hidden_size": HIDDEN, "num_heads": 4, name: value}
             with pytest.raises(ValueError, match=rf"Attention: {name}=.*; expected an? "):
                 Attention(**given)
-    with pytest.raises(
-        ValueError, match="rotary_dim=3; expected an even number from 0 to head_dim"
-    ):
-        Attention(HIDDEN, 4, rotary_dim=3)
     attention = Attention(HIDDEN, np.int64(4), sliding_window=np.int32(3), softcap=np.float32(2))
     kept = attention.num_heads, attention.sliding_window, attention.softcap
     assert kept == (4, 3, 2.0) and [*map(type, kept)] == [int, int, float]
@@ -192,57 +172,6 @@ def test_head_dim_defaults_to_an_even_share() -> None:
     assert attention.qkv_proj.weight.shape == (72, 24)
     with pytest.raises(ValueError, match="4 is not a multiple of num_kv_heads 3"):
         Attention(24, 4, 3)
-
-
-def test_a_fused_norm_equals_the_parts() -> None:
-    torch.manual_seed(0)
-    attention, norm = Attention(HIDDEN, 4, 2, HEAD_DIM), RMSNorm(HIDDEN)
-    x, residual = torch.randn(2, BATCH, SEQ, HIDDEN)
-    context = context_of(PLAIN)
-    out, total = attention(pre_norm(norm, x, residual), context)
-    assert torch.equal(total, x + residual)
-    out, total = attention(pre_norm(norm, x), context)
-    assert torch.equal(total, x) and total.data_ptr() == x.data_ptr()
-    torch.testing.assert_close(out, attention(norm(x), context))
-
-
-class GrowingCache:
-    """A cache that has only the methods that attention needs."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.kept: list[Tensor] = []
-
-    def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        assert layer_index == 3
-        self.kept = [
-            torch.cat([old, new], 2) for old, new in zip(self.kept or (k[:, :, :0],) * 2, (k, v))
-        ]
-        return self.kept[0], self.kept[1]
-
-    def key_positions(self, layer_index: int, new: int) -> None:
-        return None
-
-    def advance(self, count: int) -> None:
-        self.length += count
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 4}, {"sliding_window": 3, "softcap": 0.5}]
-)
-def test_cache(options: dict[str, Any]) -> None:
-    """A prompt, then several tokens, then one token equal one run over all of them."""
-    torch.manual_seed(0)
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, layer_index=3, **options)
-    x = torch.randn(BATCH, SEQ, HIDDEN)
-    everything = attention(x, context_of(PLAIN))
-    cache, outputs = GrowingCache(), []
-    for start, end in ((0, 6), (6, 10), (10, 11)):
-        angles = RotaryEmbedding(HEAD_DIM)(torch.arange(start, end)[None])
-        context = AttentionContext(*angles, cache=cache)
-        outputs.append(attention(x[:, start:end], context))
-        cache.advance(end - start)
-    assert relative(torch.cat(outputs, 1), everything) <= 1e-6
 
 
 def test_angles_of_another_size_are_refused() -> None:

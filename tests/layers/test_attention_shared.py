@@ -15,6 +15,7 @@ from ligermodels.memory import offload
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
+from tests.layers.formulas import attended, rotated
 from tests.memory.test_offload import LateCopies
 from tests.models.pairs import gradients, relative, tokens
 from tests.pairwise import pairwise
@@ -87,28 +88,21 @@ def test_values_and_gradients_are_those_of_the_formula(model: Sharing) -> None:
     wide = model.double()
     model.zero_grad()
     context = ll.AttentionContext(*model.rotary_emb(torch.arange(ids.shape[1])[None]))
-    cos, sin = (x.double().unsqueeze(-2) for x in (context.cos, context.sin))
-
-    def rotated(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
+    angles = context.cos.double(), context.sin.double()
     x, kept = wide.embed_tokens(ids), {}
     position = torch.arange(ids.shape[1])
     for i, layer in enumerate(wide.layers):
         attention = layer.self_attn
         rows = attention.qkv_proj(layer.input_layernorm(x)).unflatten(-1, (-1, 6))
         q = rows[..., :4, :]
-        q = rotated(q if attention.q_norm is None else attention.q_norm(q))
+        q = rotated(q if attention.q_norm is None else attention.q_norm(q), *angles)
         if KV_FROM[i] is None:
-            kept[i] = rotated(rows[..., 4:6, :]), rows[..., 6:, :]
-        k, v = (y.repeat_interleave(2, -2) for y in kept[i if KV_FROM[i] is None else KV_FROM[i]])
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 6**-0.5
+            kept[i] = rotated(rows[..., 4:6, :], *angles), rows[..., 6:, :]
+        heads = (y.transpose(1, 2) for y in (q, *kept[i if KV_FROM[i] is None else KV_FROM[i]]))
         distance = position[:, None] - position
         sees = (distance >= 0) & (distance < (attention.sliding_window or 99))
-        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-        out = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2)
-        x = x + attention.o_proj(out)
+        out = attended(*heads, sees, 6**-0.5)
+        x = x + attention.o_proj(out.transpose(1, 2).flatten(-2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     exact = wide.head(wide.norm(x)[:, :-1], labels[:, 1:]).loss
     exact.backward()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ligermodels.layers.causal_suffix import causal_suffix
+from tests.layers.formulas import attended
 
 
 def check(device: str, dtype: torch.dtype, limit: float, size: int = 16, head_dim: int = 8) -> None:
@@ -22,8 +22,7 @@ def check(device: str, dtype: torch.dtype, limit: float, size: int = 16, head_di
     visible = torch.ones(size, keys, dtype=torch.bool, device=device).tril(keys - size)
     out = causal_suffix(q, k, v, 0.3)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    wide = [exact[0], *(x.repeat_interleave(2, 1) for x in exact[1:])]
-    expected = F.scaled_dot_product_attention(*wide, visible, scale=0.3)
+    expected = attended(*exact, visible, 0.3)
     ours = torch.autograd.grad(out, (q, k, v), upstream)
     theirs = torch.autograd.grad(expected, exact, upstream.double())
     for mine, true in zip((out, *ours), (expected, *theirs)):

@@ -10,27 +10,22 @@ from torch import Tensor, nn
 
 from ligermodels.layers import AttentionMask, CrossAttention, RMSNorm, pre_norm
 from ligermodels.layers.recompute import POLICIES, run_layer
+from tests.layers.formulas import attended
 from tests.models.pairs import relative
 
 BATCH, SEQ, KEYS, HIDDEN, MEMORY, HEAD_DIM = 2, 5, 7, 24, 20, 6
 
 
 def dense(layer: CrossAttention, x: Tensor, memory: Tensor, sees: Tensor) -> Tensor:
-    """Compute the layer head by head. sees (batch, keys) is True for keys that are not padding."""
+    """Compute the layer by its formula. sees (batch, keys) is False for padding."""
     q = layer.q_proj(x).unflatten(-1, (layer.num_heads, layer.head_dim))
     rows = layer.kv_proj(memory).unflatten(-1, (2 * layer.num_kv_heads, layer.head_dim))
     k, v = rows[:, :, : layer.num_kv_heads], rows[:, :, layer.num_kv_heads :]
     q = q if layer.q_norm is None else layer.q_norm(q)
     k = k if layer.k_norm is None else layer.k_norm(k)
-    out = []
-    for head in range(layer.num_heads):
-        group = head // (layer.num_heads // layer.num_kv_heads)
-        scores = q[:, :, head] @ k[:, :, group].transpose(-1, -2) * layer.scale
-        if layer.softcap is not None:
-            scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        weights = scores.masked_fill(~sees[:, None], float("-inf")).softmax(-1)
-        out.append(weights @ v[:, :, group])
-    return layer.o_proj(torch.cat(out, -1))
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    out = attended(q, k, v, sees[:, None, None], layer.scale, layer.softcap)
+    return layer.o_proj(out.transpose(1, 2).flatten(-2))
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -58,33 +57,13 @@ def test_the_options_are_the_keywords_of_the_ops() -> None:
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == options
 
 
-def test_the_constructor_checks_each_option() -> None:
-    assert WRONG.keys() == LOSS_OPTIONS
-    for option, (value, complaint) in WRONG.items():
-        with pytest.raises(ValueError, match=rf"^(cross entropy|loss head): {complaint}"):
-            LossHead(HIDDEN, VOCAB, **{option: value})
-
-
-BAD_VALUES = [
-    ("skip_ignored", 1),
-    ("return_token_stats", ["entropy", "p"]),
-    ("temperature", "hot"),
-    ("ignore_index", True),
-    ("softcap", "a"),
-    ("z_loss", None),
-    ("label_smoothing", 2),
-    ("normalizer", "3"),
-    ("normalizer", float("inf")),
-    ("reduction", None),
-]
-
-
-@pytest.mark.parametrize(("option", "value"), BAD_VALUES)
-def test_a_call_refuses_what_the_constructor_refuses(option: str, value: Any) -> None:
+@pytest.mark.parametrize("option", sorted(LOSS_OPTIONS))
+def test_every_call_refuses_what_the_constructor_refuses(option: str) -> None:
     """Heads of both kinds and the ops that take the option raise the same error."""
     own, replaced = build("own")[0], build("replaced")[0]
     hidden, targets = data()
     logits = torch.randn(*targets.shape, VOCAB)
+    value, complaint = WRONG[option]
     given = {option: value}
     calls: list[Callable[[], Any]] = [
         lambda: LossHead(HIDDEN, VOCAB, **given),
@@ -95,11 +74,11 @@ def test_a_call_refuses_what_the_constructor_refuses(option: str, value: Any) ->
     if option in LOG_PROB_OPTIONS:
         calls.append(lambda: linear_log_probs(hidden, own.weight, targets, **given))
         calls.append(lambda: replaced.log_probs(hidden, targets, **given))
-    if option != "skip_ignored":
+    if option in inspect.signature(cross_entropy).parameters:
         calls.append(lambda: cross_entropy(logits, targets, **given))
     messages = set()
     for call in calls:
-        with pytest.raises(ValueError, match=re.escape(f"{option}={value!r}")) as error:
+        with pytest.raises(ValueError, match=rf"^(cross entropy|loss head): {complaint}") as error:
             call()
         messages.add(str(error.value))
     assert len(messages) == 1, messages

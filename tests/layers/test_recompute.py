@@ -111,13 +111,14 @@ def test_gradients_are_bitwise_those_of_no_plan(
             assert all(torch.equal(found[name], expected[name]) for name in expected), plan
 
 
-def test_a_plan_holds_from_the_next_forward_on() -> None:
-    """Backward computes a layer again with the plan of its forward."""
-    model = make("llama").double()
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+def test_a_plan_holds_from_the_next_forward_on(family: str) -> None:
+    """Backward computes a layer again with the plan of its forward; tiles only reorder a sum."""
+    model = make(family).double()
     _, expected = run(model, None)
     ids, labels = batch()
     plans = [None, *(MemoryPlan.uniform(3, policy) for policy in POLICIES)]
-    plans.append(MemoryPlan.uniform(3, "all", mlp_tile=5))
+    plans += [MemoryPlan.uniform(3, policy, mlp_tile=5) for policy in POLICIES]
     for then, now in zip(plans, plans[1:] + plans[:1]):
         model.zero_grad()
         model.set_memory_plan(then)
@@ -126,16 +127,6 @@ def test_a_plan_holds_from_the_next_forward_on() -> None:
         loss.backward()
         for name, grad in gradients(model).items():
             assert relative(grad, expected[name]) <= 1e-13, (then, now, name)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
-def test_tiles_change_only_the_order_of_a_sum(family: str) -> None:
-    model = make(family).double()
-    _, expected = run(model, None)
-    for policy in POLICIES:
-        _, found = run(model, MemoryPlan.uniform(3, policy, mlp_tile=5))
-        for name, grad in expected.items():
-            assert relative(found[name], grad) <= 1e-13, (policy, name)
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
@@ -228,16 +219,6 @@ def test_a_forward_without_backward_leaves_nothing(
     del loss
     gc.collect()
     assert all(output.expired() for output in outputs)
-
-
-def test_other_modules_may_have_an_attribute_policy() -> None:
-    class Scaled(nn.Linear):
-        policy, tile = 0.5, 7
-
-    model = make("llama")
-    model.layers[0].self_attn.o_proj = scaled = Scaled(32, 24, bias=False)
-    run(model, MemoryPlan.uniform(3, "input"))
-    assert (scaled.policy, scaled.tile) == (0.5, 7)
 
 
 COMPILED = [("llama", policy, i % 2 == 1) for i, policy in enumerate(RECOMPUTED)]

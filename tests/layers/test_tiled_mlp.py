@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.adapters import LoraLinear
@@ -287,39 +283,6 @@ def test_torch_compile() -> None:
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     got = {k.removeprefix("_orig_mod."): v for k, v in results(compiled, x, upstream).items()}
     same(got, results(whole, x, upstream), 1e-6)
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def shard_block(sublayer: nn.Module, **options) -> None:
-    fully_shard(sublayer, **options)
-
-
-def shard_linears(sublayer: nn.Module, **options) -> None:
-    for linear in (sublayer.mlp.gate_up_proj, sublayer.mlp.down_proj, sublayer):
-        fully_shard(linear, **options)
-
-
-@pytest.mark.parametrize("shard", [shard_block, shard_linears])
-def test_fsdp2(one_rank, shard: Callable[..., None]) -> None:
-    """Linears that are sharded on their own run all tokens at once."""
-    x, upstream = inputs()
-    ours, whole = pair()
-    expected = results(whole, x, upstream)
-    shard(ours, mesh=one_rank, reshard_after_forward=True)
-    for _ in range(2):
-        got = results(ours, x, upstream)
-        same(
-            {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in got.items()}, expected, 1e-6
-        )
-    assert (ours.calls == 2) == (shard is shard_linears)
 
 
 def test_what_a_compiler_traces(monkeypatch: pytest.MonkeyPatch) -> None:

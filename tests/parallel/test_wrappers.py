@@ -192,7 +192,9 @@ def cases(ranks: int) -> dict[str, Case]:
         packed = partial(compare, wrappers["fsdp"], tied, position_ids=positions)
         found |= {
             f"packed documents, {head}": packed,
-            f"every linear, {head}": partial(compare, partial(every_linear, mesh=mesh), tied),
+            f"every linear, {head}": partial(
+                compare, partial(every_linear, mesh=mesh), tied, plan=PLANS[2]
+            ),
             f"from the meta device, {head}": partial(compare, partial(from_meta, mesh=mesh), tied),
             f"tensor parallel projections, {head}": partial(
                 compare, partial(colwise, mesh=mesh), tied, ranks=1
