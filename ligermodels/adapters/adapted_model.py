@@ -61,7 +61,7 @@ def add_adapters(
             for end in ("lora_a", "lora_b"):
                 drawn = getattr(adapted, end).detach()
                 setattr(adapted, end, nn.Parameter(drawn.to(device, dtype)))
-            _replace(model, name, adapted)
+            model.set_submodule(name, adapted)
     if unused:
         raise ConfigError(
             f"lora_targets: {short_repr(min(unused))} is no linear of the layers of this model; "
@@ -85,7 +85,7 @@ def quantize(model: DecoderModel, bits: int, device: torch.device) -> None:
             converted = QuantizedLinear(linear, bits, device=device)
         except ConfigError as error:
             raise ConfigError(f"load_in: layers.{name}: {error}") from None
-        _replace(model.layers, name, converted)
+        model.layers.set_submodule(name, converted)
     model.to(device)
 
 
@@ -160,9 +160,3 @@ def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
             hf = {part.rows: part.hf for part in parts}
             found |= {hf[rows]: (a, b) for rows, a, b in each.factors()}
     return found
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another one."""
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, module)

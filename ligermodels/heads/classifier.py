@@ -36,8 +36,28 @@ class ClassifierOutput(NamedTuple):
     logits: Tensor  # (batch, num_labels)
 
 
+class ClassifierHead(nn.Module):
+    """A linear that gives a number for each label, `score`, and the loss of these numbers.
+
+    Args: config: of the body; `num_labels` and `classification_loss` say what its extra keys mean.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.problem_type = config.extra.get("problem_type")
+        self.score = nn.Linear(config.hidden_size, num_labels(config), bias=False)
+        nn.init.normal_(self.score.weight, std=config.initializer_range)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> ClassifierOutput:
+        """Return the logits (..., num_labels) of hidden (..., hidden), and with labels the loss."""
+        logits = self.score(hidden)
+        if labels is None:
+            return ClassifierOutput(None, logits)
+        return ClassifierOutput(classification_loss(logits, labels, self.problem_type), logits)
+
+
 class SequenceClassifier(DecoderModel):
-    """A decoder with a linear head, `score`, on the last token of each row.
+    """The body of a decoder with a `ClassifierHead` on the last token of each row.
 
     The class of a family comes from `classifier_class`; `LigerClassifier.from_hf` finds it. The
     number of labels is that of `config.extra["id2label"]`, 2 by default. A reward model has one.
@@ -48,13 +68,11 @@ class SequenceClassifier(DecoderModel):
     loss_type = "ForSequenceClassification"
     accepts_loss_kwargs = False
 
-    score: nn.Linear
+    head: ClassifierHead  # type: ignore[assignment]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.head = None  # type: ignore[assignment]  # a classifier has no use for it
-        self.score = nn.Linear(config.hidden_size, num_labels(config), bias=False)
-        nn.init.normal_(self.score.weight, std=config.initializer_range)
+        self.head = ClassifierHead(config)
 
     @classmethod
     def from_model(
@@ -95,15 +113,10 @@ class SequenceClassifier(DecoderModel):
         }
         with torch.device("meta"):
             classifier = cls(config)
-        weight = model.embed_tokens.weight
-        score = nn.Linear(
-            config.hidden_size, len(names), bias=False, device=weight.device, dtype=weight.dtype
-        )
-        nn.init.normal_(score.weight, std=config.initializer_range)
         for name, module in model.named_children():
             if name != "head":
                 setattr(classifier, name, module)
-        classifier.score = score
+        classifier.head = ClassifierHead(config).to(model.embed_tokens.weight)
         classifier.source = model.source
         return classifier.train(model.training)
 
@@ -128,15 +141,14 @@ class SequenceClassifier(DecoderModel):
         hidden = super().forward(input_ids, attention_mask=attention_mask, **inputs)
         assert isinstance(hidden, Tensor)
         last = last_tokens(hidden, input_ids, self.config.pad_token_id, attention_mask)
-        logits = self.score(hidden[torch.arange(len(hidden), device=hidden.device), last])
-        if labels is None:
-            return ClassifierOutput(None, logits)
-        kind = self.config.extra.get("problem_type")
-        return ClassifierOutput(classification_loss(logits, labels, kind), logits)
+        found: ClassifierOutput = self.head(
+            hidden[torch.arange(len(hidden), device=hidden.device), last], labels
+        )
+        return found
 
     def meta_labels(self, batch: int, seq: int) -> Tensor:
         """Return labels of rows without data, for the simulation of a step."""
-        count, kind = num_labels(self.config), self.config.extra.get("problem_type")
+        count, kind = num_labels(self.config), self.head.problem_type
         if kind is None:
             kind = PROBLEM_TYPES[1 if count > 1 else 0]
         if kind == "single_label_classification":
@@ -145,8 +157,8 @@ class SequenceClassifier(DecoderModel):
 
     def token_scores(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Return the head's numbers at every token, (batch, seq, num_labels): process rewards."""
-        hidden = super().forward(input_ids, **inputs)
-        return self.score(hidden)
+        scores: Tensor = self.head(super().forward(input_ids, **inputs)).logits
+        return scores
 
     def generate(self, *_: Any, **__: Any) -> Tensor:
         """Raise ConfigError: there is no head that could choose a token."""
@@ -160,7 +172,7 @@ def classifier_class(family: type[DecoderModel]) -> type[SequenceClassifier]:
     def weight_map(config: ModelConfig) -> WeightMap:
         decoder = family.weight_map(config)
         body = tuple(entry for entry in decoder if not entry.name.startswith("head."))
-        score = linear_entries("score", config.hidden_size, ("score", num_labels(config)))
+        score = linear_entries("head.score", config.hidden_size, ("score", num_labels(config)))
         return dataclasses.replace(decoder, entries=(*body, *score), aliases={})
 
     name = f"{family.__name__}ForSequenceClassification"

@@ -27,11 +27,10 @@ _ATTENTION = {
 }
 
 
-def kernels_of(model: nn.Module, weight: Tensor, head: LossHead | None) -> dict[str, str]:
+def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, str]:
     """Return {op: "implementation (reason)"} for the model in its present state.
 
-    Args: weight: a parameter whose device and dtype are those of the ops' inputs; head: the head,
-        or None for a model without one.
+    Args: weight: a parameter whose device and dtype are those of the ops' inputs; head: the head.
     """
     name, reason = dispatch.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
@@ -46,7 +45,7 @@ def kernels_of(model: nn.Module, weight: Tensor, head: LossHead | None) -> dict[
         fused += f"; unknown in {unknown}"
         report["modules from outside"] = f"unknown (the code of {unknown} decides)"
     report["norm + linear, linear + rope, glu + linear"] = fused
-    if head is not None:
+    if isinstance(head, LossHead):
         report["linear_cross_entropy"] = report["linear_log_probs"] = (
             f"chunked {here}"
             if head.is_linear

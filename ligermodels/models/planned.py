@@ -100,7 +100,7 @@ class PlannedModel(nn.Module):
         self._memory_plan = plan
         for layer, choice in zip(self.layers, self._layer_plans()):
             set_policy(layer, choice.policy, choice.tile)
-        if self.head is not None:  # a classifier has none
+        if isinstance(self.head, LossHead):  # a classifier has another head
             self.head.planned_chunk_size = None if plan is None else plan.head_chunk
 
     def plan_memory(

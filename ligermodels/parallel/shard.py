@@ -112,9 +112,8 @@ def shard(
     options: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy}
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
-    if model.head is not None and any(True for _ in model.head.parameters()):
-        # Backward needs the head first, so it is kept. A tied head's weight is the embedding's, and
-        # a classifier has none.
+    if any(True for _ in model.head.parameters()):
+        # Backward needs the head first, so it is kept. A tied head's weight is the embedding's.
         fully_shard(model.head, reshard_after_forward=False, **options)
     # The embedding and the last norm belong to the model itself.
     fully_shard(model, **options)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers import Attention, GatedMLP, LayerNorm, RMSNorm
+from ligermodels.layers import Attention, GatedMLP, LayerNorm, LossHead, RMSNorm
 from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import IndexRange, ModelLayout, Ranges, TensorSplit
@@ -128,7 +128,7 @@ def _check(model: DecoderModel, ranks: int) -> None:
             "FSDP2 (dp_shard) for the others"
         )
 
-    if model.head is None:
+    if not isinstance(model.head, LossHead):
         raise ConfigError("tensor parallelism: a classifier cannot be split; use FSDP2 (dp_shard)")
     if not _is_norm(model.norm):
         raise _cannot_be_cut("norm", model.norm)

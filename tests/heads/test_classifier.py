@@ -65,7 +65,7 @@ def test_equal_to_transformers(family: str, tmp_path: Path) -> None:
     expected.loss.backward()
     found.loss.backward()
     torch.testing.assert_close(
-        ours.score.weight.grad, theirs.score.weight.grad, rtol=1e-4, atol=1e-5
+        ours.head.score.weight.grad, theirs.score.weight.grad, rtol=1e-4, atol=1e-5
     )
 
     ours.save_hf(tmp_path / "out")
@@ -107,7 +107,7 @@ def test_from_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cls.__name__ == "LigerQwen2ForSequenceClassification"
     names = {0: "bad", 1: "fine", 2: "good"}
     reward = cls.from_model(model, 3, id2label=names)
-    assert reward.layers is model.layers and reward.score.weight.shape == (3, 32)
+    assert reward.layers is model.layers and reward.head.score.weight.shape == (3, 32)
     ids, mask = padded_ids()
     logits = reward(ids, attention_mask=mask).logits
     tokens = reward.token_scores(ids, attention_mask=mask)
@@ -120,7 +120,7 @@ def test_from_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     expected = theirs(ids, attention_mask=mask.long()).logits
     torch.testing.assert_close(expected, logits, rtol=1e-5, atol=1e-5)
-    assert LigerClassifier.from_hf(tmp_path).score.weight.equal(reward.score.weight)
+    assert LigerClassifier.from_hf(tmp_path).head.score.weight.equal(reward.head.score.weight)
     said = "'score.weight' is the head of a classifier.*load it with LigerClassifier.from_hf"
     with pytest.raises(CheckpointError, match=said):
         AutoLiger.from_hf(tmp_path)

@@ -219,7 +219,7 @@ class Gradients(TrainerCallback):
         self.found: list[Tensor] = []
 
     def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self.found.append(model.score.weight.grad.clone())
+        self.found.append(getattr(model, "head", model).score.weight.grad.clone())
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -207,7 +207,9 @@ def classifier(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     labels = torch.arange(len(ids)) % 3
     model = classifier_class(families()["llama"]).from_model(make(False), 3)
     with torch.no_grad():
-        model.score.weight.copy_(torch.linspace(-1, 1, model.score.weight.numel()).view(3, -1))
+        model.head.score.weight.copy_(
+            torch.linspace(-1, 1, model.head.score.weight.numel()).view(3, -1)
+        )
     sharded = shard(copy.deepcopy(model), mesh)
     expected, out = model(ids, labels), sharded(ids[rows], labels[rows])
     expected.loss.backward()
