@@ -108,30 +108,23 @@ def rows_mask(
         position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
     elif max_seqlen is not None:
         raise ValueError("max_seqlen needs cu_seqlens, which is missing")
-    if attention_mask is not None and (
-        attention_mask.is_floating_point() or attention_mask.is_complex()
-    ):
-        raise ValueError(
-            f"attention_mask is {attention_mask.dtype}; expected bool or integers, with 1 for "
-            "tokens and 0 for padding: a mask to be added to scores is not supported"
+    keys = past + seq
+    if attention_mask is not None:
+        fits = _counts(attention_mask) and attention_mask.shape == (batch, keys)
+        expected = (
+            "bool or integers of shape ({}, {}), cached tokens included, with 0 for padding: "
         )
-    if attention_mask is not None and attention_mask.shape != (batch, past + seq):
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; expected "
-            f"{(batch, past + seq)}: the batch, and the cached and new tokens"
-        )
-    if position_ids is not None and (
-        not _has_rows(position_ids, batch, seq)
-        or position_ids.dtype not in (torch.int32, torch.int64)
-    ):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)} and {position_ids.dtype}; "
-            f"expected int32 or int64 of shape {(batch, seq)} or {(1, seq)}"
-        )
-    if prefix_lengths is not None and not _has_rows(prefix_lengths, batch):
-        raise ValueError(
-            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; expected {(batch,)} or (1,): "
-            "a length for each row"
+        expected += "a mask to be added to scores is not supported"
+        _check("attention_mask", attention_mask, fits, expected, batch, keys)
+    if position_ids is not None:
+        fits = position_ids.dtype in (torch.int32, torch.int64)
+        fits = fits and _has_rows(position_ids, batch, seq)
+        expected = "int32 or int64 of shape ({0}, {1}) or (1, {1})"
+        _check("position_ids", position_ids, fits, expected, batch, seq)
+    if prefix_lengths is not None:
+        fits = _has_rows(prefix_lengths, batch)
+        _check(
+            "prefix_lengths", prefix_lengths, fits, "({},) or (1,): a length for each row", batch
         )
     document_ids = None
     if position_ids is not None and cache is None:
@@ -139,7 +132,7 @@ def rows_mask(
     padding = hiding(attention_mask, inputs.device)
     mask = AttentionMask(
         seq if shard is None else seq // shard.ranks,
-        past + seq,
+        keys,
         document_ids=document_ids,
         padding_mask=padding,
         padding_at_ends=padding is None or not _seen_between_tokens(attention_mask),
@@ -184,25 +177,16 @@ def check_tensors(**given: object) -> None:
 
 def check_labels(labels: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless labels are int64 and have the inputs' shape (batch, seq)."""
-    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
-        kind = labels.dtype if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-        raise ValueError(f"labels is {kind}; expected a tensor of dtype torch.int64")
-    if labels.shape != shape:
-        raise ValueError(f"labels {tuple(labels.shape)} and the inputs {shape} differ in shape")
+    check_tensors(labels=labels)
+    fits = labels.dtype == torch.int64 and labels.shape == shape
+    _check("labels", labels, fits, "torch.int64 of the inputs' shape {}", tuple(shape))
 
 
 def check_ids(input_ids: Tensor, vocab_size: int) -> Tensor:
     """Return ids as `check_token_ids` does; raise ValueError unless they are (batch, seq)."""
     ids = check_token_ids("input_ids", input_ids, vocab_size)
-    if input_ids.dim() != 2:
-        raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}; expected two dimensions (batch, seq)"
-        )
-    if 0 in input_ids.shape:
-        raise ValueError(
-            f"input_ids is empty: it has shape {tuple(input_ids.shape)}; pass at least one token "
-            "per row"
-        )
+    fits = input_ids.dim() == 2 and 0 not in input_ids.shape
+    _check("input_ids", input_ids, fits, "two dimensions (batch, seq), and a token in each row")
     return ids
 
 
@@ -212,14 +196,11 @@ def check_embeds(inputs_embeds: Tensor, embedding: nn.Embedding, weights: Iterab
     Args: weights: the model's weights. The embeddings must have the dtype of one of them, unless
         autocast is on.
     """
-    shape, hidden_size = tuple(inputs_embeds.shape), embedding.embedding_dim
-    if inputs_embeds.dim() != 3 or shape[-1] != hidden_size:
-        raise ValueError(f"inputs_embeds has shape {shape}; expected (batch, seq, {hidden_size})")
-    if not inputs_embeds.is_floating_point() or 0 in shape:
-        raise ValueError(
-            f"inputs_embeds is {inputs_embeds.dtype} of shape {shape}; expected floating point "
-            "numbers, and at least one token per row"
-        )
+    shape, hidden_size = inputs_embeds.shape, embedding.embedding_dim
+    fits = len(shape) == 3 and shape[-1] == hidden_size and 0 not in shape
+    fits = fits and inputs_embeds.is_floating_point()
+    expected = "floating point numbers of shape (batch, seq, {}), and a token in each row"
+    _check("inputs_embeds", inputs_embeds, fits, expected, hidden_size)
     _check_dtype("inputs_embeds", inputs_embeds, embedding, weights)
 
 
@@ -231,21 +212,27 @@ def check_memory(
     weights: Iterable[Tensor],
 ) -> None:
     """Raise ValueError unless a memory (batch, keys, size) and its mask (batch or 1, keys) fit."""
-    if memory.dim() != 3 or memory.shape[0] != batch:
-        raise ValueError(
-            f"memory has shape {tuple(memory.shape)}; expected ({batch}, keys, memory size)"
-        )
-    keys = memory.shape[1]
-    if memory_mask is not None and (
-        not _has_rows(memory_mask, batch, keys)
-        or memory_mask.is_floating_point()
-        or memory_mask.is_complex()
-    ):
-        raise ValueError(
-            f"memory_mask has shape {tuple(memory_mask.shape)} and {memory_mask.dtype}; expected "
-            f"bool or integers of shape {(batch, keys)} or {(1, keys)}, 0 for padding"
-        )
+    fits = memory.dim() == 3 and memory.shape[0] == batch
+    _check("memory", memory, fits, "shape ({}, keys, memory size)", batch)
+    if memory_mask is not None:
+        keys = memory.shape[1]
+        fits = _counts(memory_mask) and _has_rows(memory_mask, batch, keys)
+        expected = "bool or integers of shape ({0}, {1}) or (1, {1}), 0 for padding"
+        _check("memory_mask", memory_mask, fits, expected, batch, keys)
     _check_dtype("memory", memory, embedding, weights)
+
+
+def _check(name: str, given: Tensor, fits: bool, expected: str, *sizes: object) -> None:
+    """Raise ValueError unless a tensor fits. A text with symbolic sizes is made only then."""
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)} and {given.dtype}; expected "
+            f"{expected.format(*sizes)}"
+        )
+
+
+def _counts(given: Tensor) -> bool:
+    return not (given.is_floating_point() or given.is_complex())
 
 
 def _has_rows(given: Tensor, batch: int, *width: int) -> bool:

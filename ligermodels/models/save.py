@@ -144,32 +144,33 @@ def _check_savable(
             f"(ligermodels.integrations.projections.pack_projections)\n{listing(odd)}"
         )
     for name, shape in expected.items():
-        weight = weights[name]
-        # DeepSpeed marks its parameters so. Outside of GatheredParameters they are empty.
-        status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
-        if hasattr(weight, "ds_id") and status != "AVAILABLE":
-            raise SaveError(
-                f"{where}: parameter {name!r} is divided among the ranks by DeepSpeed's ZeRO-3; "
-                "save inside of `with deepspeed.zero.GatheredParameters([*model.parameters()]):` "
-                "on every rank"
-            )
-        plain = type(weight) is nn.Parameter and weight.layout is torch.strided
-        if not plain and not is_sharded(weight):
-            raise SaveError(
-                f"{where}: parameter {name!r} is a {type(weight).__name__} of {weight.layout}, not "
-                "a plain tensor, such as one that was quantised; replace it by its values in a "
-                "float dtype, as an nn.Parameter"
-            )
-        if shapes[name] != shape:
-            raise SaveError(
-                f"{where}: parameter {name!r} has shape {shapes[name]}, but the config needs"
-                f" {shape}; change model.config so that it matches the model"
-            )
-        if weight.is_meta:
-            raise SaveError(
-                f"{where}: parameter {name!r} is on the meta device, so it has no values; load or "
-                "initialise the weights first"
-            )
+        if fault := _fault(weights[name], shapes[name], shape):
+            raise SaveError(f"{where}: parameter {name!r} {fault}")
+
+
+def _fault(weight: nn.Parameter, shape: tuple[int, ...], expected: tuple[int, ...]) -> str | None:
+    """Return why a checkpoint cannot hold a parameter, or None."""
+    # DeepSpeed marks its parameters so. Outside of GatheredParameters they are empty.
+    status = getattr(getattr(weight, "ds_status", None), "name", "AVAILABLE")
+    if hasattr(weight, "ds_id") and status != "AVAILABLE":
+        return (
+            "is divided among the ranks by DeepSpeed's ZeRO-3; save inside of `with "
+            "deepspeed.zero.GatheredParameters([*model.parameters()]):` on every rank"
+        )
+    plain = type(weight) is nn.Parameter and weight.layout is torch.strided
+    if not plain and not is_sharded(weight):
+        return (
+            f"is a {type(weight).__name__} of {weight.layout}, not a plain tensor, such as one "
+            "that was quantised; replace it by its values in a float dtype, as an nn.Parameter"
+        )
+    if shape != expected:
+        return (
+            f"has shape {shape}, but the config needs {expected}; change model.config so that it "
+            "matches the model"
+        )
+    if weight.is_meta:
+        return "is on the meta device, so it has no values; load or initialise the weights first"
+    return None
 
 
 def _check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
