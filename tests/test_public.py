@@ -43,7 +43,9 @@ def test_some_names_are_imported_alone() -> None:
     assert ligermodels.finetune is finetune
     assert ligermodels.get_peft_model is adapters.get_peft_model
     assert set(LATER) <= set(dir(ligermodels)) and not set(LATER) & set(ligermodels.__all__)
-    shown = "print([n for n in ('transformers', 'ligermodels.training.run') if n in sys.modules])"
+    shown = (
+        "print([n for n in ('transformers', 'ligermodels.training.finetune') if n in sys.modules])"
+    )
     assert python(f"import sys; from ligermodels import *; dir(); {shown}") == "[]"
 
 

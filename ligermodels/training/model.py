@@ -175,10 +175,9 @@ def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
 def difference(then: dict[str, str], files: Sequence[str | Path]) -> str:
     """Say which training files differ. Hashes decide, because files may have been renamed."""
     now = {os.path.realpath(file): file_hash(file) for file in files}
-    if new := [file for file, digest in now.items() if digest not in then.values()]:
-        return f"{', '.join(new)} changed or is new"
-    if gone := [file for file, digest in then.items() if digest not in now.values()]:
-        return f"{', '.join(gone)} is left out"
+    both = {*then.values()} & {*now.values()}
+    if odd := [file for file, digest in {**then, **now}.items() if digest not in both]:
+        return f"{', '.join(odd)} changed, is new or is left out"
     return (
         "the files are the same, but their order, the evaluation files (--eval-files), the part "
         "that is held out (--eval-fraction) or the tokenizer changed"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
@@ -51,13 +48,11 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
             name = open_logger.__name__
             try:
                 logger = open_logger(run_dir.path, settings, start)
-            except LigerError:
-                raise
             except Exception as error:  # each package raises its own errors
                 raise LigerError(
                     f"{run_dir.path}: report_to: the {name} cannot be opened: {first_line(error)}"
                 ) from error
-            stack.enter_context(_failing_quietly(name, logger.close))
+            stack.callback(_quietly, name, logger.close)
             run_dir.listeners.append(_listener(run_dir, name, logger))
         yield
 
@@ -67,79 +62,21 @@ def _listener(run_dir: RunDir, name: str, logger: Any) -> Callable[[Metrics], No
 
     def listen(entry: Metrics) -> None:
         values = {name: value for name, value in entry.items() if name != "step"}
-        try:
-            logger.log(int(entry["step"]), values)
-        except Exception as error:
+        if not _quietly(name, lambda: logger.log(int(entry["step"]), values)):
             run_dir.listeners.remove(listen)
-            _warn(name, error)
 
     return listen
 
 
-@contextlib.contextmanager
-def _failing_quietly(name: str, close: Callable[[], None]) -> Iterator[None]:
-    """Close a logger at the end of the context; if that fails, warn."""
+def _quietly(name: str, call: Callable[[], object]) -> bool:
+    """Call a function of a logger; if that fails, warn and return False."""
     try:
-        yield
-    finally:
-        try:
-            close()
-        except Exception as error:
-            _warn(name, error)
-
-
-def _warn(name: str, error: Exception) -> None:
-    what = f"report_to: the {name} fails, and gets no more metrics: {first_line(error)}"
-    warnings.warn(what, stacklevel=2)
-
-
-def sampler_of(options: OutputOptions, source: Path) -> Sampler | None:
-    """Return what makes the samples of a run, or None if it makes none.
-
-    Args: source: the folder of the tokenizer.
-    Raises:
-        CheckpointError: a chat template is needed and is not there.
-        ConfigError: a prompt has no tokens.
-    """
-    if not options.sample_prompts:
-        return None
-    return Sampler(
-        Tokenizer.from_hf(source),
-        options.sample_prompts,
-        max_new_tokens=options.sample_tokens,
-        chat=options.sample_chat,
-    )
-
-
-def sampling(
-    sampler: Sampler | None,
-    run_dir: RunDir,
-    model: DecoderModel,
-    *,
-    last: int,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-    progress: bool,
-) -> Callable[[int], None]:
-    """Return what writes the samples of a step into the run's folder, and shows them.
-
-    Args: last: the step from which the run goes on; autocast: the context of a forward pass.
-    Raises:
-        CheckpointError: samples.jsonl is damaged.
-    """
-    if sampler is None:
-        return lambda step: None
-    done = run_dir.sampled_steps(last)
-
-    def sample(step: int) -> None:
-        if step in done:
-            return
-        with autocast():
-            samples = sampler(model)
-        run_dir.log_samples(step, samples)
-        for each in samples if progress else ():
-            tqdm.write(f"step {step}: {each['prompt']} -> {each['text']}", file=sys.stderr)
-
-    return sample
+        call()
+    except Exception as error:
+        what = f"report_to: the {name} fails, and gets no more metrics: {first_line(error)}"
+        warnings.warn(what, stacklevel=2)
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -161,10 +98,6 @@ def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
 
     def write(profiler: torch.profiler.profile) -> None:
         with writing(folder):
-            # Nothing is written through a link, or to a pipe.
-            for path in (folder, folder / "trace.json.gz", folder / "table.txt"):
-                if path.is_symlink() or (path != folder and os.path.lexists(path)):
-                    path.unlink()
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(folder / "trace.json.gz"))
             order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
@@ -186,31 +119,25 @@ def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
 class Sampler:
     """Continues the same prompts greedily, whenever it is called.
 
-    Args:
-        prompts: texts.
-        max_new_tokens: most tokens of a continuation.
-        chat: whether a prompt is the message of a user, which the chat template formats.
+    Args: options: which have `sample_prompts`.
     Raises:
-        CheckpointError: there is no chat template.
+        CheckpointError: a chat template is needed, and there is none.
         ConfigError: a prompt has no tokens.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompts: list[str], *, max_new_tokens: int, chat: bool
-    ) -> None:
+    def __init__(self, options: OutputOptions, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.max_new_tokens = max_new_tokens
-        self.ids = [self._encode(prompt, chat) for prompt in prompts]
+        self.prompts = options.sample_prompts or []
+        self.max_new_tokens = options.sample_tokens
+        self.ids: list[Any] = [self._encode(each, options.sample_chat) for each in self.prompts]
         if [] in self.ids:
             raise ConfigError("sample_prompts: a prompt is empty; give each prompt some text")
 
-    def _encode(self, prompt: str, chat: bool) -> list[int]:
+    def _encode(self, prompt: str, chat: bool) -> Any:
         if not chat:
             return self.tokenizer.encode(prompt)
         messages = [{"role": "user", "content": prompt}]
-        ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        return ids
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     @torch.no_grad()
     def __call__(self, model: DecoderModel) -> list[dict[str, str]]:

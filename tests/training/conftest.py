@@ -19,4 +19,4 @@ def text(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_drawing(monkeypatch):
-    monkeypatch.setattr("ligermodels.training.run.plot_losses", draw_nothing)
+    monkeypatch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)

@@ -147,7 +147,7 @@ FAULTS = ("kill", "full_disk", "cut_checkpoint", "flipped_bit", "missing_file", 
 def twin(tmp_path_factory):
     """The undisturbed run; all its checkpoints stay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ligermodels.training.run.plot_losses", draw_nothing)
+        patch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
         twin = Run(tmp_path_factory.mktemp("twin"))
         assert twin.live(None, "--save-total-limit", "9") == (0, "")
         yield twin

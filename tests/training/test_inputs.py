@@ -18,7 +18,7 @@ from tests.training.tiny_run import everything, make_checkpoint, make_text, run
 def test_a_training_file_that_is_left_out_on_resume_is_named(checkpoint, text, tmp_path):
     other = make_text(tmp_path / "other.txt", seed=1)
     run(checkpoint, text, tmp_path / "run", train_files=[text, other], max_steps=1)
-    with pytest.raises(LigerError, match=rf"data is not what.*: {other} is left out; restore"):
+    with pytest.raises(LigerError, match=rf"data is not what.*: {other} changed, is new or is left"):
         run(checkpoint, text, tmp_path / "run", max_steps=1, resume=True)
 
 
@@ -39,7 +39,7 @@ def test_a_replaced_model_is_refused_on_resume(text, tmp_path, change, begun):
         found |= {"rms_norm_eps": 0.1, "chat_template": "none"}
         (base / change).write_text(json.dumps(found))
     before = everything(first.output_dir)
-    with pytest.raises(LigerError, match=f"not the model that the run .* with: {change} changed"):
+    with pytest.raises(LigerError, match=f"not what the run .* with: {change} changed"):
         run(base, text, tmp_path / "run", max_steps=2, resume=True)
     assert everything(first.output_dir) == before
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +55,6 @@ def test_a_run_is_profiled(checkpoint: Path, text: Path, tmp_path: Path) -> None
         after_step()
     run(checkpoint, text, tmp_path / "run", max_steps=1, overwrite_output_dir=True)
     assert not (done.output_dir / "profile").exists()
-
-
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize("kind", ["pipe", "link", "link of the folder"])
-def test_a_profile_goes_through_no_link_and_waits_for_no_pipe(kind: str, tmp_path: Path) -> None:
-    folder, mine = tmp_path / "profile", tmp_path / "mine"
-    mine.mkdir()
-    (mine / "table.txt").write_text("mine")
-    if kind == "link of the folder":
-        folder.symlink_to(mine)
-    else:
-        folder.mkdir()
-        os.mkfifo(folder / "trace.json.gz")
-        (folder / "table.txt").symlink_to(mine / "table.txt")
-    with profiled(folder, 1) as after_step:
-        torch.ones(2).sum()
-        after_step()
-    assert (mine / "table.txt").read_text() == "mine" and not folder.is_symlink()
-    assert (folder / "trace.json.gz").is_file()
 
 
 def test_samples_that_cannot_be_made_are_refused_before_a_run_begins(

@@ -9,6 +9,7 @@ import pytest
 from ligermodels import AutoLiger
 from ligermodels.errors import CheckpointError
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import OutputOptions
 from ligermodels.training.reports import Sampler
 from tests.training.tiny_run import forget, make_checkpoint, run, same, tensors
 
@@ -19,12 +20,13 @@ def lines(folder):
 
 def test_prompts_are_continued_greedily(checkpoint):
     model, tokenizer = AutoLiger.from_hf(checkpoint), Tokenizer.from_hf(checkpoint)
-    sampler = Sampler(tokenizer, ["the cat"], max_new_tokens=5, chat=False)
+    prompted = OutputOptions(sample_prompts=["the cat"], sample_tokens=5)
+    sampler = Sampler(prompted, tokenizer)
     (sample,) = sampler(model)
     ids = tokenizer.encode("the cat")
     made = model.generate([ids], max_new_tokens=5)[0, len(ids) :]
     assert sample == {"prompt": "the cat", "text": tokenizer.decode(made)} and model.training
-    chat = Sampler(tokenizer, ["hi"], max_new_tokens=5, chat=True)
+    chat = Sampler(OutputOptions(sample_prompts=["hi"], sample_chat=True), tokenizer)
     assert tokenizer.decode(chat.ids[0]) == "<|user|>hi<|assistant|>"
 
 
