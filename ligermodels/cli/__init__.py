@@ -79,22 +79,11 @@ def _main(argv: list[str]) -> int:
         # interpreter's last flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except LigerError as error:
-        if not error.is_repeated and not report_error(first_line(error), 2):
-            _say(first_line(error))
-        return 2
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _say(f"{where}{error.strerror or first_line(error)}")
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        reason = f": {first_line(error)}" if str(error).strip() else ""
-        text = f"out of memory{reason}{getattr(module, 'OUT_OF_MEMORY', '')}"
-        if not report_error(text, 1):
-            _say(text)
-        return 1
+    except (LigerError, OSError, MemoryError, RuntimeError) as error:
+        line, code = _described(error, module)
+        if not getattr(error, "is_repeated", False) and not report_error(line):
+            _say(line)
+        return code
     return 0
 
 
@@ -132,6 +121,21 @@ def _parsed(module: ModuleType, argv: list[str]) -> Any:
         complain(argv[0], first_line(error))
 
 
+def _described(error: BaseException, module: ModuleType | None) -> tuple[str, int]:
+    """Return the line and the exit code of an error; raise it again if it is a mistake of ours."""
+    line = first_line(error)
+    if isinstance(error, LigerError):
+        return line, 2
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or line}", 2
+    signs = ("out of memory", "can't allocate memory")
+    if not isinstance(error, MemoryError) and not any(x in str(error).lower() for x in signs):
+        raise error
+    reason = f": {line}" if str(error).strip() else ""
+    return f"out of memory{reason}{getattr(module, 'OUT_OF_MEMORY', '')}", 1
+
+
 def _say(text: str) -> None:
     print(f"ligermodels: {text}", file=sys.stderr)
 
@@ -139,9 +143,3 @@ def _say(text: str) -> None:
 def _show_warning(message: Warning | str, *_: Any) -> None:
     """Print a warning's message without its place in the code."""
     _say(str(message))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    signs = ("out of memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or any(sign in text for sign in signs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING
 
 from ligermodels.cli.interrupts import raise_on_interrupt
@@ -40,8 +40,8 @@ DESCRIPTION = (
 class Arguments(LoadingOptions):
     """The options of `convert`."""
 
-    source: str | None = option(
-        None, "hub id or local folder of a checkpoint, or RUN/checkpoint-STEP", positional=True
+    source: str = option(
+        MISSING, "hub id or local folder of a checkpoint, or RUN/checkpoint-STEP", positional=True
     )
     target: str | None = option(None, "the folder to write", positional=True)
     verify: bool = option(False, "compare tensors, config keys and tokenizer files")
@@ -65,11 +65,6 @@ def run(given: Arguments) -> None:
     from ligermodels.training.model import checkpoint_step, load_checkpoint
 
     target = None if given.target is None else Path(given.target)
-    if given.source is None:
-        raise LigerError(
-            "convert: SOURCE is missing, and so is TARGET or --verify; see 'ligermodels convert "
-            "--help'"
-        )
     if target is None and not given.verify:
         raise LigerError("convert: give TARGET, --verify, or both")
     if target is None and given.dtype:

@@ -120,18 +120,11 @@ def _files(
     if len(losses) > 1:
         first, *others = losses.values()
         losses["all files"] = sum(others, first)
-    return {
-        file: {
-            "perplexity": one.perplexity,
-            "loss": one.loss,
-            "targets": one.targets,
-            "tokens": one.tokens,
-            "truncated": one.truncated,
-            "untargeted": one.untargeted,
-            "tokens_per_second": one.tokens / max(one.seconds, 1e-9),
-        }
-        for file, one in losses.items()
-    }
+    found = {}
+    for file, one in losses.items():
+        found[file] = {"perplexity": one.perplexity, **vars(one)}
+        found[file]["tokens_per_second"] = one.tokens / max(found[file].pop("seconds"), 1e-9)
+    return found
 
 
 def _lm_eval() -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,29 +67,28 @@ def parse_arguments(argv: list[str]) -> Arguments:
         SystemExit: after --help, or after a mistake that was printed as one line.
     """
     words = argv[1:]
-    command = {"run": CommandOptions, "processes": launch.LaunchOptions}
-    loss = _value(words, "--loss")
-    modules = _modules(words)
+    early = _early(words)
+    loss, modules = early.loss, early.modules
     import_modules(modules)  # They may register losses.
     found: dict[str, Any] = {}
-    if (file := _value(words, "--config")) is not None:
+    if early.config is not None:
         from ligermodels.training.config_file import read_config
 
         also = ("gpus", "max_restarts", "quiet", "import")
-        found = read_config(file, loss=loss, also=also)
+        found = read_config(early.config, loss=loss, also=also)
         more = found.pop("import", None) or []
         more = [more] if isinstance(more, str) else more
         if not isinstance(more, list) or not all(isinstance(name, str) for name in more):
             raise ConfigError(f"import: must be a list of texts, not {short_repr(more)}")
         import_modules(more)
-        modules += more
-    resumes = "--resume" in words or (found.get("resume") and "--no-resume" not in words)
+        modules = modules + more
+    resumes = found.get("resume") if early.resume is None else early.resume
     if resumes and not {"-h", "--help"} & {*words}:
-        found = _resumed(_value(words, "--output-dir") or found.get("output_dir")) | found
+        found = _resumed(early.output_dir or found.get("output_dir")) | found
     loss = loss or found.get("loss") or SFT.name
     given = parse(
         "finetune",
-        {**command, **subjects(loss)},
+        {"run": CommandOptions, "processes": launch.LaunchOptions, **subjects(loss)},
         words,
         description=DESCRIPTION + "; ".join(f"{k}: {v.help}" for k, v in LOSSES.items()) + ".",
         defaults=found,
@@ -157,27 +156,14 @@ def run(given: Arguments) -> None:
     print(f"exported to {result.model_dir}")
 
 
-def _value(words: Sequence[str], name: str) -> str | None:
-    """Return the last value that the arguments give to an option, before they are parsed."""
-    found = None
-    for word, after in zip(words, [*words[1:], None]):
-        if word == name:
-            found = after
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found
-
-
-def _modules(words: Sequence[str]) -> list[str]:
-    """Return the values of --import, before the arguments are parsed."""
-    found, inside = [], False
-    for word in words:
-        if word.startswith("--"):
-            inside = word == "--import"
-            found += [word.partition("=")[2]] if word.startswith("--import=") else []
-        elif inside:
-            found.append(word)
-    return found
+def _early(words: list[str]) -> argparse.Namespace:
+    """Return what decides which options there are and where their defaults come from."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--loss", "--config", "--output-dir"):
+        parser.add_argument(name, nargs="?")
+    parser.add_argument("--import", dest="modules", nargs="*", action="extend", default=[])
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction)
+    return parser.parse_known_args(words)[0]
 
 
 def _resumed(output_dir: str | None) -> dict[str, Any]:

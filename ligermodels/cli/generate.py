@@ -97,25 +97,19 @@ def run(given: Arguments) -> None:
         model = AutoLiger.from_hf(real, device=device, **given.loading())
         return model, load_heads(model, real) if given.heads else None
 
-    model, heads = read_one_version(folder, load)
+    voice = _Voice(given, tokenizer, *read_one_version(folder, load))
     if not given.chat:
-        _continue(given, model, tokenizer, heads, ids)
+        voice.go_on(ids)
         return
     messages = [] if given.system is None else [{"role": "system", "content": given.system}]
     if conversation:
         with raise_on_interrupt():  # Ctrl-C ends an answer, not the conversation.
-            _converse(given, model, tokenizer, heads, messages)
+            _converse(voice, messages)
     else:
-        _answer(given, model, tokenizer, heads, [*messages, {"role": "user", "content": prompt}])
+        voice.answer([*messages, {"role": "user", "content": prompt}])
 
 
-def _converse(
-    given: Arguments,
-    model: DecoderModel,
-    tokenizer: Tokenizer,
-    heads: MedusaHeads | None,
-    messages: list[dict[str, str]],
-) -> None:
+def _converse(voice: _Voice, messages: list[dict[str, str]]) -> None:
     """Answer each line of the user until the input ends."""
     end = "Ctrl-Z and Enter end" if os.name == "nt" else "Ctrl-D ends"
     way_out = f"{end} the chat, and Ctrl-C stops an answer."
@@ -131,84 +125,71 @@ def _converse(
             print(f"\n{way_out}", file=sys.stderr)
             continue
         question = {"role": "user", "content": prompt}
-        pieces: list[str] = []
         try:
-            _answer(given, model, tokenizer, heads, [*messages, question], pieces)
+            voice.answer([*messages, question])
         except KeyboardInterrupt:
             print()
-        if pieces:  # An answer that was stopped before it began leaves no trace.
-            messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+        if voice.pieces:  # An answer that was stopped before it began leaves no trace.
+            messages += [question, {"role": "assistant", "content": "".join(voice.pieces)}]
 
 
-def _answer(
-    given: Arguments,
-    model: DecoderModel,
-    tokenizer: Tokenizer,
-    heads: MedusaHeads | None,
-    messages: list[dict[str, str]],
-    pieces: list[str] | None = None,
-) -> None:
-    """Print the answer to a chat, as `_continue` does."""
-    try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except ValueError as error:
-        raise LigerError(f"generate: {error}") from error
-    _continue(given, model, tokenizer, heads, ids, pieces)
+class _Voice:
+    """Prints what a model generates.
 
-
-def _continue(
-    given: Arguments,
-    model: DecoderModel,
-    tokenizer: Tokenizer,
-    heads: MedusaHeads | None,
-    ids: list[int],
-    pieces: list[str] | None = None,
-) -> None:
-    """Generate the text that follows `ids`, and print it in pieces or at once.
-
-    Args: pieces receives the pieces.
+    Attributes: pieces, the text that was generated last.
     """
-    from ligermodels.generation.generate import stream_text
 
-    pieces = [] if pieces is None else pieces
-    sampling = _sampling(given, model)
-    try:
-        stream = stream_text(
-            model.eval(),
-            tokenizer,
-            ids,
-            max_new_tokens=given.max_new_tokens,
-            repetition_penalty=given.repetition_penalty,
-            heads=None if sampling or _penalty(given, model) != 1 else heads,
-            **sampling,
+    def __init__(
+        self,
+        given: Arguments,
+        tokenizer: Tokenizer,
+        model: DecoderModel,
+        heads: MedusaHeads | None,
+    ) -> None:
+        import torch
+
+        from ligermodels.generation.generation_config import (
+            checked_generation_config,
+            resolve_repetition_penalty,
         )
-    except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
-        raise LigerError(f"generate: {error}") from error
-    for piece in stream:
-        pieces.append(piece)
-        if given.stream:
-            print(piece, end="", flush=True)
-    print("".join(pieces) if not given.stream else "")
 
+        self.model, self.tokenizer, self.streams = model.eval(), tokenizer, given.stream
+        self.pieces: list[str] = []
+        asked = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        if given.seed is not None:
+            device = model.embed_tokens.weight.device
+            asked["generator"] = torch.Generator(device).manual_seed(given.seed)
+        samples = bool(asked) and given.temperature != 0
+        penalty = resolve_repetition_penalty(
+            given.repetition_penalty, checked_generation_config(model)
+        )
+        self.options: dict[str, Any] = {"do_sample": True, **asked} if samples else {}
+        self.options |= {
+            "max_new_tokens": given.max_new_tokens,
+            "repetition_penalty": penalty,
+            "heads": None if samples or penalty != 1 else heads,
+        }
 
-def _penalty(given: Arguments, model: DecoderModel) -> float:
-    from ligermodels.generation.generation_config import (
-        checked_generation_config,
-        resolve_repetition_penalty,
-    )
+    def answer(self, messages: list[dict[str, str]]) -> None:
+        """Generate the answer to a chat."""
+        self.pieces = []
+        try:
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        except ValueError as error:
+            raise LigerError(f"generate: {error}") from error
+        self.go_on(ids)
 
-    return resolve_repetition_penalty(given.repetition_penalty, checked_generation_config(model))
+    def go_on(self, ids: list[int]) -> None:
+        """Generate the text that follows `ids`, and print it in pieces or at once."""
+        from ligermodels.generation.generate import stream_text
 
-
-def _sampling(given: Arguments, model: DecoderModel) -> dict[str, Any]:
-    """Return the options of `generate` for sampling; none if decoding is greedy."""
-    import torch
-
-    sampling = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    if given.seed is not None:
-        device = model.embed_tokens.weight.device
-        sampling["generator"] = torch.Generator(device).manual_seed(given.seed)
-    if not sampling or given.temperature == 0:
-        return {}
-    return {"do_sample": True, **sampling}
+        try:
+            stream = stream_text(self.model, self.tokenizer, ids, **self.options)
+        except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
+            raise LigerError(f"generate: {error}") from error
+        for piece in stream:
+            self.pieces.append(piece)
+            if self.streams:
+                print(piece, end="", flush=True)
+        print("".join(self.pieces) if not self.streams else "")

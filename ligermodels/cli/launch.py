@@ -52,14 +52,13 @@ def is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def report_error(line: str, code: int) -> bool:
+def report_error(line: str) -> bool:
     """Leave an error for the process that has started this one to print; False if there is none."""
     file = os.environ.get(_ERROR_FILE)
     if _LAUNCHED not in os.environ or not file:
         return False
-    extra = {"timestamp": str(int(time.time())), "py_callstack": "", "code": code}
     with open(file, "w", encoding="utf-8") as out:
-        json.dump({"message": {"message": line, "extraInfo": extra}}, out)
+        json.dump({"message": line, "timestamp": int(time.time())}, out)
     return True
 
 
@@ -108,21 +107,12 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
 def _first(failures: dict[int, Any]) -> tuple[str, int]:
     """Return the line and the exit code of the failure that caused the others."""
     in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    said = [(failure, found) for _, failure in in_order if (found := _said(failure)) is not None]
-    for rank, failure in in_order:
-        if failure.exitcode < 0 and failure.signal_name() not in ("SIGTERM", "<N/A>"):
-            if said and failure.timestamp - said[0][0].timestamp >= _PATIENCE:
-                break  # the launcher itself has killed it
-            return f"rank {rank} was killed by {failure.signal_name()}", 1
-    if said:
-        return said[0][1]
+    told = [each for _, each in in_order if each.error_file_data["message"]]  # by `report_error`
+    killed = [x for x in in_order if x[1].exitcode < 0 and x[1].signal_name() != "SIGTERM"]
+    if told and (not killed or killed[0][1].timestamp - told[0].timestamp >= _PATIENCE):
+        return told[0].message, told[0].exitcode  # the launcher itself has killed the others
+    if killed:
+        rank, failure = killed[0]
+        return f"rank {rank} was killed by {failure.signal_name()}", 1
     rank, failure = next(iter(failures.items()))
     return f"rank {rank} ended with exit code {failure.exitcode}; its error is above", 1
-
-
-def _said(failure: Any) -> tuple[str, int] | None:
-    """Return the line and the exit code that a process has left with `report_error`."""
-    found = failure.error_file_data.get("message")
-    if isinstance(found, dict) and "code" in found.get("extraInfo", {}):
-        return found["message"], int(found["extraInfo"]["code"])
-    return None

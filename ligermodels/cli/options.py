@@ -8,7 +8,7 @@ mistake is one line on stderr.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import io
 import os
 import shutil
@@ -219,22 +219,16 @@ def import_modules(names: list[str] | None) -> None:
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 
 
-_imported_files: set[str] = set()
-
-
-def _import_file(path: str) -> None:
+def _import_file(name: str) -> None:
     """Import a file under its own name, even if an installed module has the same name."""
-    name = os.path.splitext(os.path.basename(path))[0]
-    if name in sys.modules and name not in _imported_files:
-        raise LigerError(f"a module named {name!r} is imported already; rename the file")
-    open_regular(Path(path), LigerError).close()  # Python would wait for the writer of a pipe.
-    sys.path.append(os.path.dirname(os.path.abspath(path)))  # for the modules beside it
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    file = Path(os.path.abspath(name))
+    known = sys.modules.get(file.stem)
+    if known is not None and getattr(known, "__file__", None) != str(file):
+        raise LigerError(f"a module named {file.stem!r} is imported already; rename the file")
+    open_regular(Path(name), LigerError).close()  # Python would wait for the writer of a pipe.
+    sys.path.insert(0, str(file.parent))
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    _imported_files.add(name)
+        importlib.import_module(file.stem)
+    finally:  # The modules beside it are found later, too, but hide no others.
+        sys.path.remove(str(file.parent))
+        sys.path.append(str(file.parent))

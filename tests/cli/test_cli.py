@@ -142,7 +142,7 @@ def test_an_error_of_the_machine_is_one_line(call, monkeypatch, tmp_path, error,
         monkeypatch.setenv("LIGERMODELS_LAUNCHED", "1")
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
         assert call("inspect", "m") == (1, "", "")
-        assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
+        assert json.loads((tmp_path / "error.json").read_text())["message"] == line
 
 
 def test_a_reader_that_has_exited_is_no_error(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -156,17 +157,16 @@ def test_a_process_that_is_killed_or_hangs_is_named(
 def test_a_process_alone_prints_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert not launch.is_worker() and launch.is_rank0()
-    assert not launch.report_error("x", 2)
+    assert not launch.report_error("x")
 
 
-def failure(
-    timestamp: int, exitcode: int, signal_name: str = "<N/A>", message: object = "Traceback"
-) -> SimpleNamespace:
+def failure(timestamp: int, exitcode: int, signal_name: str = "<N/A>", said: str = "") -> Any:
     return SimpleNamespace(
         timestamp=timestamp,
         exitcode=exitcode,
         signal_name=lambda: signal_name,
-        error_file_data={"message": message},
+        message=said or "torch's own words",
+        error_file_data={"message": said},
     )
 
 
@@ -174,12 +174,14 @@ def test_the_failure_that_caused_the_others_is_told() -> None:
     """The launcher stops the other processes with SIGTERM after the first failure."""
     stopped = failure(9, -15, "SIGTERM")
     killed, failed = failure(5, -9, "SIGKILL"), failure(4, 1)
-    said = failure(6, 2, message={"message": "no such file", "extraInfo": {"code": 2}})
-    assert launch._first({0: stopped, 1: killed}) == ("rank 1 was killed by SIGKILL", 1)
-    assert launch._first({0: failed, 1: said, 2: stopped}) == ("no such file", 2)
+    said = failure(6, 2, said="no such file")
     hung = failure(36, -9, "SIGKILL")  # it did not end when it was asked to
+    by_signal = "rank 1 was killed by SIGKILL", 1
+    assert launch._first({0: stopped, 1: killed}) == by_signal
+    assert launch._first({0: failure(36, 1), 1: hung}) == by_signal
+    assert launch._first({0: said, 1: failure(8, -9, "SIGKILL")}) == by_signal
+    assert launch._first({0: failed, 1: said, 2: stopped}) == ("no such file", 2)
     assert launch._first({0: said, 1: hung}) == ("no such file", 2)
-    assert launch._first({0: failure(36, 1), 1: hung}) == ("rank 1 was killed by SIGKILL", 1)
     line, code = launch._first({3: failed, 1: stopped})
     assert line == "rank 3 ended with exit code 1; its error is above" and code == 1
 
