@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -46,7 +45,6 @@ EVERY = [("orpo", {}), ("orpo", {"beta": 0.7}), *(("cpo", options) for options i
 
 
 def test_equal_trl() -> None:
-    pytest.importorskip("trl", exc_type=ImportError)
     for name, options in EVERY:
         for kind, mask in masks(6):
             logits, ids, log_probs = random_logits(mask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +11,6 @@ from tests.losses.batches import assert_metrics, assert_refused, assert_same, gr
 
 
 def test_bradley_terry_equals_trl() -> None:
-    pytest.importorskip("trl", exc_type=ImportError)
     for pairs in (1, 5):
         rewards = torch.randn(2 * pairs, dtype=torch.float64, requires_grad=True)
         for margin in (None, torch.rand(pairs, dtype=torch.float64)):

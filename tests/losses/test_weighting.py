@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ligermodels.losses.weighting import sft_loss
@@ -17,7 +16,6 @@ from tests.losses.batches import (
 
 
 def test_equal_trl() -> None:
-    pytest.importorskip("trl", exc_type=ImportError)
     for name in ("nll", "dft"):
         for _, mask in masks(4):
             tokens = random_tokens(mask)

@@ -14,10 +14,13 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.losses.batches import Tokens
+
+pytest.importorskip("trl", exc_type=ImportError)
 
 
 class _Accelerator:
