@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.converters.files import open_regular, unique_keys
-from ligermodels.errors import CheckpointError, DataError, first_line, printable, short_repr
+from ligermodels.errors import DataError, first_line, short_repr
 from ligermodels.text.tokenizer import Tokenizer
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -85,15 +84,6 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
     """
     files = [Path(path) for path in paths]
     for file in files:
-        if os.path.isdir(file):
-            raise DataError(f"{file}: this is a folder; give a text or JSONL file")
-        if not os.path.lexists(file):
-            raise DataError(f"{printable(str(file))}: the file does not exist")
-        if os.path.exists(file) and not os.path.isfile(file):
-            raise DataError(
-                f"{file}: this is a pipe or a device; a run reads its data again when it resumes, "
-                "so write the data to a file first"
-            )
         open_regular(file, DataError).close()
         if file.suffix.lower() in REFUSED_SUFFIXES:
             raise DataError(
@@ -169,17 +159,6 @@ def _text_lines(file: Path) -> Iterator[str]:
         yield line.removesuffix("\n") if not line.endswith("\r\n") else line[:-2]
 
 
-def _read_text(file: Path) -> str:
-    try:
-        with open_regular(file, DataError) as opened:
-            return io.BufferedReader(opened).read().decode("utf-8-sig").replace("\r\n", "\n")
-    except OSError as error:
-        raise DataError(f"{file}: the file cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{file}:{line}: the line is not UTF-8 text") from None
-
-
 def read_records(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each object of a file of JSON lines or of one JSON list, and its place for messages.
 
@@ -194,9 +173,9 @@ def read_records(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _values(file: Path) -> Iterator[tuple[Any, str]]:
     if file.suffix.lower() == ".json":
-        text = _read_text(file)
+        text = "".join(_lines(file))
         if text.lstrip().startswith("["):
-            for number, record in enumerate(_json(text, str(file), "file"), start=1):
+            for number, record in enumerate(_json(text, str(file)), start=1):
                 yield record, f"{file}: object {number}"
             return
     for number, line in enumerate(_lines(file), start=1):
@@ -217,21 +196,13 @@ def _lines(file: Path) -> Iterator[str]:
         raise DataError(f"{file}:{number}: the line is not UTF-8 text") from None
 
 
-def _json(text: str, where: str, what: str = "line") -> Any:
+def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique_keys(where, DataError))
     except DataError:
         raise
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if what == "file" else ""
-        raise DataError(
-            f"{where}: the {what} is not JSON: {error.msg} at {line}column {error.colno}"
-        ) from None
-    except (ValueError, RecursionError):
-        raise DataError(
-            f"{where}: the {what} cannot be read as JSON, because it is nested too deeply or "
-            "holds a number with too many digits"
-        ) from None
+    except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
+        raise DataError(f"{where}: this is not JSON: {first_line(error)}") from None
 
 
 def _record_document(record: dict[str, Any], where: str, encoder: Encoder) -> Document:
@@ -305,7 +276,7 @@ def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
     """
     tools, more = record.get("tools") or None, record.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
-        tools = _json(tools, where, 'value of "tools"') or None
+        tools = _json(tools, f'{where}: "tools"') or None
     if tools is not None and (
         not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
     ):
@@ -340,7 +311,9 @@ def completed(
             "write both as one of the two"
         )
     if isinstance(prompt, list):
-        return encoder.reply(prompt, completion, where, template_variables(record, where))
+        turns = [(len(prompt), len(prompt) + len(completion))]
+        variables = template_variables(record, where)
+        return encoder.chat([*prompt, *completion], where, variables, turns)
     return encoder.completion(prompt, completion)
 
 
@@ -388,28 +361,34 @@ class Encoder:
         return self._document(ids, loss_mask, divisible=False)
 
     def chat(
-        self, messages: list[dict[str, Any]], where: str, variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        where: str,
+        variables: dict[str, Any],
+        turns: Sequence[tuple[int, int]] | None = None,
     ) -> Document:
         """Encode a conversation with the chat template; the assistant's turns are the targets.
 
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
 
-        Args: where: the place that errors name; variables: further variables for the template.
+        Args: where: the place that errors name; variables: further variables for the template;
+            turns: the first message of each turn and that after its last, if they are known.
         """
+        if turns is None:
+            roles = [message["role"] for message in messages]
+            turns = [(i, i + 1) for i, role in enumerate(roles) if role == "assistant"]
         whole = self._render(messages, False, where, variables)
         segments: list[tuple[str, bool]] = []
         done = 0
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:i], True, where, variables)
-            through = self._render(messages[: i + 1], False, where, variables)
+        for start, stop in turns:
+            before = self._render(messages[:start], True, where, variables)
+            through = self._render(messages[:stop], False, where, variables)
             if not (whole.startswith(through) and through.startswith(before)):
                 raise DataError(
-                    f"{where}: the chat template renders message {i + 1} differently inside the "
-                    "conversation than at its end, so the tokens of this message cannot be found; "
-                    "split the conversation so that this message is the last"
+                    f"{where}: the chat template renders message {start + 1} differently inside "
+                    "the conversation than at its end, so the tokens of this message cannot be "
+                    "found; split the conversation so that this message is the last"
                 )
             segments += [
                 (whole[done : len(before)], False),
@@ -428,24 +407,6 @@ class Encoder:
             variables = template_variables(record, where)
             ids = self._encode(self._render(prompt, True, where, variables))
         return self._document(ids, [False] * len(ids), divisible=False)
-
-    def reply(
-        self,
-        prompt: list[dict[str, Any]],
-        reply: list[dict[str, Any]],
-        where: str,
-        variables: dict[str, Any],
-    ) -> Document:
-        """Encode a conversation whose last messages are the targets, with the template's end."""
-        before = self._render(prompt, True, where, variables)
-        whole = self._render([*prompt, *reply], False, where, variables)
-        if not whole.startswith(before):
-            raise DataError(
-                f"{where}: the chat template renders the prompt differently before an answer, so "
-                "the tokens of the answer cannot be found"
-            )
-        ids, loss_mask = self._segments([(before, False), (whole[len(before) :], True)])
-        return self._document(ids, loss_mask, divisible=False)
 
     def _render(
         self,
@@ -488,21 +449,11 @@ class Encoder:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _document(self, ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
+    @staticmethod
+    def _document(ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
         mask = np.array(loss_mask, dtype=np.bool_)
         mask[:1] = False  # no token before the first one could predict it
-        try:
-            document = Document(np.array(ids, dtype=np.int32), mask, divisible)
-            fits = document.ids.min(initial=0) >= 0
-        except OverflowError:
-            fits = False
-        if not fits:
-            odd = next(i for i in ids if not 0 <= i < 2**31)
-            raise CheckpointError(
-                f"{getattr(self.tokenizer, 'source', 'tokenizer')}: the tokenizer makes token "
-                f"{short_repr(odd)}, but an id must be from 0 to 2**31 - 1"
-            )
-        return document
+        return Document(np.array(ids, dtype=np.int32), mask, divisible)
 
 
 def normalised(record: dict[str, Any], where: str, *, has_template: bool) -> dict[str, Any]:

@@ -37,10 +37,10 @@ def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text,
         files = ["--train-files", file, "--output-dir", tmp_path / output]
         return call("finetune", model, *files, *SMALL)
 
-    assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: the file does not exist")
+    assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: the file is missing")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n')
-    assert_one_line(finetune(bad), f"{bad}:2: the line is not JSON")
+    assert_one_line(finetune(bad), f"{bad}:2: this is not JSON")
     assert_one_line(finetune(model=tmp_path / "no-model"), "no-model")
     assert not (tmp_path / "run" / "run.json").exists()
     for output in ("bad.jsonl", "bad.jsonl/run"):

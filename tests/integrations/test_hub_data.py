@@ -108,7 +108,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
                 assert np.array_equal(one.loss_mask, other.loss_mask)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": \n')
-    with pytest.raises(DataError, match=r"bad\.jsonl:1: the line is not JSON"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: this is not JSON"):
         stored_documents([bad], tokenizer, checkpoint, data_library, None, progress=False)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ligermodels.errors import CheckpointError, DataError
+from ligermodels.errors import DataError
 from ligermodels.training import data as module
 from ligermodels.training.data import check_files, read_documents, split_text
 
@@ -153,7 +153,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
             return "!" + rendered if add_generation_prompt else rendered
 
     file = write(tmp_path, "b.jsonl", {"prompt": turn[:1], "completion": turn[1:]})
-    with pytest.raises(DataError, match=r"b\.jsonl:1: the chat template renders the prompt diff"):
+    with pytest.raises(DataError, match=r"b\.jsonl:1: the chat template renders message 2 diff"):
         read_documents([file], Another())
 
 
@@ -179,43 +179,33 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(tmp_path):
     assert [plain(d)[0] for d in read_documents([file], Ends())] == ["^t$", "^pc$"]
 
 
-def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, subtests):
-    for line, message in (
-        ('{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "a"', "this is not JSON: Expecting ',' delimiter: line 1 column 13"),
         ("[1]", "expected an object, found a list"),
-        ("null", "expected an object, found null"),
-        ({"body": "a"}, 'expected one of the keys "text"'),
         ({}, "found no keys"),
+        ({"text": None, "b": 1}, "found 'text' (null), 'b'"),
         ({"text": "a", "prompt": "b"}, 'expected one of the keys "text"'),
         ({"text": 3}, '"text" must be a string, found a number'),
         ({"prompt": "a"}, '"completion" is missing'),
-        ({"prompt": "a", "completion": None}, '"completion" must be a string, found null'),
         ({"prompt": "a", "completion": [{"role": "a", "content": ""}]}, "is a string, the other"),
-        ({"prompt": [], "completion": "b"}, '"prompt" must be a list with at least one'),
         ({"messages": []}, '"messages" must be a list'),
         ({"messages": ["hello"]}, "a message must be an object, found a string"),
         ({"messages": [{"role": "user"}]}, '"content" is missing'),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "begins with a turn of the assistant; put the turn that this one answers",
-        ),
-        (
-            {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
-            "its roles are 'human', 'gpt'; name the turns of the model \"assistant\"",
-        ),
-        ({"conversations": [{"from": "human", "value": "a"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "begins with a turn of the"),
+        ({"messages": [{"role": "gpt", "content": "b"}]}, "its roles are 'gpt'; name the turns"),
         ('{"text": "\\ud800"}', "half a surrogate pair"),
-        ('{"text": "a", "text": "b"}', "key 'text' appears twice"),
         ('{"text": "a", "meta": {"x": 1, "x": 2}}', "key 'x' appears twice"),
-        ("[" * 100_000, "nested too deeply"),
-    ):
-        with subtests.test(f"{line!r:.60}"):
-            file = write(tmp_path, "bad.jsonl", {"text": "fine"}, "", line)
-            with pytest.raises(DataError) as error:
-                read_documents([file], Letters())
-            assert str(error.value).startswith(f"{file}:3: ")
-            assert message in str(error.value)
+        ("[" * 100_000, "this is not JSON: maximum recursion depth"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
+    file = write(tmp_path, "bad.jsonl", {"text": "fine"}, "", line)
+    with pytest.raises(DataError) as error:
+        read_documents([file], Letters())
+    assert str(error.value).startswith(f"{file}:3: ")
+    assert message in str(error.value)
 
 
 def test_a_json_file_is_a_list_or_lines(tmp_path):
@@ -240,65 +230,38 @@ def test_records_of_other_tools_are_read(tmp_path):
     assert alpaca[0].endswith("### Response:\nx$") and alpaca[1].strip(".") == "x$"
 
 
-def test_a_file_without_text_is_refused(tmp_path, subtests):
-    for name, data, message in (
+@pytest.mark.parametrize(
+    "name, data, message",
+    [
         ("a.txt", b"fine\n\xff", "a.txt:2: the line is not UTF-8 text"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl:2: the line is not UTF-8 text"),
         ("a.txt", b"a\nb\0b", "a.txt:2: the line holds NUL characters"),
         ("a.txt", b" \n", "there is no text"),
-        ("a.jsonl", b"", "there is no text"),
         ("a.json", b"[]", "there is no text"),
-        ("a.jsonl", b'{"text": "a"\r\n', "a.jsonl:1: the line is not JSON: .* at column 13"),
-        ("a.jsonl", b'{"text": null, "b": 1}', r"found 'text' \(null\), 'b'$"),
-        (
-            "a.json",
-            b'[{"text": "a"},\n{"text" 1}]',
-            "a.json: the file is not JSON: .* at line 2, co",
-        ),
+        ("a.json", b'[{"text": "a"},\n{"text" 1}]', "a.json: this is not JSON: .*: line 2 col"),
         ("a.json", b'[{"text": "a"}, 1]', "a.json: object 2: expected an object, found a number"),
         ("a.parquet", b"PAR1", ".parquet files are not supported"),
-    ):
-        with subtests.test(f"{name}: {data!r}"):
-            (tmp_path / name).write_bytes(data)
-            with pytest.raises(DataError, match=message):
-                read_documents([tmp_path / name], Letters())
+    ],
+)
+def test_a_file_without_text_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        read_documents([tmp_path / name], Letters())
 
 
-def test_missing_files_and_folders_are_refused_before_reading(tmp_path):
-    with pytest.raises(DataError, match=r"none\.txt: the file does not exist"):
-        check_files([tmp_path / "none.txt"])
-    with pytest.raises(DataError, match="is a folder"):
-        check_files([tmp_path])
-
-
-def test_what_cannot_be_read_again_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("none.txt", r"none\.txt: the file is missing"),
+        ("", "not a regular file but a folder"),
+        ("pipe", "not a regular file but a pipe"),
+        ("dead link", "link to nowhere"),
+    ],
+)
+def test_what_is_no_file_is_refused_before_reading(tmp_path, name, message):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "dead link").symlink_to("nowhere")
-    (tmp_path / "loop").symlink_to("loop")
-    reading, writing = os.pipe()
-    try:
-        for path in (tmp_path / "pipe", tmp_path / "device", f"/dev/fd/{reading}"):
-            with pytest.raises(DataError, match="this is a pipe or a device; a run reads its data"):
-                check_files([path])
-    finally:
-        os.close(reading)
-        os.close(writing)
-    for name, message in (("dead link", "link to nowhere"), ("loop", "Too many levels")):
-        with pytest.raises(DataError, match=message):
-            check_files([tmp_path / name])
-
-
-@pytest.mark.parametrize("token", [-1, 2**31, 2**64])
-def test_a_token_that_is_no_id_is_refused(tmp_path, token):
-    class Odd(Letters):
-        source = "folder"
-
-        def encode(self, text, add_special_tokens=True):
-            return [1, token] if text == "odd" else super().encode(text, add_special_tokens)
-
-    with pytest.raises(CheckpointError, match=f"folder: the tokenizer makes token {token}, but"):
-        read_documents([write(tmp_path, "a.txt", "odd")], Odd())
+    with pytest.raises(DataError, match=message):
+        check_files([tmp_path / name])
 
 
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def test_the_names_of_data_sets(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"none\.txt: the file does not exist"):
+    with pytest.raises(DataError, match=r"none\.txt: the file is missing"):
         local_files([str(tmp_path / "none.txt")])
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "ligermodels.integrations.hub_data", raising=False)

@@ -42,7 +42,7 @@ def test_losses_of_files_add_up_by_targets():
 
 def test_what_cannot_be_measured_is_refused(checkpoint, text, tmp_path):
     tokenizer = Tokenizer.from_hf(checkpoint)
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="the file is missing"):
         file_loss(AutoLiger.from_hf(checkpoint), tokenizer, [tmp_path / "none.txt"])
     small = make_checkpoint(
         tmp_path / "small", vocab_size=250, eos_token_id=None, bos_token_id=None

@@ -102,7 +102,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Tokenizer, tmp_path: 
         (group,) = read_pairs(jsonl(tmp_path, record | none), tokenizer)
         assert texts(tokenizer, group.documents[1])[0] == start.removeprefix("calm[clock]")
     for wrong, fault in (
-        ({"tools": "clock"}, 'the value of "tools" is not JSON'),
+        ({"tools": "clock"}, '"tools": this is not JSON'),
         ({"tools": ["clock"]}, '"tools" must be a list of objects'),
         ({"chat_template_kwargs": [1]}, '"chat_template_kwargs" must be an object, found a list'),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "must not have 'chat_template'"),
