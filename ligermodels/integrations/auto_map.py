@@ -6,8 +6,8 @@ from pathlib import Path
 from ligermodels.converters.checkpoint_files import CONFIG_NAME
 from ligermodels.converters.files import read_json, write_json
 from ligermodels.converters.hf_config import AUTO_CLASS, SHELL_FILE
-from ligermodels.errors import CheckpointError, short_repr
-from ligermodels.models.auto import families
+from ligermodels.errors import CheckpointError
+from ligermodels.models.auto import family_named
 
 _CODE = """\
 from ligermodels.integrations.hf_model import {name} as Wrapper
@@ -32,18 +32,14 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
         split_projections: whether the wrapper has HF's projections, for optimizers that look at
             whole matrices. Adapters of PEFT do not need it.
     Raises:
-        CheckpointError: the folder has no config.json that can be read, no family is registered for
-            its model_type, it has other towers than a text model, or a config class of its own.
+        CheckpointError: the folder has no config.json that can be read, it has other towers than a
+            text model, or a config class of its own.
+        ConfigError: no family is registered for its model_type.
         OSError: a file cannot be written.
     """
     file = Path(folder) / CONFIG_NAME
-    config, found = read_json(file, CheckpointError), families()
-    model_type, known = config.get("model_type"), config.get("auto_map") or {}
-    if model_type not in found:
-        raise CheckpointError(
-            f"{file}: model_type {short_repr(model_type)} is not supported; these are supported: "
-            f"{', '.join(found)}"
-        )
+    config = read_json(file, CheckpointError)
+    family, known = family_named(config.get("model_type"), str(file)), config.get("auto_map") or {}
     if "AutoConfig" in known:
         raise CheckpointError(
             f"{file}: auto_map names a config class of the checkpoint's own (AutoConfig), and a "
@@ -55,7 +51,7 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
             f"{file}: it is a checkpoint of a text model and other towers; save the text model "
             "alone with LigerForCausalLM.from_native(AutoLiger.from_hf(...)).save_pretrained(...)"
         )
-    name = f"{found[model_type].__name__}ForCausalLM"
+    name = f"{family.__name__}ForCausalLM"
     code = _CODE.format(name=name, split=split_projections)
     file.with_name(f"{SHELL_FILE}.py").write_text(code, encoding="utf-8")
     auto_map = {**known, AUTO_CLASS: f"{SHELL_FILE}.{name}"}

@@ -24,7 +24,7 @@ from ligermodels.converters import hf_config
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.hf_families import class_at, native_config, raw_config
-from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
+from ligermodels.integrations.hf_inputs import first_layers, layer_outputs, native_inputs
 from ligermodels.integrations.hf_weights import conversions, pack_hf_names
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.models.base import DecoderModel
@@ -304,19 +304,16 @@ class LigerModel(LigerPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = getattr(self.config, "output_hidden_states", False)
         native = self.native
-        seen = LayerOutputs(native) if output_hidden_states else None
         # An assistant that exits early (assistant_early_exit) lowers this number for its calls.
         count = self.config.num_hidden_layers
         early = count < native.built_from.num_hidden_layers
-        try:
-            with first_layers(native, count) if early else nullcontext():
-                hidden = native(**inputs)
-        finally:
-            if seen is not None:
-                seen.remove()
-        states = None
-        if seen is not None:  # The last layer's output is normed.
-            states = (*seen.outputs[: count if early else -1], hidden)
+        with (
+            first_layers(native, count) if early else nullcontext(),
+            layer_outputs(native) if output_hidden_states else nullcontext() as seen,
+        ):
+            hidden = native(**inputs)
+        # The last layer's output is normed.
+        states = None if seen is None else (*seen[: count if early else -1], hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=states
         )

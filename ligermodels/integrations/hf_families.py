@@ -13,8 +13,8 @@ from transformers.utils import find_adapter_config_file
 
 from ligermodels.converters import hf_config
 from ligermodels.converters.files import read_json
-from ligermodels.errors import ConfigError, short_repr
-from ligermodels.models.auto import families
+from ligermodels.errors import ConfigError
+from ligermodels.models.auto import family_named
 from ligermodels.models.base import DecoderModel
 
 
@@ -45,19 +45,14 @@ def raw_config(path: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def class_at(path: Any, base: type, options: dict[str, Any]) -> Any:
     """Return the class of wrappers for the config.json at a path or hub id."""
-    raw, found = raw_config(path, options), families()
+    raw = raw_config(path, options)
     if "text_config" in raw:
         raise ConfigError(
             f"{path}: it is a checkpoint of a text model and other towers, which this class "
             "cannot load here; for the text model alone use "
             "LigerForCausalLM.from_native(AutoLiger.from_hf(...))"
         )
-    if raw.get("model_type") not in found:
-        raise ConfigError(
-            f"{path}: model_type {short_repr(raw.get('model_type'))} is not supported; these are "
-            f"supported: {', '.join(found)}"
-        )
-    return class_of(found[raw["model_type"]], base)
+    return class_of(family_named(raw.get("model_type"), path), base)
 
 
 def class_of(family: type[DecoderModel], base: type) -> Any:

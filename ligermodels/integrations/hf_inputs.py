@@ -16,26 +16,24 @@ from ligermodels.models.inputs import flattened_documents
 _WITHOUT_EFFECT = {"cache_position", "return_dict", "logits_to_keep"}
 
 
-class LayerOutputs:
-    """Collects the hidden states between the layers of one forward pass, as transformers does."""
+@contextmanager
+def layer_outputs(native: DecoderModel) -> Iterator[list[Tensor]]:
+    """Collect the hidden states between the layers of one forward pass, as transformers does."""
+    outputs: list[Tensor] = []
 
-    def __init__(self, native: DecoderModel) -> None:
-        self.outputs: list[Tensor] = []
-        self._handles = [
-            native.layers[0].register_forward_pre_hook(self._first),
-            *(layer.register_forward_hook(self._next) for layer in native.layers),
-        ]
+    def first(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        outputs.append(inputs[0])
 
-    def _first(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.outputs.append(inputs[0])
-
-    def _next(self, layer: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    def following(layer: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
         x, residual = output[:2]
-        self.outputs.append(x if residual is None else x + residual)
+        outputs.append(x if residual is None else x + residual)
 
-    def remove(self) -> None:
-        """End the collection."""
-        for handle in self._handles:
+    handles = [layer.register_forward_hook(following) for layer in native.layers]
+    handles.append(native.layers[0].register_forward_pre_hook(first))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
             handle.remove()
 
 

@@ -7,8 +7,8 @@ disk, in the Arrow files of that library.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,9 +22,10 @@ import datasets
 import numpy as np
 from huggingface_hub import constants
 
-from ligermodels.converters.files import open_regular, sync_file
+from ligermodels.converters.files import sync_file
 from ligermodels.errors import DataError, LigerError, first_line
 from ligermodels.training.data import Document
+from ligermodels.training.files import file_hash
 
 
 def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True) -> Path:
@@ -59,7 +60,8 @@ def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
     with tempfile.TemporaryDirectory() as folder, _bars(progress):
         plain = Path(folder) / f"table{file.suffix.lower()}"
         try:
-            path = _path(file.stem, _copied(file, plain)[:16])
+            shutil.copyfile(file, plain)
+            path = _path(file.stem, file_hash(plain)[:16])
             if path.is_file():
                 return path
             kind = plain.suffix.lstrip(".")
@@ -83,16 +85,6 @@ def _bars(shown: bool) -> Iterator[None]:
     finally:
         if hide:
             datasets.enable_progress_bars()
-
-
-def _copied(file: Path, target: Path) -> str:
-    """Copy a file, and return the SHA-256 of what was copied."""
-    digest = hashlib.sha256()
-    with open_regular(file, DataError) as source, target.open("wb") as copy:
-        while block := source.read(2**20):
-            digest.update(block)
-            copy.write(block)
-    return digest.hexdigest()
 
 
 def _path(name: str, digest: str) -> Path:

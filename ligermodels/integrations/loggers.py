@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ligermodels.converters.files import read_if_present
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.training.files import atomic_write
-
-
-class Logger(Protocol):
-    """What receives the metrics of a run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values that were measured at a step."""
-
-    def close(self) -> None:
-        """Write what is left."""
 
 
 class TensorBoardLogger:
@@ -29,10 +19,18 @@ class TensorBoardLogger:
     Args: folder: the run's folder; start: the step from which a resumed run goes on.
     """
 
+    @staticmethod
+    def library() -> Any:
+        """Import what writes the files."""
+        try:
+            return import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError:
+            return import_module("tensorboardX").SummaryWriter
+
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
         # TensorBoard hides what older files have from this step on: of another run, all.
         purge = start + 1 if start else 0
-        self._writer = _summary_writer()(str(folder / "tensorboard"), purge_step=purge)
+        self._writer = self.library()(str(folder / "tensorboard"), purge_step=purge)
         if not start:
             lines = (f"    {name}: {value}" for name, value in settings.items())
             self._writer.add_text("settings", "\n".join(lines))
@@ -54,12 +52,16 @@ class WandbLogger:
     same run there, whose id is kept in the folder.
     """
 
+    @staticmethod
+    def library() -> Any:
+        """Import the package."""
+        return import_module("wandb")
+
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
-        wandb = import_module("wandb")
         file = folder / "wandb_id"
         found = read_if_present(file, CheckpointError) if start else None
         known = found.decode("utf-8", "replace").strip() if found else None
-        self._run = wandb.init(
+        self._run = self.library().init(
             project=os.environ.get("WANDB_PROJECT", "ligermodels"),
             name=os.environ.get("WANDB_NAME", folder.name),
             config=dict(settings),
@@ -78,33 +80,21 @@ class WandbLogger:
         self._run.finish()
 
 
-def _summary_writer() -> Any:
-    try:
-        return import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError:
-        return import_module("tensorboardX").SummaryWriter
+_LOGGERS: dict[str, Any] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
 
 
-Open = Callable[[Path, Mapping[str, Any], int], Logger]
-_LOGGERS: dict[str, tuple[Open, Callable[[], Any], str]] = {
-    "tensorboard": (TensorBoardLogger, _summary_writer, "tensorboard"),
-    "wandb": (WandbLogger, lambda: import_module("wandb"), "wandb"),
-}
-
-
-def loggers_by_name(names: list[str]) -> list[Open]:
-    """Return what opens each logger.
+def loggers_by_name(names: list[str]) -> list[Any]:
+    """Return the class of each logger.
 
     Raises:
         ConfigError: a package is not installed.
     """
     for name in names:
-        _, check, package = _LOGGERS[name]
         try:
-            check()
+            _LOGGERS[name].library()
         except ImportError as error:
             raise ConfigError(
-                f"report_to: {name} needs {package}, which cannot be imported ({error}); "
-                f"pip install {package}"
+                f"report_to: {name} needs {name}, which cannot be imported ({error}); "
+                f"pip install {name}"
             ) from None
-    return [_LOGGERS[name][0] for name in names]
+    return [_LOGGERS[name] for name in names]

@@ -268,13 +268,22 @@ def family_of(folder: str | os.PathLike[str]) -> type[DecoderModel]:
         ConfigError: its config.json cannot be read, or no class is registered for its model_type.
     """
     raw = hf_config.read_config(folder)
-    model_type = raw.get("model_type")
+    return family_named(raw.get("model_type"), os.path.join(folder, "config.json"))
+
+
+def family_named(model_type: Any, where: str) -> type[DecoderModel]:
+    """Return the model class that is registered for a model_type.
+
+    Args: where: what names it, for the error.
+    Raises:
+        ConfigError: no class is registered for it.
+    """
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
-            f"{os.path.join(folder, 'config.json')}: model_type {short_repr(model_type)} is not "
-            f"supported; these are supported: {', '.join(known)}; import the file of a family of "
-            "your own first (--import on the command line)"
+            f"{where}: model_type {short_repr(model_type)} is not supported; these are supported: "
+            f"{', '.join(known)}; import the file of a family of your own first (--import on the "
+            "command line)"
         )
     return known[model_type]
 

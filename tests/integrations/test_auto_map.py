@@ -18,7 +18,7 @@ from transformers import (
 from trl import SFTTrainer
 from trl.scripts import sft
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, LigerError
 from ligermodels.integrations.auto_map import write_auto_map
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.auto import AutoLiger
@@ -127,6 +127,6 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         '{"model_type": "gemma3", "text_config": {}}': "a text model and other towers",
     }.items():
         (tmp_path / "config.json").write_text(config)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(LigerError, match=words):
             write_auto_map(tmp_path)
         assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, MistralConfig
 
 from ligermodels.integrations.hf_cache import HFCache
-from ligermodels.integrations.hf_inputs import LayerOutputs, first_layers, native_inputs
+from ligermodels.integrations.hf_inputs import first_layers, layer_outputs, native_inputs
 from tests.tiny_models import VOCAB, random_model
 
 
@@ -40,11 +40,11 @@ def test_a_mask_of_ones_on_a_gpu_is_left_out() -> None:
 def test_the_first_layers_alone() -> None:
     """A tool may have put a forward of its own into a layer; it is there again afterwards."""
     model, ids = random_model("gemma3_text"), torch.randint(0, VOCAB, (1, 4))
-    whole, seen = model(ids), LayerOutputs(model)
-    own = model.layers[1].forward = model.layers[1].forward
-    with first_layers(model, 1):
+    whole, own = model(ids), model.layers[1].forward
+    model.layers[1].forward = own
+    with first_layers(model, 1), layer_outputs(model) as seen:
         last = model(ids)
-    torch.testing.assert_close(model.norm(seen.outputs[1]), last)
+    torch.testing.assert_close(model.norm(seen[1]), last)
     assert model.layers[1].forward is own
     assert torch.equal(model(ids), whole) and not torch.equal(last, whole)
 
