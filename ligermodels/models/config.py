@@ -300,12 +300,11 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-    if config.rotary_dim == config.head_dim and config.head_dim % 2:
-        yield f"head_dim {config.head_dim} is odd; it must be even, because rope rotates pairs"
     if config.rotary_dim % 2 or not 0 < config.rotary_dim <= config.head_dim:
         yield (
             f"partial_rotary_factor {getattr(config, 'partial_rotary_factor', 1.0)} of head_dim "
-            f"{config.head_dim} is {config.rotary_dim}; expected an even number from 2 to head_dim"
+            f"{config.head_dim} is {config.rotary_dim}, the elements that rope rotates; expected "
+            "an even number from 2 to head_dim"
         )
     if (name := getattr(config, config.activation_field)) not in config.activations:
         known = ", ".join(config.activations)

@@ -18,6 +18,12 @@ from ligermodels.layers import (
 from ligermodels.layers.attention_backend import choose_backend
 from ligermodels.layers.fusion import is_plain, pre_norm_names
 
+_OPS = {
+    RMSNorm: ("rms_norm", "add_rms_norm"),
+    LayerNorm: ("layer_norm", "add_layer_norm"),
+    Attention: ("rope",),
+    GatedMLP: ("glu",),
+}
 _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
     "suffix": "cuDNN's attention in two calls",
@@ -57,16 +63,11 @@ def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, s
 def _ops(model: nn.Module) -> Iterator[str]:
     """Yield the names of the ops that the model's layers and head use."""
     modules = [*model.modules()]
-    if any(isinstance(m, RMSNorm) for m in modules):
-        yield from ("rms_norm", "add_rms_norm")
-    if any(isinstance(m, LayerNorm) for m in modules):
-        yield from ("layer_norm", "add_layer_norm")
-    if any(isinstance(m, Attention) for m in modules):
-        yield "rope"
+    for cls, ops in _OPS.items():
+        if any(isinstance(m, cls) for m in modules):
+            yield from ops
     if any(isinstance(m, Attention) and m.fuses_head_norms for m in modules):
         yield "qk_norm_rope"
-    if any(isinstance(m, GatedMLP) for m in modules):
-        yield "glu"
     yield "cross_entropy"
 
 

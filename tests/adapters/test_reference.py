@@ -80,17 +80,3 @@ def test_frozen_copies() -> None:
     assert linears[0].codes.dtype == torch.int8
     with pytest.raises(ConfigError, match="dtype: 'int4' is not one of float32"):
         frozen_copy(model, "int4")
-
-
-def test_a_frozen_body_keeps_nothing() -> None:
-    model, ids = random_model("llama"), some_ids()
-    model.requires_grad_(False)
-    model.head.requires_grad_(True)
-    for plan in (None, MemoryPlan.uniform(3, "input"), MemoryPlan.uniform(3, "attention")):
-        model.set_memory_plan(plan)
-        hidden = model(ids)
-        assert hidden.grad_fn is None
-        model.head(hidden, ids).loss.backward()
-        assert model.head.weight.grad is not None
-        assert all(p.grad is None for p in model.layers.parameters())
-        model.zero_grad()

@@ -63,8 +63,6 @@ SHARED = (
     "shards",
     "tied",
     "untied",
-    "tied, shards",
-    "untied, shards",
     "old spelling",
     "old spelling, scaled rope",
     "no padding token",

@@ -66,7 +66,7 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
             {"hidden_size": 63},
             "hidden_size 63 .* 4; set head_dim",
         ),
-        (LlamaConfig, {"head_dim": 15}, "head_dim 15 is odd"),
+        (LlamaConfig, {"head_dim": 15}, "1.0 of head_dim 15 is 15, .* even"),
         (LlamaConfig, {"hidden_act": "relu"}, "hidden_act 'relu' is not implemented; expected"),
         (LlamaConfig, {"attention_dropout": 0.1}, "attention_dropout 0.1 is not implemented"),
         (LlamaConfig, {"pad_token_id": 32000}, "pad_token_id 32000 is outside the vocabulary"),

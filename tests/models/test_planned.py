@@ -51,16 +51,9 @@ def test_both_spellings(spelling: str) -> None:
         disable()
     for arguments, complaint in (
         ({"offload": True}, "the model is on cpu, which has no pinned memory"),
-        (
-            {"kwargs": {"use_reentrant": True}},
-            "True}; only use_reentrant=False is imp",
-        ),
-        (
-            {"kwargs": {"debug": True}},
-            "are {'debug': True}; only use_reentrant",
-        ),
+        ({"kwargs": {"use_reentrant": True}}, "only use_reentrant=False is implemented"),
+        ({"kwargs": {"debug": True}}, "{'debug': True}; only use_reentrant"),
         ({"every_n_layers": 0}, "every_n_layers=0; expected an integer of 1 or more"),
-        ({"every_n_layers": 2.5}, "every_n_layers=2.5; expected an integer of 1 or more"),
     ):
         with pytest.raises(ValueError, match=complaint):
             enable(**{x.replace("kwargs", f"{spelling}_kwargs"): v for x, v in arguments.items()})

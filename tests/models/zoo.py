@@ -163,11 +163,6 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         "bfloat16 file": Feature("file", dtype=torch.bfloat16),
         "shards": Feature("file", max_shard_size=20000 if scale is TINY else "20MB"),
         "untied" if tied else "tied": Feature(config={"tie_word_embeddings": not tied}),
-        "untied, shards" if tied else "tied, shards": Feature(
-            "file",
-            {"tie_word_embeddings": not tied},
-            max_shard_size=9000 if scale is TINY else "20MB",
-        ),
         "old spelling": Feature("file", rope(5e5, {}), rewrite=old_spelling),
         "old spelling, scaled rope": Feature("file", rope(1e4, yarn), rewrite=old_spelling),
         "defaults left out": Feature(
@@ -273,7 +268,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
             *("basic", "bfloat16 file", "shards", "defaults left out", "untied"),
-            *("untied, shards", "old spelling", "packed", "left padding", "no padding token"),
+            *("old spelling", "packed", "left padding", "no padding token"),
             *("odd sizes", "yarn rope", "linear rope", "layer_types", "five windows, one full"),
             *("sliding_window_pattern 3", "local theta"),
         )
