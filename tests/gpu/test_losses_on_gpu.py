@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from ligermodels import AutoLiger
 from ligermodels.generation import generate_drafted
 from ligermodels.heads.medusa_file import load_heads
 from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss, sft_loss
+from ligermodels.losses.policy import GRPO_LOSS_TYPES, LEVELS
 from ligermodels.losses.preference import DPO_LOSS_TYPES
 from tests.gpu.synchronisation import no_synchronisation
 from tests.losses.batches import gradients, masks, random_tokens
-from tests.losses.test_policy import GRPO_OPTIONS, ours, some_advantages
+from tests.losses.test_policy import ours, some_advantages
 from tests.training.tiny_run import make_checkpoint, make_text, run
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +35,11 @@ def losses_of(tokens, label, advantages):
     yield orpo_loss(tokens.log_probs, tokens.mask).loss
     yield cpo_loss(tokens.log_probs, tokens.mask, loss_type="simpo").loss
     yield sft_loss(tokens.log_probs, tokens.mask, loss_type="dft").loss
-    for options in GRPO_OPTIONS:
-        yield ours(tokens, advantages, **options).loss
+    masked = {"top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.01, "delta": 1.15}
+    for name, level in product(GRPO_LOSS_TYPES, LEVELS):
+        options = {"loss_type": name, "importance_sampling_level": level, "epsilon_high": 1.1}
+        for more in ({}, {"beta": 0.3, "entropy_coef": 0.2, **masked}):
+            yield ours(tokens, advantages, **options, **more).loss
 
 
 def test_losses_equal_those_of_the_cpu() -> None:

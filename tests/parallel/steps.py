@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ligermodels import families
+from ligermodels import MemoryPlan, families
+from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import splits_of, whole_tensor
 from tests.families import OWN
+from tests.memory.step_bytes import error_of_prediction
 
 BATCH, SEQ = 4, 12
 # The sizes are small and odd, so that the ranks' shards differ in rows; heads are grouped.
@@ -84,3 +86,14 @@ def outputs(ours: Any, theirs: Any) -> dict[str, float]:
             assert a.dtype == b.dtype, name
             found[name] = relative(a, b)
     return found
+
+
+def error_of_bytes(
+    model: DecoderModel, policy: CheckpointingPolicy, seq: int, allowed: float
+) -> dict[str, float]:
+    """Compare the bytes that a simulation predicts with those that a rank's step takes.
+
+    Args: allowed: a share, since a thread of gloo may hold the tensors of a collective longer.
+    """
+    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
+    return {"bytes": max(0.0, abs(error_of_prediction(model, seq, steps=4)) - allowed)}

@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from examples.shared_keys import SharedKeys, SharedKeysConfig
 from ligermodels import ConfigError, KVCache, MemoryPlan, shard
 from ligermodels.layers import Attention
-from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.families import OWN, WINDOW
-from tests.memory.step_bytes import error_of_prediction
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.steps import (
     SIZES,
     differences,
+    error_of_bytes,
     gradients,
     make,
     mesh_of,
@@ -84,7 +83,7 @@ def cases(ranks: int) -> dict[str, Case]:
             found[f"{layout}, classifier"] = partial(classifier, mesh)
             found[f"{layout}, norm of the gradients"] = partial(clipping, mesh)
         if ranks == 2:
-            found["bytes"] = partial(memory, mesh, "attention")
+            found["bytes"] = partial(memory, mesh)
         if ranks == 4:
             found[f"{layout}, compiled"] = partial(rows, mesh, "llama", True, compiles=True)
         for policy in ("attention", "input") if layout == "fsdp and cp" else ():
@@ -138,7 +137,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.2,
     },
     "sum": {"reduction": "sum"},
-    "tokens": {"reduction": "none", "return_token_stats": True},
+    "tokens": {
+        "reduction": "none",
+        "return_token_stats": True,
+        "token_weights": torch.linspace(0.1, 1, BATCH * SEQ).view(BATCH, SEQ),
+        "alternatives": torch.arange(BATCH * SEQ).view(BATCH, SEQ, 1) + 3,
+    },
 }
 
 
@@ -183,14 +187,8 @@ def rows(
         return result | {"hidden": relative(sharded(ids, **given)[mask], model(ids, **given)[mask])}
 
 
-def memory(
-    mesh: DeviceMesh, policy: CheckpointingPolicy, rank: int, folder: Path
-) -> dict[str, float]:
-    """A simulation predicts the bytes that the step of a rank takes."""
-    model = shard(make(True), mesh)
-    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
-    # A thread of gloo may hold the tensors of a collective a moment longer.
-    return {"bytes": max(0.0, abs(error_of_prediction(model, SEQ, steps=4)) - 0.02)}
+def memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    return error_of_bytes(shard(make(True), mesh), "attention", SEQ, 0.02)
 
 
 class OtherAttention(Attention):

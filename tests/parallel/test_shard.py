@@ -32,10 +32,9 @@ from ligermodels import (
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.heads.classifier import classifier_class
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import splits_of, whole_tensor
+from ligermodels.parallel.layout import splits_of
 from tests import outside
 from tests.families import OWN
-from tests.memory.step_bytes import StorageTracker
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.steps import (
     SIZES,
@@ -119,7 +118,6 @@ def cases(ranks: int, only_copies: bool = False) -> dict[str, Case]:
             "norm of the gradients": partial(clipping, mesh),
         }
         if "tp" in layout:
-            others["memory of a whole parameter"] = partial(whole_memory, mesh)
             others["state dict"] = partial(state_dict, mesh)
             found |= copies(layout, mesh)
         else:
@@ -260,19 +258,21 @@ def bf16(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
 
 WEIGHTS = torch.linspace(0.5, 2, SIZES["vocab_size"])
 HEAD_OPTIONS: dict[str, dict[str, Any]] = {
-    "smoothing, z-loss and cap": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0},
-    "weights and smoothing": {"class_weights": WEIGHTS, "label_smoothing": 0.2},
-    "chunks and weights": {"chunk_size": 5, "class_weights": WEIGHTS},
-    "a budget": {"max_scratch_bytes": 12000},
-    "skipped rows": {"skip_ignored": True, "logit_scale": 0.5},
+    "of the loss": {
+        "label_smoothing": 0.1,
+        "z_loss": 0.01,
+        "softcap": 3.0,
+        "class_weights": WEIGHTS,
+        "chunk_size": 5,
+    },
+    "a budget, sum": {"max_scratch_bytes": 12000, "logit_scale": 0.5, "reduction": "sum"},
     "tokens": {"reduction": "none", "return_token_stats": True, "softcap": 5.0},
-    "tokens in chunks": {
+    "skipped tokens": {
         "reduction": "none",
         "return_token_stats": True,
         "chunk_size": 7,
         "skip_ignored": True,
     },
-    "sum": {"reduction": "sum"},
     "of rows": {"loss_function": lambda tokens, _: tokens.log_probs.sum(1).square().sum()},
 }
 
@@ -386,21 +386,6 @@ def save(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     ours, whole = contents(folder / "ours"), contents(folder / "whole")
     assert len(json.loads(ours["model.safetensors.index.json"])["weight_map"]) > 1
     return {"files": float(ours != whole)}
-
-
-def whole_memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
-    """What tensor parallelism has cut becomes whole in the memory of one whole parameter."""
-    sharded = shard(make(True), mesh)
-    result = {}
-    for name in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
-        own = whole_tensor(sharded.get_parameter(name)).clone()
-        tracker = StorageTracker()
-        tracker.hold([own])
-        with tracker, mock.patch("ligermodels.parallel.layout._SENT_BYTES", 80):
-            whole = splits_of(sharded)[name].whole(own)
-        # A thread of gloo may hold a block a moment longer.
-        result[name] = max(0, tracker.peak_now - own.nbytes - whole.nbytes - 2 * 80)
-    return result
 
 
 def written(mesh: DeviceMesh, sizes: dict[str, Any], rank: int, folder: Path) -> dict[str, float]:

@@ -98,21 +98,3 @@ def test_a_part_is_taken_of_whole_parameters() -> None:
         if each != name:
             for part in local_slices(model.get_parameter(each), shard):
                 assert part.values.equal(part.place_in(whole[each])), each
-
-
-def test_rows_that_neighbours_share_get_the_sum_of_their_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ranks 2 and 3 of 4 have one key head in common."""
-    every = torch.arange(8.0).reshape(4, 2, 1)
-
-    def gather(out: torch.Tensor, own: torch.Tensor, group: object) -> None:
-        assert own.equal(every[3])
-        out.copy_(every.flatten(0, 1))
-
-    monkeypatch.setattr(modules, "all_gather", gather)
-    monkeypatch.setattr(modules.dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(modules.dist, "get_rank", lambda group: 3)
-    grad = torch.cat([torch.ones(1, 1), every[3], torch.ones(1, 1)])
-    modules._sum_shared(grad, (1, 2, 2), None)
-    assert grad.flatten().tolist() == [1.0, 4.0 + 6.0, 5.0 + 7.0, 1.0]

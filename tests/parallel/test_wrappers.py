@@ -24,9 +24,17 @@ from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.fit import Planner
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN
-from tests.memory.step_bytes import error_of_prediction
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel.steps import BATCH, SEQ, data, differences, gradients, make, relative
+from tests.parallel.steps import (
+    BATCH,
+    SEQ,
+    data,
+    differences,
+    error_of_bytes,
+    gradients,
+    make,
+    relative,
+)
 
 WORLD = 2
 # Each level of keeping; the last one is what checkpointing means.
@@ -133,12 +141,9 @@ def compare(
 def bytes_of_a_step(
     mesh: DeviceMesh, policy: CheckpointingPolicy, rank: int, folder: Path
 ) -> dict[str, float]:
-    """A simulation of sharded parameters predicts the bytes that FSDP2's step takes."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(make(policy == "input"), mesh, mp_policy=precision)
-    model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
-    # A thread of gloo may hold the tensors of a collective a moment longer.
-    return {"bytes": max(0.0, abs(error_of_prediction(model, SEQ, steps=4)) - 0.01)}
+    return error_of_bytes(model, policy, SEQ, 0.01)
 
 
 def head_alone(mesh: DeviceMesh, tied: bool, rank: int, folder: Path) -> dict[str, float]:
