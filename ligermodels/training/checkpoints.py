@@ -335,7 +335,10 @@ def _read(folder: Path, tensors: Mapping[str, SlicedTensor], prefix: str) -> Non
     with error_on_all_ranks(CheckpointError):
         for number, (name, digest) in enumerate(facts_of(folder)["files"].items()):
             if number % num_ranks() == rank():
-                _check_hash(folder / name, digest)
+                if file_hash(folder / name, CheckpointError) != digest:
+                    raise CheckpointError(
+                        f"{folder / name}: the content does not match its checksum"
+                    )
         held = _Reader(folder).read_metadata().state_dict_metadata
         names = {name for name in held if name.startswith(prefix)}
         for name in sorted(names ^ tensors.keys()):
@@ -364,17 +367,6 @@ def facts_of(folder: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all("/" not in name for name in files):
         raise CheckpointError(f"{folder / FACTS}: 'files' is not what a run writes")
     return found
-
-
-def _check_hash(file: Path, digest: str) -> None:
-    if not os.path.lexists(file):
-        raise CheckpointError(f"{file}: the file is missing")
-    try:
-        found = file_hash(file)
-    except LigerError as error:
-        raise CheckpointError(str(error)) from None
-    if found != digest:
-        raise CheckpointError(f"{file}: the content does not match its checksum")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ligermodels.converters.files import open_regular, sync_file, sync_folder
-from ligermodels.errors import DataError, SaveError
+from ligermodels.errors import DataError, LigerError, SaveError
 
 PART = ".part"
 
@@ -54,20 +54,17 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
             aside.unlink(missing_ok=True)
 
 
-def file_hash(path: str | Path) -> str:
+def file_hash(path: str | Path, kind: type[LigerError] = DataError) -> str:
     """Return the SHA-256 of a file.
 
     Raises:
-        DataError: the file cannot be read.
+        kind: the file cannot be read.
     """
-    digest = hashlib.sha256()
-    with open_regular(Path(path), DataError) as file:
+    with open_regular(Path(path), kind) as file:
         try:
-            while block := file.read(2**20):
-                digest.update(block)
+            return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise DataError(f"{path}: the file cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
+            raise kind(f"{path}: the file cannot be read: {error.strerror}") from None
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -328,8 +327,8 @@ class GRPOObjective(Objective):
                 made = self.reward(
                     prompts=prompts, completions=texts, completion_ids=ids, **columns
                 )
-            if isinstance(made, (Mapping, Set, str, bytes)):
-                raise TypeError(f"it returned a {type(made).__name__} and not a list")
+            if isinstance(made, Mapping):
+                raise TypeError("it returned a dict and not a list")
             made = list(made)
             rewards = [float("nan") if each is None else float(each) for each in made]
         except (Exception, SystemExit) as error:  # the function is the user's own
@@ -413,6 +412,4 @@ def load_reward(name: str) -> tuple[Reward, str | None]:
     found = getattr(module, function, None)
     if not callable(found):
         raise ConfigError(f"reward_function: {where} has no function {function!r}")
-    if inspect.iscoroutinefunction(found):
-        raise ConfigError(f"reward_function: {function!r} of {where} is async; take a plain one")
     return found, digest

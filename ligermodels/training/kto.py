@@ -84,16 +84,7 @@ class KTOObjective(PairObjective):
 def _part(batch: GroupBatch, number: int) -> GroupBatch:
     """Return the rows of a batch that are the groups' documents of this number."""
     count = len(batch.groups)
-    rows = slice(number * count, (number + 1) * count)
-    reference = batch.ref_log_probs
-    part = replace(
-        batch,
-        input_ids=batch.input_ids[rows],
-        labels=batch.labels[rows],
-        position_ids=batch.position_ids[rows],
-        mask=batch.mask[rows],
-        num_tokens=sum(len(group.documents[number]) for group in batch.groups),
-        num_targets=int((batch.labels[rows] != IGNORE_INDEX).sum()),
-        ref_log_probs=None if reference is None else reference[rows],
-    )
-    return part if batch.num_targets else part.uncounted()
+    part = batch.chosen(slice(number * count, (number + 1) * count))
+    tokens = sum(len(group.documents[number]) for group in batch.groups)
+    targets = int((part.labels != IGNORE_INDEX).sum())
+    return replace(part, num_tokens=tokens, num_targets=targets) if batch.num_targets else part

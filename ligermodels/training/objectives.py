@@ -233,7 +233,7 @@ class Objective:
                 return loss
 
             out = call(
-                batch.in_order(order),
+                batch.chosen(order),
                 loss_function=of_neighbours,
                 group_size=group_size if divisible else len(order),
                 return_token_stats=stats,

@@ -61,10 +61,14 @@ class Batch:
         }
         return replace(self, **moved)
 
-    def in_order(self, order: torch.Tensor) -> Batch:
-        """Return the same rows in another order."""
-        rows = self.input_ids[order], self.labels[order], self.position_ids[order]
-        return Batch(*rows, self.num_tokens, self.num_targets)
+    def chosen(self, rows: slice | torch.Tensor) -> Self:
+        """Return some of the rows, or all in another order, with the counts of the whole batch."""
+        picked: dict[str, Any] = {
+            name: x[rows]
+            for name, x in vars(self).items()
+            if isinstance(x, torch.Tensor) and x.ndim == 2
+        }
+        return replace(self, **picked)
 
 
 class Chosen(Sequence[Any]):
@@ -401,8 +405,9 @@ class GroupedRows:
         needs_targets: whether a document must have a target. Prompts have none.
 
     `num_truncated` and `num_dropped` count the groups that were cut, and those of them that were
-    left out; `num_untargeted` those left out because a document had no target. `reference` holds
-    the reference model's log-probabilities of all targets, in order, if a run has computed them.
+    left out; `num_untargeted` those left out because a document had no target. `targets` are the
+    numbers of targets of all documents, in order, and `reference` the reference model's
+    log-probabilities of each document's targets, if a run has computed them.
     """
 
     def __init__(
@@ -442,9 +447,9 @@ class GroupedRows:
         self.max_id = max(int(each.ids.max()) for group in self.groups for each in group.documents)
         documents = [document for group in self.groups for document in group.documents]
         self.num_tokens = sum(map(len, documents))
-        self.num_targets = sum(document.num_targets for document in documents)
-        self._ends = np.cumsum([document.num_targets for document in documents])
-        self.reference: Tensor | None = None
+        self.targets = [document.num_targets for document in documents]
+        self.num_targets = sum(self.targets)
+        self.reference: Sequence[Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -469,9 +474,7 @@ class GroupedRows:
             reference = torch.zeros(mask.shape)
             at = [i * self.per_group + k for k in range(self.per_group) for i in indices]
             for row, number in enumerate(at):
-                end = int(self._ends[number])
-                count = documents[row].num_targets
-                reference[row, mask[row]] = self.reference[end - count : end]
+                reference[row, mask[row]] = self.reference[number]
         return GroupBatch(**vars(batch), mask=mask, groups=groups, ref_log_probs=reference)
 
 

@@ -31,7 +31,7 @@ from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.files import atomic_write, writing
+from ligermodels.training.files import atomic_write, fingerprint, writing
 from ligermodels.training.losses import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
@@ -84,9 +84,10 @@ class PairObjective(Objective):
         for each in rows:
             assert isinstance(each, GroupedRows)
             path = reference_path(folder, base, each.fingerprint(), str(self.config.data.seq_len))
-            each.reference = stored_log_probs(
+            found = stored_log_probs(
                 path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
             )
+            each.reference = found.split(each.targets)
         reshard(model)
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:
@@ -278,10 +279,7 @@ def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
 
 def reference_path(folder: Path, *parts: str) -> Path:
     """Return the file for log-probabilities that depend on these texts, hashes for example."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(f"{len(part)}:{part}".encode())
-    return folder / f"reference-{digest.hexdigest()[:24]}.safetensors"
+    return folder / f"reference-{fingerprint({'parts': parts})[:24]}.safetensors"
 
 
 def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> Tensor:
@@ -299,38 +297,23 @@ def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> T
     if not from_rank_0(path.exists()):
         values = compute().detach().float().cpu().contiguous()
         assert values.shape == (count,), values.shape
-        with error_on_all_ranks():
+        with error_on_all_ranks(), writing(path):
             if rank() == 0:
-                _write(path, values)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                metadata = {_SHA256: _digest(values)}
+                atomic_write(path, lambda part: save_file({_NAME: values}, part, metadata))
         return values
     with error_on_all_ranks():
         try:
-            return _read(path, count)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; remove the file, and it is computed again") from None
-
-
-def _write(path: Path, values: Tensor) -> None:
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {_SHA256: _digest(values)}
-    atomic_write(path, lambda part: save_file({_NAME: values}, part, metadata))
-
-
-def _read(path: Path, count: int) -> Tensor:
-    file = SafetensorsFile(path)
-    if [*file.tensors] != [_NAME]:
-        raise CheckpointError(f"{path}: the file holds no log-probabilities")
-    info = file.tensors[_NAME]
-    if (info.dtype, tuple(info.shape)) != ("F32", (count,)):
-        raise CheckpointError(
-            f"{path}: the file holds {info.dtype} of shape {tuple(info.shape)}; expected F32 of "
-            f"shape ({count},)"
-        )
-    values = file.tensor(_NAME)
-    if file.metadata.get(_SHA256) != _digest(values):
-        raise CheckpointError(f"{path}: the content does not match its checksum")
-    return values
+            file = SafetensorsFile(path)
+            if [*file.tensors] == [_NAME]:
+                values = file.tensor(_NAME)
+                if values.shape == (count,) and file.metadata.get(_SHA256) == _digest(values):
+                    return values
+            error = CheckpointError(f"{path}: these are not the log-probabilities of the data")
+        except CheckpointError as damaged:
+            error = damaged
+        raise CheckpointError(f"{error}; remove the file, and it is computed again")
 
 
 def _digest(values: Tensor) -> str:

@@ -132,7 +132,10 @@ def _roll_call(text: str) -> RankError:
 
 def _lost(error: RuntimeError, where: str, timeout: int) -> RankError:
     """Return an error for a rank that did not come to a barrier."""
-    found = RankError(_who(error, where, timeout))
+    said = f"a rank hangs or was killed: {first_line(error)}"  # torch names it on rank 0 alone
+    if rank():
+        said = f"rank 0 of {num_ranks()} did not answer within {timeout} seconds"
+    found = RankError(f"{where}: {said}")
     found.is_repeated = rank() > 1
     if rank() == 1:
         time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
@@ -156,22 +159,6 @@ def barrier(where: str, signum: int | None, timeout: int) -> int | None:
         return int(first) or None
     except RuntimeError as error:
         raise _lost(error, where, timeout) from error
-
-
-def _who(error: RuntimeError, where: str, timeout: int) -> str:
-    """Return a message that names the ranks that did not come."""
-    text = first_line(error)
-    if rank():
-        return f"{where}: rank 0 of {num_ranks()} did not answer within {timeout} seconds"
-    _, found, names = text.partition("Ranks ")
-    names = names.partition(" failed")[0] if found else ""
-    missing = ", ".join(name for name in names.replace(",", " ").split() if name.isdigit())
-    if not missing:
-        return f"{where}: a rank does not answer: {text}"
-    return (
-        f"{where}: rank {missing} of {num_ranks()} did not come within {timeout} seconds; it hangs "
-        "or was killed"
-    )
 
 
 def num_row_ranks() -> int:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,18 +70,6 @@ def perplexity(loss: float) -> float:
 def shown_perplexity(value: float) -> str:
     """Return a perplexity as text. One that only a broken model has is not written out."""
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
-
-
-class Step(NamedTuple):
-    """What one optimizer step gives: tensors on the device, and numbers."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    learning_rate: float
-    metrics: dict[str, Mean]
-    tokens: int
-    targets: int
-    flops: int
 
 
 class Trainer:
@@ -155,10 +143,11 @@ class Trainer:
             for at, is_extra in partition(range(first, first + size * count, size))
         ]
 
-    def step(self, step: int, batches: list[Batch]) -> Step:
+    def step(self, step: int, batches: list[Batch]) -> dict[str, float | Tensor]:
         """Run one optimizer step on the batches of the data that `micro_batches` returns.
 
-        Loss, metrics and counts are those of all ranks.
+        Returns: the loss, the learning rate, the metrics and so on, by name: numbers, and tensors
+            on the device. Those of all ranks, and "flops" besides.
         """
         config = self.config
         # The step determines the seed, so a checkpoint need not hold a generator's state.
@@ -198,7 +187,8 @@ class Trainer:
             "targets": sum(batch.num_targets for batch in batches),
             "flops": sum(map(self.flops.count, batches)),
         }
-        return Step(loss, norm, rate, metrics, **summed(counts))
+        made: dict[str, Any] = {"loss": loss, "learning_rate": rate, "grad_norm": norm}
+        return {**made, **_values(metrics), **summed(counts)}
 
     def call(
         self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
@@ -341,19 +331,8 @@ class Trainer:
                 made = self.step(step, batches)
                 self.done += 1
                 after_step()
-                self._waiting.append(
-                    {
-                        "step": step + 1,
-                        "loss": made.loss,
-                        "learning_rate": made.learning_rate,
-                        "grad_norm": made.grad_norm,
-                        **_values(made.metrics),
-                        "tokens": made.tokens,
-                        "targets": made.targets,
-                        "flops": made.flops,
-                        "seconds": time.perf_counter() - started,
-                    }
-                )
+                seconds = time.perf_counter() - started
+                self._waiting.append({"step": step + 1, **made, "seconds": seconds})
                 evaluates, saves = self._evaluates(step + 1), self._saves(step + 1)
                 if evaluates or saves or (step + 1) % config.output.logging_steps == 0:
                     self._log(run_dir, started, bar)

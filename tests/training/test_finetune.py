@@ -16,6 +16,7 @@ import torch
 from ligermodels import AutoLiger, LigerLlama, LlamaConfig
 from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
 from ligermodels.training import checkpoints, data
+from ligermodels.training import finetune as module
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
 from ligermodels.training.processes import Interrupted
@@ -238,7 +239,7 @@ PHASES = {
     "checkpoint": (checkpoints.dcp, "save", 1),
     "last step": (Trainer, "step", 6),
     "export": (LigerLlama, "save_hf", 1),
-    "picture": (sys.modules["ligermodels.training.finetune"], "plot_losses", 1),
+    "picture": (module, "plot_losses", 1),
 }
 
 

@@ -63,7 +63,7 @@ def test_long_documents_are_cut_and_groups_without_targets_left_out() -> None:
 
 def test_stored_values_stand_where_the_mask_is() -> None:
     rows = GroupedRows(GROUPS, 80)
-    rows.reference = torch.arange(float(rows.num_targets))
+    rows.reference = torch.arange(float(rows.num_targets)).split(rows.targets)
     batch = rows.batch([2, 0])
     assert batch.ref_log_probs is not None
     found = [batch.ref_log_probs[row][batch.mask[row]].tolist() for row in range(4)]

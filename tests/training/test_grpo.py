@@ -262,7 +262,6 @@ def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     for name, fault in (
         ("vowels", "is not FILE.py:NAME"),
         (f"{folder / 'rewards.py'}:consonants", "has no function 'consonants'"),
-        (f"{folder / 'rewards.py'}:later", "'later' of .* is async"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         (f"{tmp_path / 'bad.py'}:f", "SyntaxError"),
         (f"{tmp_path / 'none.py'}:f", "cannot be imported"),

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.losses import Mean
 from ligermodels.parallel.ranks import rank
-from ligermodels.training import processes, run
+from ligermodels.training import finetune as stages
+from ligermodels.training import processes
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.processes import (
@@ -171,7 +172,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
 
 
 def cases(ranks: int) -> dict[str, Case]:
-    run.plot_losses = draw_nothing
+    stages.plot_losses = draw_nothing  # type: ignore[attr-defined]
     return {
         "a run, and again from its middle": partial(run_twice, "two", "again"),
         "adapters, and again from the middle": partial(
@@ -328,7 +329,9 @@ def hung_rank(number: int, folder: Path) -> dict[str, float]:
         if number == 1:
             dist.barrier()  # the other rank comes here after it has given up
             return {"hung": 0.0}
-        with pytest.raises(LigerError, match=r"^step 7: rank 1 of 2 did not come") as caught:
+        with pytest.raises(
+            LigerError, match=r"^step 7: a rank hangs or was killed: .*Ranks 1 "
+        ) as caught:
             barrier("step 7", None, 1)
         dist.barrier()
     return {"reported": float(caught.value.is_repeated)}
@@ -368,8 +371,8 @@ def test_a_lost_rank_is_named_by_rank_0(number: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(processes.dist, "monitored_barrier", barrier)
     with pytest.raises(RankError) as caught, losing_ranks():
         raise RuntimeError("gloo: connection closed by peer")
-    line = "waiting for the other ranks: rank "
-    line += "0 of 4 did not answer within" if number else "1, 3 of 4 did not come within"
+    line = "waiting for the other ranks: "
+    line += "rank 0 of 4 did not answer" if number else f"a rank hangs or was killed: {said}"
     assert str(caught.value).startswith(line) and caught.value.is_repeated == (number > 1)
     assert slept.called == (number == 1)
     barrier.side_effect = None  # All come: the rank that ended has been started again.
@@ -381,14 +384,6 @@ def test_a_lost_rank_is_named_by_rank_0(number: int, monkeypatch: pytest.MonkeyP
         assert caught.value.is_repeated == (number > 0)
     with pytest.raises(RuntimeError, match="out of memory"), losing_ranks():
         raise RuntimeError("out of memory")
-
-
-def test_a_barrier_that_names_no_rank_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "is_distributed", lambda: True)
-    fails = Mock(side_effect=RuntimeError("socket closed\nand a trace"))
-    monkeypatch.setattr(processes.dist, "monitored_barrier", fails)
-    with pytest.raises(RankError, match=r"^step 3: a rank does not answer: socket closed$"):
-        barrier("step 3", None, 5)
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ def test_the_head_skips_the_rows_of_prompts(monkeypatch):
         batches = trainer.micro_batches(0)
         assert all(0 < batch.num_targets < 0.9 * batch.labels.numel() for batch in batches)
         given.clear()
-        loss, norm, *_ = trainer.step(0, batches)
+        made = trainer.step(0, batches)
+        loss, norm = made["loss"], made["grad_norm"]
         results.append((loss, norm, trainer.evaluate()["eval_loss"]))
         assert [number if spares else None for _, number in given] == [told for told, _ in given]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
@@ -119,7 +120,8 @@ def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
         batches = trainer.micro_batches(0)
         if count > 1:  # If all had as many targets, a mean of means would also pass.
             assert len({batch.num_targets for batch in batches}) > 1
-        loss, norm, *_ = trainer.step(0, batches)
+        made = trainer.step(0, batches)
+        loss, norm = made["loss"], made["grad_norm"]
         losses.append((loss.item(), norm.item()))
         weights.append(trainer.model.state_dict())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -140,7 +142,7 @@ def test_a_packed_step_equals_its_documents_one_by_one():
         total += trainer.model(ids, labels=labels, reduction="sum").loss.item()
         count += piece.num_targets
     assert batch.num_targets == count
-    loss, *_ = trainer.step(0, [batch])
+    loss = trainer.step(0, [batch])["loss"]
     assert loss.item() == pytest.approx(total / count, rel=1e-5)
 
 
@@ -153,9 +155,9 @@ def test_a_step_does_not_depend_on_the_callers_generators():
             lambda module, _, output: torch.nn.functional.dropout(output, 0.5, module.training)
         )
         torch.manual_seed(noise)
-        found.append(trainer.step(2, trainer.micro_batches(2))[0])
+        found.append(trainer.step(2, trainer.micro_batches(2))["loss"])
     assert torch.equal(*found)
-    assert not torch.equal(found[0], trainer.step(3, trainer.micro_batches(2))[0])
+    assert not torch.equal(found[0], trainer.step(3, trainer.micro_batches(2))["loss"])
 
 
 def test_gradients_are_clipped_to_the_norm():
@@ -165,7 +167,7 @@ def test_gradients_are_clipped_to_the_norm():
     hook = trainer.optimizer.register_step_pre_hook(
         lambda *_: before.append([p.grad.clone() for p in trainer.model.parameters()])
     )
-    _, norm, *_ = trainer.step(0, trainer.micro_batches(0))
+    norm = trainer.step(0, trainer.micro_batches(0))["grad_norm"]
     hook.remove()
     assert norm > 1e-3
     assert torch.linalg.vector_norm(
@@ -261,7 +263,8 @@ def beside_transformers(folder, rows, steps, rate):
     losses = []
     for step in range(steps):
         (batch,) = trainer.micro_batches(step)
-        loss, _, now, *_ = trainer.step(step, [batch])
+        made = trainer.step(step, [batch])
+        loss, now = made["loss"], made["learning_rate"]
         # each row holds one document, so causal attention is enough
         logits = theirs(batch.input_ids).logits[:, :-1].flatten(0, 1)
         other = torch.nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten())
