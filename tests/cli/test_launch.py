@@ -38,6 +38,21 @@ def start(folder: Path, *options: str, **variables: str) -> subprocess.Popen[str
     )
 
 
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    command = ["pgrep", "-P", str(process.pid)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) == 2, found
+    return [*map(int, found)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a model and a text."""
+    make_checkpoint(tmp_path / "base")
+    make_text(tmp_path / "text.txt")
+    return tmp_path
+
+
 def test_an_error_of_the_processes_is_one_line(tmp_path: Path) -> None:
     make_text(tmp_path / "text.txt")
     process = start(tmp_path, "--max-steps", "2")
@@ -49,22 +64,16 @@ def test_an_error_of_the_processes_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
+def test_a_killed_process_is_started_again(folder: Path) -> None:
     """The run goes on from its last checkpoint, and ends as if nothing had happened."""
-    make_checkpoint(tmp_path / "base")
-    make_text(tmp_path / "text.txt")
-    process = start(tmp_path, "--max-steps", "60", "--max-restarts", "1")
-    checkpoints = tmp_path / "run/checkpoints"
+    process = start(folder, "--max-steps", "60", "--max-restarts", "1")
+    checkpoints = folder / "run/checkpoints"
     wait_until(lambda: any(checkpoints.glob("step-0000000[5-9]")))
-    workers = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert len(workers) == 2, workers
-    os.kill(int(workers[1]), signal.SIGKILL)
+    os.kill(workers(process)[1], signal.SIGKILL)
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     assert "exported to" in out and len(out.splitlines()) == 2, out
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     steps = [entry["step"] for entry in map(json.loads, lines) if "loss" in entry]
     assert steps == [*range(1, 61)]
 
@@ -89,26 +98,24 @@ sys.addaudithook(hook)
 
 @pytest.mark.long
 def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
-    tmp_path: Path, subtests: pytest.Subtests
+    folder: Path, subtests: pytest.Subtests
 ) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(KILLER)
-    make_checkpoint(tmp_path / "base")
-    make_text(tmp_path / "text.txt")
-    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
-    run = tmp_path / "run"
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(KILLER)
+    path = os.pathsep.join([str(folder / "site"), str(ROOT)])
+    run = folder / "run"
 
     def killed_at(place: str) -> tuple[int, str]:
-        places = {"PYTHONPATH": path, "KILL_FOLDER": str(tmp_path), "KILL_AT": place}
+        places = {"PYTHONPATH": path, "KILL_FOLDER": str(folder), "KILL_AT": place}
         sizes = ("--max-steps", "4", "--save-total-limit", "9", "--quiet")
-        process = start(tmp_path, *sizes, "--rank-timeout", "20", **places)
+        process = start(folder, *sizes, "--rank-timeout", "20", **places)
         _, err = process.communicate(timeout=SECONDS)
         return process.returncode, err
 
     def resumed() -> bytes:
         shutil.rmtree(run / "checkpoints/step-00000004", ignore_errors=True)
         shutil.rmtree(run / "model", ignore_errors=True)
-        process = start(tmp_path, "--max-steps", "4", "--save-total-limit", "9", "--resume")
+        process = start(folder, "--max-steps", "4", "--save-total-limit", "9", "--resume")
         _, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
         return (run / "model/model.safetensors").read_bytes()
@@ -116,7 +123,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
     code, err = killed_at("never")
     assert code == 0, err
     expected = (run / "model/model.safetensors").read_bytes()
-    calls = [int((tmp_path / f"calls{number}").read_text()) for number in (0, 1)]
+    calls = [int((folder / f"calls{number}").read_text()) for number in (0, 1)]
     assert min(calls) > 3, calls
     places = [f"1:{calls[1] // 2}", *(f"0:{number}" for number in range(0, calls[0], 4))]
     for place in places:
@@ -139,16 +146,11 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
     ],
 )
 def test_a_process_that_is_killed_or_hangs_is_named(
-    tmp_path: Path, number: int, sent: signal.Signals, line: str
+    folder: Path, number: int, sent: signal.Signals, line: str
 ) -> None:
-    make_checkpoint(tmp_path / "base")
-    make_text(tmp_path / "text.txt")
-    process = start(tmp_path, "--max-steps", "1000", "--quiet", "--rank-timeout", "8")
-    wait_until(lambda: any((tmp_path / "run").glob("checkpoints/step-0000000?")))
-    workers = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(workers[number]), sent)
+    process = start(folder, "--max-steps", "1000", "--quiet", "--rank-timeout", "8")
+    wait_until(lambda: any((folder / "run").glob("checkpoints/step-0000000?")))
+    os.kill(workers(process)[number], sent)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode > 0, err
     assert err.splitlines()[-1].startswith("ligermodels: ") and line in err, err

@@ -66,18 +66,9 @@ def train(
 LOADS = {"native": AutoLiger.from_hf, "wrapper": LigerForCausalLM.from_pretrained}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_checkpointing": True},
-        {"neftune_noise_alpha": 3.0},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_losses_of_trainer(
-    options: dict[str, Any], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    rows = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5)
+def test_losses_of_trainer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With noise on the embeddings; cells of the matrix are plain and recompute."""
+    rows, options = examples([12, 3, 7, 1, 9, 12, 2, 5] * 5), {"neftune_noise_alpha": 3.0}
     ours = train(LigerForCausalLM.from_pretrained(folders["llama"]), tmp_path, rows, **options)
     expected = train(theirs(folders["llama"]), tmp_path, rows, **options)
     assert ours == pytest.approx(expected, rel=1e-5) and len(set(ours)) == len(ours)

@@ -160,11 +160,10 @@ PATTERNS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("gemma2", {"use_dora": True}),
         ("qwen2", PATTERNS | {"use_rslora": True}),
         ("gemma2", {"target_modules": ["embed_tokens", "v_proj"]}),
     ],
-    ids=["dora", "patterns", "embedding"],
+    ids=["patterns", "embedding"],
 )
 def test_lora(
     family: str, options: dict[str, Any], folders: dict[str, Path], tmp_path: Path

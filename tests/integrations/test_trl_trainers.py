@@ -107,6 +107,7 @@ ONLINE = {"max_completion_length": 6, "num_generations": 2, "beta": 0.1}
 SYNCHRONISED = ONLINE | {"sync_ref_model": True, "ref_model_sync_steps": 1}
 # The second step on the same completions has ratios other than 1, and a loss other than 0.
 GIVEN = ONLINE | {"num_iterations": 2, "learning_rate": 0.05, "max_steps": 6}
+LORA = {"learning_rate": 0.1, "peft_config": True}
 DIVERGENCE = {"f_divergence_type": "js_divergence", "ld_alpha": 0.5}
 
 
@@ -130,28 +131,23 @@ DIVERGENCE = {"f_divergence_type": "js_divergence", "ld_alpha": 0.5}
         pytest.param("GRPO", {"prompt": PROMPTS}, ONLINE | {"beta": 0.0}, marks=LONG),
         pytest.param("GRPO", {"prompt": PROMPTS}, SYNCHRONISED, marks=LONG),
         pytest.param("RLOO", {"prompt": PROMPTS}, SYNCHRONISED, marks=LONG),
+        # With an adapter; the reference of DPO is the model without it.
+        ("DPO", PAIRS, LORA),
+        pytest.param("SFT", TEXT, LORA, marks=LONG),
+        pytest.param("KTO", LABELLED, LORA, marks=LONG),
+        pytest.param("GRPO", {"prompt": PROMPTS}, ONLINE | LORA, marks=LONG),
+        pytest.param("RLOO", {"prompt": PROMPTS}, ONLINE | LORA, marks=LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_losses(name: str, data: Any, options: dict[str, Any], folder: Path) -> None:
-    compare(f"{name}Trainer", folder, data, options, **(REWARDED if "beta" in options else {}))
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "more"),
-    [
-        ("DPO", PAIRS, {}),
-        pytest.param("SFT", TEXT, {}, marks=LONG),
-        pytest.param("KTO", LABELLED, {}, marks=LONG),
-        pytest.param("GRPO", {"prompt": PROMPTS}, REWARDED, marks=LONG),
-        pytest.param("RLOO", {"prompt": PROMPTS}, REWARDED, marks=LONG),
-    ],
-)
-def test_lora(name: str, data: Any, more: dict[str, Any], folder: Path) -> None:
-    adapter = LoraConfig(task_type="CAUSAL_LM", r=4)
-    options = {"learning_rate": 0.1} | (ONLINE if more else {})
-    ours = compare(f"{name}Trainer", folder, data, options, peft_config=adapter, **more)
-    assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
+    more = REWARDED if "beta" in options else {}
+    if "peft_config" in options:
+        more, options = more | {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4)}, {**options}
+        del options["peft_config"]
+    ours = compare(f"{name}Trainer", folder, data, options, **more)
+    if "peft_config" in more:
+        assert "gate_up_proj" in str(ours.model) and "q_proj" in str(ours.model)
 
 
 def test_a_memory_plan_changes_no_loss(folder: Path) -> None:
