@@ -219,16 +219,20 @@ def import_modules(names: list[str] | None) -> None:
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 
 
+_imported_files: set[str] = set()
+
+
 def _import_file(name: str) -> None:
     """Import a file under its own name, even if an installed module has the same name."""
     file = Path(os.path.abspath(name))
-    known = sys.modules.get(file.stem)
-    if known is not None and getattr(known, "__file__", None) != str(file):
+    if file.stem in sys.modules and file.stem not in _imported_files:
         raise LigerError(f"a module named {file.stem!r} is imported already; rename the file")
     open_regular(Path(name), LigerError).close()  # Python would wait for the writer of a pipe.
+    sys.modules.pop(file.stem, None)
     sys.path.insert(0, str(file.parent))
     try:
         importlib.import_module(file.stem)
+        _imported_files.add(file.stem)
     finally:  # The modules beside it are found later, too, but hide no others.
         sys.path.remove(str(file.parent))
         sys.path.append(str(file.parent))

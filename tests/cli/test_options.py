@@ -34,7 +34,8 @@ def test_modules_register_their_families(call, tmp_path, monkeypatch):
     (tmp_path / "folder" / "wave.py").write_text(FAMILY.format(name="new_two"))
     code, out, err = call("families", "new_one", "--import", "a_new_family")
     assert (code, err) == (0, "") and "LigerNew" in out
-    assert call("families", "new_two", "--import", tmp_path / "folder" / "wave.py")[0] == 0
+    for _ in range(2):  # finetune imports it early, too
+        assert call("families", "new_two", "--import", tmp_path / "folder" / "wave.py")[0] == 0
 
 
 def test_a_module_that_cannot_be_imported_is_one_line(call, tmp_path, subtests):
