@@ -29,8 +29,7 @@ from ligermodels.layers import Attention
 from ligermodels.layers.fusion import pre_norm_names
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.hf_model import check_class
-from ligermodels.models.load import check_device
+from ligermodels.models.hf_model import check_class, check_device
 
 Model = TypeVar("Model", bound=DecoderModel)
 

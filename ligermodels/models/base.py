@@ -29,6 +29,7 @@ from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
 from ligermodels.layers.row_shard import RowShard
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.hf_model import HFModel
 from ligermodels.models.inputs import (
     FLATTENED,
     check_embeds,
@@ -42,9 +43,7 @@ from ligermodels.models.inputs import (
     rows_mask,
 )
 from ligermodels.models.kernel_report import kernels_of
-from ligermodels.models.load import LoadableModel
 from ligermodels.models.planned import PlannedModel
-from ligermodels.models.save import SavableModel
 
 
 class DecoderContext(NamedTuple):
@@ -70,7 +69,7 @@ class DecoderContext(NamedTuple):
         return self.layers[0].cache
 
 
-class DecoderModel(LoadableModel, SavableModel, PlannedModel):
+class DecoderModel(HFModel, PlannedModel):
     """A decoder whose output is hidden states. The base class of every family.
 
     A family defines `make_block`, and calls `build` to make its modules. An architecture that needs

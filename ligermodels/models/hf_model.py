@@ -1,21 +1,42 @@
-"""A module whose parameters are the tensors of an HF checkpoint, and what it came from."""
+"""A module whose parameters are the tensors of an HF checkpoint: `from_hf` and `save_hf`."""
 
 import copy
+import dataclasses
 import inspect
 import math
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
+from tqdm import tqdm
+from typing_extensions import Self, Unpack
 
+from ligermodels.converters import export, hf_config, hub, huge_pages
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import (
+    ADAPTER_CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    copied_files,
+)
+from ligermodels.converters.dtypes import dtype_name
+from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.hub import HubOptions
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.source import Source
 from ligermodels.converters.weight_map import WeightMap, packed_entry
-from ligermodels.errors import CheckpointError, ConfigError, SaveError, listing
+from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line
+from ligermodels.layers import RotaryEmbedding
+from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.layout import Layout, layout_of
+from ligermodels.models.savable import check_buffers, check_savable, check_tied, named_weights
 
 
 class HFModel(nn.Module):
@@ -98,6 +119,196 @@ class HFModel(nn.Module):
         weight_map.check(cls.__name__, parameters)
         return model, weight_map
 
+    @classmethod
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        allow_nonfinite: bool = False,
+        **hub_options: Unpack[HubOptions],
+    ) -> Self:
+        """Load an HF checkpoint.
+
+        Args:
+            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
+            dtype: dtype of the parameters, or its name, such as "bfloat16" or "bf16". By default,
+                and with "auto", each keeps the dtype of the checkpoint.
+            device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
+                names and shapes are checked, and no values are read: `ligermodels.shard` then gives
+                each rank its part of the parameters and reads only that.
+            revision: branch, tag or commit of a hub id.
+            allow_nonfinite: whether to accept NaN and infinite weights.
+            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
+        Raises:
+            ValueError: dtype is not a dtype that parameters can have, or there is no such device.
+            ConfigError: config.json is damaged, belongs to another family, or needs a feature that
+                is not implemented.
+            CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised,
+                a tokenizer or generation file is damaged, or the repository does not exist or
+                denies access. Names and shapes are checked before anything large is allocated.
+        """
+        dtype = _parameter_dtype(dtype)
+        device = check_device(device)
+        check_class(cls)
+        folder = hub.resolve(path, revision=revision, **hub_options)
+
+        def read(real: Path) -> tuple[ModelConfig, Checkpoint, dict[str, bytes], dict[str, Any]]:
+            config = cls.config_class.from_hf(real)
+            checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+            generation = read_json_if_present(real / GENERATION_CONFIG_NAME, CheckpointError)
+            return config, checkpoint, copied_files(real), generation or {}
+
+        config, checkpoint, source_files, generation_config = read_one_version(folder, read)
+        model, weight_map = cls.on_meta(config)
+        stored = checkpoint.plan(weight_map)
+        reads_now = device.type != "meta"
+        if reads_now:
+            checkpoint.check_aliases(weight_map)
+        if left_out := checkpoint.left_out:
+            counts = ", ".join(f"{count} of {start}*" for start, count in left_out.items())
+            warnings.warn(
+                f"{folder}: loading the text model alone; tensors left out: {counts}", stacklevel=2
+            )
+        if os.path.lexists(folder / ADAPTER_CONFIG_NAME):
+            warnings.warn(
+                f"{folder / ADAPTER_CONFIG_NAME}: this adapter beside the model is not added to it",
+                stacklevel=2,
+            )
+        if dtype is None:
+            _check_one_dtype(stored, checkpoint, weight_map)
+        constants = checkpoint.constants()
+        for name, value in weight_map.constants.items():
+            if name in constants and not constants[name].is_close(value):
+                raise CheckpointError(
+                    f"{checkpoint.tensors[name].path}: {name!r} does not hold the constant of "
+                    f"{cls.__name__}'s weight map, {value.tolist()}; the model would compute "
+                    "something else than the checkpoint's"
+                )
+        weights: dict[str, Tensor] = {
+            entry.name: huge_pages.empty(entry.shape, dtype or stored[entry.name], device)
+            for entry in weight_map
+        }
+        if reads_now:
+            reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
+            for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
+                pass
+        _set_parameters(model, weights)
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.to_empty(device=device)  # recomputes its buffers from the config
+        if reads_now:
+            model.compute_buffers(device)
+        if dtype is not None:
+            config.dtype = name_of(dtype)
+        model.source = Source(
+            folder=folder,
+            dtype=model.embed_tokens.weight.dtype,
+            constants=constants,
+            files=source_files,
+            generation_config=generation_config,
+            unread=None if reads_now else checkpoint,
+        )
+        return model
+
+    def compute_buffers(self, device: torch.device | str | None = None) -> None:
+        """Give the buffers the values of a new model: one made on the meta device has none.
+
+        Args: device: the device for the buffers; None keeps each on its device.
+        """
+        own = [
+            (f"{path}.{name}" if path else name, module, name, buffer)
+            for path, module in self.named_modules()
+            if not isinstance(module, RotaryEmbedding)  # it computes its buffers itself
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        if not own:
+            return
+        with torch.device("cpu"), WithoutInitialValues():  # the weights take no memory yet
+            values = dict(type(self)(self.built_from).named_buffers())
+        for path, module, name, buffer in own:
+            if path in values:
+                setattr(module, name, values[path].to(device or buffer.device))
+
+    def save_hf(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = 5 * 10**9,
+        allow_nonfinite: bool = False,
+        overwrite: bool = True,
+        write_heads: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write an HF checkpoint, in the format that transformers writes and reads.
+
+        The save replaces the old checkpoint in one step: if it is killed, the old one remains. It
+        also writes the tokenizer and generation files (`source.files`) as they were when the model
+        was loaded. Other files in the folder stay. Several threads and processes may save to one
+        folder and load from it: each load gets one whole checkpoint.
+
+        Every rank of a model that `fully_shard` or `ligermodels.shard` has sharded must call it.
+        Rank 0 writes the same files as for a whole model. It takes memory for one whole parameter,
+        and the other ranks take none. (Under tensor parallelism, those of its group take as much,
+        and with FSDP2 a part of a parameter more.)
+
+        Args:
+            max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
+            allow_nonfinite: whether to write NaN and infinite weights.
+            overwrite: whether to replace files of a checkpoint that are in the folder.
+            write_heads: called with the new folder before it gets its name, to write Medusa's heads
+                into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
+        Raises:
+            ConfigError: max_shard_size is not a number of bytes, or the weight map is wrong.
+            SaveError: the disk is full or not writable, the config was changed after the model was
+                built, a weight is NaN or infinite, a head is tied to an embedding that is no
+                longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
+                sparse, quantised or on the meta device, or does not have the config's shape. The
+                old content of the folder is unchanged.
+        """
+        config = self.config
+        shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
+        _check_config(self, folder)
+        layout = layout_of(self)
+        if layout is not None:
+            layout.reshard(self)
+        dtype = self.embed_tokens.weight.dtype
+        if dtype != self.source.dtype:
+            config = dataclasses.replace(config, dtype=name_of(dtype))
+        weight_map = self.weight_map(config)
+        # With an untied config, a weight that the user has tied by hand is saved under both names.
+        weights = named_weights(self)
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        if layout is not None:
+            shapes |= {n: shape for n, shape in layout.shapes.items() if n in shapes}
+        check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+        weight_map.check(type(self).__name__, shapes)  # The class need not be registered.
+        check_buffers(self, f"{Path(folder)}: ", SaveError)
+        check_tied(self, folder)
+
+        constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
+        constants |= self.source.constants
+
+        def write(get_tensor: Callable[[str], Tensor]) -> None:
+            export.save(
+                folder,
+                hf_config.to_hf(config),
+                weight_map,
+                get_tensor,
+                constants=constants,
+                source_files=self.source.files,
+                max_shard_size=shard_bytes,
+                dtypes={name: weight.dtype for name, weight in weights.items()},
+                allow_nonfinite=allow_nonfinite,
+                overwrite=overwrite,
+                write_added=write_heads,
+            )
+
+        if layout is None:
+            return write(lambda name: weights[name].detach())
+        return layout.save(weights, write)
+
     @property
     def device(self) -> torch.device:
         """The device of the embedding. Other parameters may be elsewhere, as in a `device_map`."""
@@ -165,19 +376,6 @@ class WithoutInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of each module by name.
-
-    A parameter that belongs to several modules has several names. A module that the model uses in
-    several places, such as a block of a decoder that runs it again, counts once.
-    """
-    return {
-        f"{path}.{key}" if path else key: weight
-        for path, module in model.named_modules()
-        for key, weight in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
-
-
 def _check_own_architecture(model: HFModel) -> None:
     """Raise unless the parameters of a model without weight map are a checkpoint of their own."""
     name, model_type = type(model).__name__, model.config.model_type
@@ -204,26 +402,87 @@ def _check_own_architecture(model: HFModel) -> None:
             raise ConfigError(f"{name}: {key!r} has no dimension; give it the shape (1,)")
 
 
-def check_buffers(
-    model: HFModel, where: str = "", error: type[ConfigError | SaveError] = ConfigError
-) -> None:
-    """Raise if the model has tensors whose values neither a checkpoint nor a new model gives.
+# These config fields may change after the modules are made, because no module computes with them.
+_FREE = {
+    *("vocab_size", "initializer_range", "dtype", "extra"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
+# Other rope types compute, or may compute, with max_position_embeddings.
+_ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
 
-    Args: where: how the message begins; error: the class to raise.
-    """
-    name = f"{where}{type(model).__name__}"
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if buffers := sorted(model.state_dict().keys() - parameters.keys()):
-        raise error(
-            f"{name}: a checkpoint holds parameters only, and {buffers[0]!r} is a buffer; register "
-            "it with persistent=False, or make it a parameter without gradient\n"
-            f"{listing(buffers)}"
+
+def _check_config(model: HFModel, folder: str | os.PathLike[str]) -> None:
+    """Raise if the config to export is not the one that the model computes with."""
+    config, built_from = model.config, model.built_from
+    if getattr(model, "config_class", None) is not type(config):
+        raise SaveError(
+            f"{Path(folder)}: {type(model).__name__} does not declare {type(config).__name__} as "
+            f"its config_class, so other programs might load it as {config.model_type!r} and "
+            "compute something else; save its state_dict() instead"
         )
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise error(
-                    f"{name}: {f'{path}.{key}'.lstrip('.')!r} is a tensor, but no buffer, so that "
-                    "a load would leave it without values; use self.register_buffer("
-                    f"{key!r}, ..., persistent=False)"
-                )
+    rope = (built_from.rope_scaling or {}).get("rope_type", "default")
+    free = _FREE | ({"max_position_embeddings"} if rope in _ROPES_OF_ANY_LENGTH else set())
+    for name in (field.name for field in dataclasses.fields(config)):
+        now, then = getattr(config, name), getattr(built_from, name)
+        if name not in free and now != then:
+            raise SaveError(
+                f"{Path(folder)}: config.{name} is {now!r}, but the model was built with {then!r} "
+                "and still computes with that; set it back, or build a model from the new config"
+            )
+
+
+def _set_parameters(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Replace each parameter, in all modules that have it, by one with the values in `weights`."""
+    parameters = dict(model.named_parameters())
+    new = {id(x): nn.Parameter(weights[name], x.requires_grad) for name, x in parameters.items()}
+    for module in model.modules():
+        for key, x in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            setattr(module, key, new[id(x)])
+
+
+def _check_one_dtype(
+    stored: dict[str, torch.dtype], checkpoint: Checkpoint, weight_map: WeightMap
+) -> None:
+    """Raise if embeddings and projections are stored in several dtypes; norms may differ."""
+    entries = [entry for entry in weight_map if "norm" not in entry.name]
+    first = entries[0]
+    for entry in entries:
+        if stored[entry.name] != stored[first.name]:
+            info = checkpoint.tensors[entry.spans[0].source]
+            raise CheckpointError(
+                f"{info.path}: {entry.spans[0].source!r} is stored in "
+                f"{name_of(stored[entry.name])}, but {first.spans[0].source!r} in "
+                f"{name_of(stored[first.name])}; choose one dtype for all: from_hf(..., dtype=...)"
+            )
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return the device, or raise ValueError if this machine or PyTorch has none of this name."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        gpus = [f"'cuda:{index}'" for index in range(torch.cuda.device_count())]
+        known = ", ".join(["'cpu'", "'meta'", *(["'cuda'"] if gpus else []), *gpus])
+        raise ValueError(
+            f"device is {device!r}, which cannot be used ({first_line(error).rstrip('.')}); "
+            f"expected one of {known}, or another device of this PyTorch. A model is loaded onto "
+            "one device; `ligermodels.shard` divides one loaded onto 'meta' among several"
+        ) from None
+    return found
+
+
+def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that parameters shall have, or None if they keep theirs."""
+    if dtype is None or dtype == "auto":
+        return None
+    names = {name_of(known): known for known in DTYPES.values()}
+    found = names.get(dtype_name(dtype)) if isinstance(dtype, str) else dtype
+    if found not in names.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a config.json, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
