@@ -15,9 +15,9 @@ import torch
 from examples.command import call
 from ligermodels import AutoLiger, DecoderModel, Tokenizer, token_log_probs
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.data import read_pairs
 from ligermodels.training.finetune import FinetuneResult, finetune
 from ligermodels.training.packing import GroupedRows
-from ligermodels.training.records import read_pairs
 
 DATA = Path(__file__).parent / "data"
 

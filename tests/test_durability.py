@@ -13,8 +13,8 @@ import torch
 from ligermodels import LigerLlama
 from ligermodels.converters import save_dir
 from ligermodels.heads.medusa_file import write_heads
-from ligermodels.training.files import atomic_write
 from ligermodels.training.preferences import reference_path, stored_log_probs
+from ligermodels.training.run_dir import atomic_write
 from tests.training.tiny_run import make_checkpoint, make_text, run
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="only POSIX has fsync of a folder")

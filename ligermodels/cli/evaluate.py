@@ -47,8 +47,8 @@ def run(given: Arguments) -> None:
     """Print the perplexity of each file and of all, and the metrics of each task."""
     from ligermodels.converters.hub import resolve
     from ligermodels.models.auto import AutoLiger
+    from ligermodels.training.data import local_files
     from ligermodels.training.finetune import pick_device
-    from ligermodels.training.records import local_files
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")

@@ -72,7 +72,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
     import_modules(modules)  # They may register losses.
     found: dict[str, Any] = {}
     if early.config is not None:
-        from ligermodels.training.config_file import read_config
+        from ligermodels.training.config import read_config
 
         also = ("gpus", "max_restarts", "quiet", "import")
         found = read_config(early.config, loss=loss, also=also)

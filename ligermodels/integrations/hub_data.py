@@ -1,4 +1,4 @@
-"""What the library `datasets` does for training: `ligermodels.training.records.DataLibrary`.
+"""What the library `datasets` does for training: `ligermodels.training.data.DataLibrary`.
 
 Data sets of the hub and tables become JSONL files. Tokens that are larger than memory stay on the
 disk, in the Arrow files of that library.
@@ -25,7 +25,7 @@ from huggingface_hub import constants
 from ligermodels.converters.files import sync_file
 from ligermodels.errors import DataError, LigerError, first_line
 from ligermodels.training.data import Document
-from ligermodels.training.files import file_hash
+from ligermodels.training.run_dir import file_hash
 
 
 def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True) -> Path:

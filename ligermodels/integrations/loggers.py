@@ -10,7 +10,7 @@ from typing import Any
 
 from ligermodels.converters.files import read_if_present
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.training.files import atomic_write
+from ligermodels.training.run_dir import atomic_write
 
 
 class TensorBoardLogger:

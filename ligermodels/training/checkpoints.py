@@ -50,8 +50,8 @@ from ligermodels.parallel.ranks import (
     rank,
 )
 from ligermodels.parallel.state import SlicedTensor
-from ligermodels.training.files import PART, file_hash, writing
 from ligermodels.training.optimizers import allocate_state, state_of
+from ligermodels.training.run_dir import PART, file_hash, writing
 
 FACTS = "facts.json"
 _NAME = re.compile(r"step-(\d{8,18})")

@@ -17,11 +17,11 @@ from ligermodels.models.auto import AutoLiger, tokenizer_folder
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.files import fingerprint
 from ligermodels.training.losses import Distillation
 from ligermodels.training.model import weights_hash
 from ligermodels.training.objectives import Call, Objective, Rows
 from ligermodels.training.packing import Batch
+from ligermodels.training.run_dir import fingerprint
 
 
 class TeacherModel(nn.Module):

@@ -39,9 +39,8 @@ from ligermodels.parallel.ranks import (
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
-from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig
-from ligermodels.training.config_file import config_text
-from ligermodels.training.files import file_hash, fingerprint
+from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig, config_text
+from ligermodels.training.data import Library, is_dataset, local_files, stored_documents
 from ligermodels.training.model import (
     changed,
     check_unchanged,
@@ -66,7 +65,6 @@ from ligermodels.training.processes import (
     num_row_ranks,
     process_group,
 )
-from ligermodels.training.records import Library, is_dataset, local_files, stored_documents
 from ligermodels.training.reports import (
     FinetuneResult,
     Sampler,
@@ -76,7 +74,14 @@ from ligermodels.training.reports import (
     profiled,
     push,
 )
-from ligermodels.training.run_dir import RUN_FORMAT, ReadOnlyRunDir, RunDir, plot_losses
+from ligermodels.training.run_dir import (
+    RUN_FORMAT,
+    ReadOnlyRunDir,
+    RunDir,
+    file_hash,
+    fingerprint,
+    plot_losses,
+)
 from ligermodels.training.trainer import Trainer
 
 

@@ -42,14 +42,13 @@ from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, gathered, num_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.data import Document
-from ligermodels.training.files import file_hash
+from ligermodels.training.data import Document, Group, read_prompts
 from ligermodels.training.losses import GRPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
-from ligermodels.training.packing import Group, GroupBatch, GroupedRows, padded, stack
+from ligermodels.training.packing import GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.preferences import bytes_here, reference_copy, reference_log_probs
 from ligermodels.training.processes import on_all_ranks
-from ligermodels.training.records import read_prompts
+from ligermodels.training.run_dir import file_hash
 
 
 class _AllEnded(Exception):

@@ -12,12 +12,12 @@ from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.losses import LossOutput, Mean, kto_kl, kto_loss, token_metrics
 from ligermodels.losses.terms import mean_of
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.data import read_judged
 from ligermodels.training.losses import KTO
 from ligermodels.training.objectives import Call, Files, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch
 from ligermodels.training.preferences import PairObjective, reference_log_probs
 from ligermodels.training.processes import summed, summed_output
-from ligermodels.training.records import read_judged
 
 
 class KTOObjective(PairObjective):

@@ -29,9 +29,8 @@ from ligermodels.models.config import ModelConfig
 from ligermodels.parallel.ranks import from_rank_0, rank
 from ligermodels.training.checkpoints import Checkpoints, digests
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.files import file_hash, fingerprint
 from ligermodels.training.optimizers import freeze
-from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir
+from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir, file_hash, fingerprint
 
 # run/checkpoints/step-00000500, run/checkpoint-500
 _STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")

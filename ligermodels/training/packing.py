@@ -17,7 +17,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ligermodels.errors import DataError
-from ligermodels.training.data import Document
+from ligermodels.training.data import Document, Group
 
 IGNORE_INDEX = -100
 # No result depends on the token that fills the end of a row, and every model has this one. The
@@ -337,25 +337,6 @@ class MixedOrder:
         source = int(sources[at])
         within = cycle * int(self._counts[source]) + int(before[at])
         return int(self._offsets[source]) + self._orders[source](within)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Documents that a loss compares, and what else the file says of them.
-
-    Attributes:
-        documents: whose `loss_mask` is true at the tokens of the completion.
-        label: whether the first completion is a desirable one.
-        record: the line of the file.
-    """
-
-    documents: tuple[Document, ...]
-    label: bool = True
-    record: dict[str, Any] = field(default_factory=dict)
-    divisible = False
-
-    def __len__(self) -> int:
-        return max(map(len, self.documents))
 
 
 @dataclass(frozen=True)

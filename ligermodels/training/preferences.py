@@ -31,12 +31,12 @@ from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.files import atomic_write, fingerprint, writing
+from ligermodels.training.data import read_pairs
 from ligermodels.training.losses import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
 from ligermodels.training.processes import partition
-from ligermodels.training.records import read_pairs
+from ligermodels.training.run_dir import atomic_write, fingerprint, writing
 
 _NAME, _SHA256 = "log_probs", "sha256"
 

@@ -15,8 +15,7 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import OutputOptions
-from ligermodels.training.files import writing
-from ligermodels.training.run_dir import Metrics, RunDir
+from ligermodels.training.run_dir import Metrics, RunDir, writing
 
 
 def logger_openers(names: list[str] | None) -> list[Any]:

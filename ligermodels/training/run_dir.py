@@ -1,4 +1,4 @@
-"""The folder of a training run: its settings and metrics. A kill damages none.
+"""The folder of a training run: its settings and metrics, and how its files are written and hashed.
 
     run.json        the options of the run, and the hashes of its model and data
     run.yaml        the options, for `ligermodels finetune --config`
@@ -20,6 +20,7 @@ the checkpoint's step.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -28,16 +29,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from ligermodels.converters.files import (
     is_int,
     names_if_present,
     open_if_present,
+    open_regular,
     parse_json,
     read_json_if_present,
     sync_file,
+    sync_folder,
 )
-from ligermodels.errors import CheckpointError, LigerError, short_repr
-from ligermodels.training.files import PART, atomic_write, writing
+from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "run.yaml"
@@ -54,6 +58,8 @@ OWNED = (
     *(CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT, PROFILE),
     *("tensorboard", "wandb_id"),
 )
+
+PART = ".part"  # the end of the name of a file that is not whole
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
 RUN_FORMAT = 2
@@ -285,3 +291,57 @@ def plot_losses(metrics: list[Metrics], file: Path) -> bool:
     axes.legend()
     atomic_write(file, lambda path: figure.savefig(path, format="png", dpi=120))
     return True
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failed write into a SaveError that names the file."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SaveError(f"{path}: cannot be written: {reason}") from error
+
+
+def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a new file beside `path`, then replace `path` by it in one step.
+
+    Raises:
+        SaveError: the file cannot be written; `path` is unchanged.
+    """
+    aside = path.with_name(path.name + PART)
+    try:
+        with writing(path):
+            # A kill may have left a part, and a link of this name would lead to another file.
+            aside.unlink(missing_ok=True)
+            write(aside)
+            # safetensors ignores the umask: it creates files that only their owner can read.
+            umask = os.umask(0o077)
+            os.umask(umask)
+            os.chmod(aside, 0o666 & ~umask)
+            sync_file(aside)
+            os.replace(aside, path)
+            sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def file_hash(path: str | Path, kind: type[LigerError] = DataError) -> str:
+    """Return the SHA-256 of a file.
+
+    Raises:
+        kind: the file cannot be read.
+    """
+    with open_regular(Path(path), kind) as file:
+        try:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise kind(f"{path}: the file cannot be read: {error.strerror}") from None
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Return a SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

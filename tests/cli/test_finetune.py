@@ -15,8 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from ligermodels.cli import launch
-from ligermodels.training.config import option_names
-from ligermodels.training.config_file import read_config
+from ligermodels.training.config import option_names, read_config
 from ligermodels.training.processes import Interrupted
 from tests.cli.helpers import SMALL, assert_one_line
 from tests.limits import SECONDS

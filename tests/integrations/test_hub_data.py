@@ -11,9 +11,8 @@ import pytest
 from ligermodels.cli.options import data_library
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.data import read_documents
+from ligermodels.training.data import local_files, read_documents, stored_documents
 from ligermodels.training.finetune import finetune
-from ligermodels.training.records import local_files, stored_documents
 from tests.training.tiny_run import make_checkpoint, make_text, options
 
 datasets = pytest.importorskip("datasets")

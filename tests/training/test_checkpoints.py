@@ -153,7 +153,7 @@ def test_a_file_outside_of_the_folder_is_not_read(folder, saved):
 
 
 def rehash(saved):
-    from ligermodels.training.files import file_hash
+    from ligermodels.training.run_dir import file_hash
 
     facts = json.loads((saved / FACTS).read_text())
     facts["files"] = {name: file_hash(saved / name) for name in facts["files"]}

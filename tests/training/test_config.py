@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from ligermodels.errors import ConfigError
-from ligermodels.training.config import FREE_ON_RESUME, FinetuneConfig, option_names, subjects
-from ligermodels.training.config_file import config_text, read_config
+from ligermodels.training.config import (
+    FREE_ON_RESUME,
+    FinetuneConfig,
+    config_text,
+    option_names,
+    read_config,
+    subjects,
+)
 from ligermodels.training.losses import DPO, GRPO, LOSSES, SFT, Loss
 from ligermodels.training.objectives import Objective
 from ligermodels.training.options import flat_name, option

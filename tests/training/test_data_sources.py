@@ -8,7 +8,7 @@ import pytest
 
 from ligermodels.cli.options import data_library
 from ligermodels.errors import DataError
-from ligermodels.training.records import _dataset, is_dataset, local_files
+from ligermodels.training.data import _dataset, is_dataset, local_files
 
 
 def test_the_names_of_data_sets(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ import torch
 
 from ligermodels.cli import main
 from ligermodels.errors import LigerError
-from ligermodels.training.files import file_hash
+from ligermodels.training.run_dir import file_hash
 from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")

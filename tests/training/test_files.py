@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from ligermodels.errors import SaveError
-from ligermodels.training.files import atomic_write, writing
+from ligermodels.training.run_dir import atomic_write, writing
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path):

@@ -18,9 +18,9 @@ from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerErr
 from ligermodels.training import checkpoints, data
 from ligermodels.training import finetune as module
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.data import local_files
 from ligermodels.training.finetune import finetune, resumed_settings
 from ligermodels.training.processes import Interrupted
-from ligermodels.training.records import local_files
 from ligermodels.training.trainer import Trainer
 from tests.limits import SECONDS
 from tests.training.tiny_run import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ligermodels.errors import DataError
-from ligermodels.training.data import Document
-from ligermodels.training.packing import Group, GroupedRows, stack
+from ligermodels.training.data import Document, Group
+from ligermodels.training.packing import GroupedRows, stack
 
 
 def document(length: int, prompt: int, first: int = 1) -> Document:

@@ -10,9 +10,8 @@ import pytest
 
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.data import read_documents
+from ligermodels.training.data import read_documents, read_judged, read_pairs, read_prompts
 from ligermodels.training.packing import hold_out
-from ligermodels.training.records import read_judged, read_pairs, read_prompts
 from tests.training.tiny_run import TEMPLATE, make_tokenizer
 
 ASK = [{"role": "user", "content": "hi"}]

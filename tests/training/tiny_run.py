@@ -66,7 +66,7 @@ def make_text(file: Path, paragraphs: int = 60, seed: int = 0) -> Path:
 def draw_nothing(metrics, file: Path) -> bool:
     """Write a picture without content where a run draws its losses: drawing takes longer than a
     tiny run's steps."""
-    from ligermodels.training.files import atomic_write
+    from ligermodels.training.run_dir import atomic_write
 
     atomic_write(file, lambda part: part.write_bytes(b"\x89PNG\r\n\x1a\n"))
     return True
