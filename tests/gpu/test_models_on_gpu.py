@@ -10,7 +10,8 @@ from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import DECODERS
-from tests.gpu.synchronisation import no_synchronisation
+from tests.gpu.synchronisation import captured, no_synchronisation
+from tests.models.pairs import relative
 
 pytestmark = pytest.mark.gpu
 
@@ -46,11 +47,6 @@ def batch(rows: int = 2, seq: int = 200, vocab: int = 32003) -> tuple[torch.Tens
     labels = ids.clone()
     labels[0, :50] = -100
     return ids, labels
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    actual, expected = actual.double().cpu(), expected.double().cpu()
-    return float((actual - expected).norm() / expected.norm())
 
 
 def gradients(model: torch.nn.Module, forward, *args, **kwargs):
@@ -173,32 +169,24 @@ def inputs_of(given: str) -> dict[str, torch.Tensor]:
 
 
 def captured_step(model, **inputs) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Capture a training step, after three that warm up; return the graph and its loss."""
+    """Capture a training step; return the graph and its loss."""
 
     def step() -> torch.Tensor:
         loss = model(**inputs).loss
         loss.backward()
         return loss
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-    return graph, loss
+    return captured(step, model.zero_grad)
 
 
 @pytest.mark.parametrize("given, family", INPUTS)
-def test_training_step_in_a_cuda_graph(given, family):
+def test_no_host_synchronisation_and_a_step_in_a_cuda_graph(given, family):
     model = make(torch.bfloat16, family)
     ids, labels = batch(1)
     options = inputs_of(given)
+    gradients(model, model, ids, labels=labels, **options)  # compiles the kernels
+    with no_synchronisation():
+        model(ids, labels=labels, label_smoothing=0.1, z_loss=1e-4, **options).loss.backward()
     graph, captured = captured_step(model, input_ids=ids, labels=labels, **options)
     fresh, fresh_labels = batch(1)
     ids.copy_(fresh)
@@ -246,17 +234,6 @@ def test_recomputation_in_a_cuda_graph(policy, dropout):
     for name, grad in grads.items():
         assert grad.norm() > 0
         assert relative(recomputed[name], grad) < 1e-5, name
-
-
-@pytest.mark.parametrize("given, family", INPUTS)
-def test_no_host_synchronisation(given, family):
-    model = make(torch.bfloat16, family)
-    ids, labels = batch(1)
-    options = inputs_of(given)
-    gradients(model, model, ids, labels=labels, **options)
-    with no_synchronisation():
-        out = model(ids, labels=labels, label_smoothing=0.1, z_loss=1e-4, **options)
-        out.loss.backward()
 
 
 ROPES_OF_THE_LENGTH = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.synchronisation import no_synchronisation
+from tests.gpu.synchronisation import captured, no_synchronisation
 from tests.kernels.checks import as_tuple, compare
 from tests.kernels.conftest import Place
 from tests.kernels.ops_table import CASES, FIRST, Inputs, gradients, leaves, upstreams
@@ -52,18 +52,6 @@ def test_real_sizes(name, dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_host_synchronisation(name) -> None:
-    """After the kernels are compiled, neither forward nor backward waits for the GPU."""
-    case = CASES[name]
-    made = leaves(case, case.inputs(*SIZE), BFLOAT16)
-    outputs = as_tuple(case.function(**made))
-    upstream = upstreams(outputs)
-    gradients(outputs, made, upstream)
-    with no_synchronisation():
-        gradients(as_tuple(case.function(**made)), made, upstream)
-
-
 def test_synchronisation_is_noticed() -> None:
     """The check above fails if an op does wait."""
     x = torch.ones(2, device="cuda")
@@ -72,7 +60,7 @@ def test_synchronisation_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_captured_in_a_cuda_graph(name) -> None:
+def test_no_host_synchronisation_and_captured_in_a_cuda_graph(name) -> None:
     """A captured forward and backward, replayed on other inputs, gives what eager gives there."""
     case = CASES[name]
     made = leaves(case, case.inputs(*SIZE), BFLOAT16)
@@ -82,14 +70,10 @@ def test_captured_in_a_cuda_graph(name) -> None:
         outputs = as_tuple(case.function(**made))
         return [x.detach() for x in outputs] + gradients(outputs, made, upstream)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    step()  # compiles the kernels
+    with no_synchronisation():
         step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step()
+    graph, replayed = captured(step)
     with torch.no_grad():
         for x in (*made.values(), *upstream):
             if isinstance(x, Tensor) and x.ndim:
