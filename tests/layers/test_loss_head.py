@@ -289,21 +289,6 @@ def test_a_tie_follows_the_embedding() -> None:
         LossHead(HIDDEN, VOCAB + 1, tied_to=embedding)
 
 
-def test_the_outputs_of_trl() -> None:
-    """The values that TRL's trainers take from a model, against TRL's own code."""
-    theirs = pytest.importorskip("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    head, weight, bias = build("own, bias", softcap=3.0, logit_scale=1.3, temperature=0.7)
-    hidden, targets = data()
-    out = head(hidden, targets, reduction="none", return_token_stats=STATS)
-    valid = targets != -100
-    wanted = theirs.apply(hidden[valid], weight, bias, targets[valid], 0.7, 16, 3.0, 1.3)
-    squares = out.token_sum_sq_probs.clamp(min=1e-30).log()
-    ours = out.token_log_probs, out.token_entropy, squares, out.token_mean_logits
-    for a, b in zip(ours, wanted):
-        assert relative(a[valid], b) <= 1e-6
-    assert torch.equal(out.token_correct[valid], wanted[-1])
-
-
 def test_statistics_and_a_loss_function_through_a_model() -> None:
     """The layers' own loss stays apart, as with reduction "none", and a plan's chunk is used."""
     torch.manual_seed(0)

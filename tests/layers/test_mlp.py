@@ -11,19 +11,21 @@ from ligermodels.layers import GatedMLP, RMSNorm, pre_norm
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
 
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
-def formula(mlp: GatedMLP, x: Tensor) -> Tensor:
-    gate, up = mlp.gate_up_proj(x).chunk(2, -1)
-    act = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    }[mlp.activation]
-    return mlp.down_proj(act(gate) * up)
+
+def formula(mlp: GatedMLP, norm: RMSNorm | None, total: Tensor) -> tuple[Tensor, Tensor]:
+    y = total if norm is None else F.rms_norm(total, (20,), norm.weight, norm.eps)
+    gate, up = mlp.gate_up_proj(y).chunk(2, -1)
+    return mlp.down_proj(ACTIVATIONS[mlp.activation](gate) * up), total
 
 
 @pairwise(
-    activation=["silu", "gelu_tanh", "gelu"],
+    activation=ACTIVATIONS,
     residual=[False, True],
     normed=[False, True],
     bias=[False, True],
@@ -32,44 +34,23 @@ def test_equals_the_formula(bias: bool, normed: bool, residual: bool, activation
     torch.manual_seed(0)
     mlp, norm = GatedMLP(20, 27, bias=bias, activation=activation), RMSNorm(20)
     torch.nn.init.normal_(norm.weight, 1.0, 0.2)
-    x = torch.randn(2, 5, 20, requires_grad=True)
-    added = torch.randn(2, 5, 20, requires_grad=True) if residual and normed else None
-    leaves = [x, *mlp.parameters()] + ([] if added is None else [added])
-    leaves += [norm.weight] if normed else []
-    upstreams = torch.randn(2, 2, 5, 20)
-    if normed:
-        out, total = mlp(pre_norm(norm, x, added))
-        grads = torch.autograd.grad((out, total), leaves, (*upstreams,))
-    else:
-        out = mlp(x)
-        grads = torch.autograd.grad(out, leaves, upstreams[0])
-
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    mlp64 = GatedMLP(20, 27, bias=bias, activation=activation).double()
-    parameters = dict(zip([name for name, _ in mlp.named_parameters()], exact[1:]))
-    total64 = exact[0] if added is None else exact[0] + exact[len(parameters) + 1]
-    y = F.rms_norm(total64, (20,), exact[-1], norm.eps) if normed else total64
-
-    class Formula(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = mlp64
-
-        def forward(self, y: Tensor) -> Tensor:
-            return formula(self.mlp, y)
-
-    expected = torch.func.functional_call(
-        Formula(), {f"mlp.{name}": p for name, p in parameters.items()}, (y,)
-    )
-    assert relative(out, expected) <= 1e-6
-    if normed:
-        assert relative(total, total64) <= 1e-7
-        outputs, ups = (expected, total64), (*upstreams.double(),)
-    else:
-        outputs, ups = (expected,), (upstreams[0].double(),)
-    wanted = torch.autograd.grad(outputs, exact, ups)
-    for grad, want in zip(grads, wanted):
-        assert relative(grad, want) <= 1e-6
+    x, added, *upstreams = torch.randn(4, 2, 5, 20)
+    leaves = [x, added][: 1 + (residual and normed)]
+    results = []
+    for wide in (False, True):
+        given = [leaf.to(torch.float64 if wide else leaf.dtype).requires_grad_() for leaf in leaves]
+        parameters = [*mlp.parameters(), *(norm.parameters() if normed else ())]
+        if wide:
+            outputs = formula(mlp.double(), norm.double() if normed else None, sum(given))
+        elif normed:
+            outputs = mlp(pre_norm(norm, *given))
+        else:
+            outputs = mlp(*given), given[0]
+        ups = [upstream.to(outputs[0]) for upstream in upstreams]
+        grads = torch.autograd.grad(outputs, given + parameters, ups)
+        results.append([x.detach() for x in (*outputs, *grads)])
+    for ours, exact in zip(*results):
+        assert relative(ours, exact) <= 1e-6
 
 
 def test_numbers_that_no_mlp_has_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from itertools import product
 from typing import Any
 
@@ -86,28 +85,6 @@ def test_angles_equal_transformers(name: str) -> None:
         from_positions = ours(positions)
         assert torch.equal(from_positions[0], cos)
         assert torch.equal(from_positions[1], sin)
-
-
-def test_frequencies_equal_transformers() -> None:
-    for name, scaling in SCALINGS.items():
-        if name == "dynamic":  # its frequencies depend on the length
-            continue
-        ours = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, copy.deepcopy(scaling))
-        hf = theirs(copy.deepcopy(scaling), 1e4)
-        expected = pytest.approx(hf.inv_freq.tolist(), rel=1e-6, abs=0)
-        assert ours.inv_freq.tolist() == expected, name
-        assert ours.attention_factor == pytest.approx(hf.attention_scaling, rel=1e-7), name
-
-
-def test_formulas() -> None:
-    """The plain frequencies and the base of dynamic, from their published formulas."""
-    rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, SCALINGS["dynamic"])
-    exact = torch.tensor([1e4 ** (-2 * i / HEAD_DIM) for i in range(HALF)], dtype=torch.float64)
-    torch.testing.assert_close(rope.inv_freq.double(), exact, rtol=1e-6, atol=0)
-    base = 1e4 * (2.0 * 200 / LONGEST - 1.0) ** (HEAD_DIM / (HEAD_DIM - 2))
-    _, sin = rope(torch.tensor([[1]]), 200)
-    exact = torch.tensor([math.sin(base ** (-2 * i / HEAD_DIM)) for i in range(HALF)])
-    torch.testing.assert_close(sin[0, 0], exact, rtol=1e-5, atol=0)
 
 
 def test_calls_do_not_remember_each_other() -> None:
