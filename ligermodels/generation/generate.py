@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, did_you_mean, short_repr
+from ligermodels.generation.decode_step import StepDecoder, decoder_of
 from ligermodels.generation.draft import DraftOptions, drafted_passes
 from ligermodels.generation.generation_config import (
     checked_generation_config,
@@ -97,8 +98,8 @@ def generate(
         ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
             options contradict each other.
         LigerError: the logits of a row hold NaN or infinity, so that there is no next token.
-            On a CPU this comes before the token is passed on. On a GPU it comes at the next
-            synchronisation: in the same step if there are stop tokens, else after the last token.
+            On a CPU this comes before the token is passed on. On a GPU it comes one step later if
+            there are stop tokens, else after the last token.
         CheckpointError: generation_config.json has a value of a wrong type.
     """
     _check_names("generate", options)
@@ -297,10 +298,17 @@ def _steps(
     stop_ids = torch.tensor(stops, device=device)
     stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     failed_B = stopped_B
-    waits = device.type == "cpu" or bool(stops)  # A GPU waits only if stop tokens need it.
+    on_cpu = device.type == "cpu"
+    decoder: StepDecoder | None = None
+    flags: _Flags | None = None  # of the last step whose end the host has not seen
     for step in range(max_new_tokens):
-        hidden = model(**inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
-        logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+        if decoder is not None:
+            logits_BV = decoder(inputs["input_ids"])
+        else:
+            hidden = model(**inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
+            logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+        if step == 0 and max_new_tokens > 2:
+            decoder = decoder_of(model, cache, mask_BS, set(inputs))
         broken_B = ~logits_BV.amax(-1).isfinite()
         if repetition is not None:
             logits_BV = repetition(logits_BV)
@@ -313,20 +321,45 @@ def _steps(
         if stops:
             tokens_B = tokens_B.masked_fill(stopped_B, pad)
             stopped_B = stopped_B | torch.isin(tokens_B, stop_ids)
-        if waits:
-            all_stopped, failed = torch.stack([stopped_B.all(), failed_B.any()]).tolist()
-            if failed:
-                raise _no_token(failed_B, step)
+        # A GPU waits only if stop tokens need it, and then for the step before this one, so that it
+        # always has a step to run.
+        before, flags = flags, _Flags(stopped_B, failed_B) if on_cpu or stops else None
+        if before is not None and not on_cpu and before.all_stopped(step - 1):
+            return
+        ended = on_cpu and flags is not None and flags.all_stopped(step)
         yield tokens_B
-        if waits and all_stopped:
+        if ended:
             return
         kept = {name: x for name, x in inputs.items() if name in ("memory", "memory_mask")}
         inputs = {"input_ids": tokens_B.unsqueeze(1), **kept}
-        if mask_BS is not None:
+        if mask_BS is not None and decoder is None:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, 1)], dim=1)
         positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1
-    if not waits and bool(failed_B.any()):
-        raise _no_token(failed_B, max_new_tokens - 1)
+    _Flags(stopped_B, failed_B).all_stopped(max_new_tokens - 1)
+
+
+class _Flags:
+    """Whether all rows have stopped and which have failed, on the way to the host."""
+
+    def __init__(self, stopped_B: Tensor, failed_B: Tensor) -> None:
+        made = torch.stack([stopped_B.all(), failed_B.any()])
+        self.failed_B, self.event = failed_B, None
+        if made.is_cuda:
+            self.values = torch.empty(2, dtype=torch.bool, pin_memory=True)
+            self.values.copy_(made, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.values = made
+
+    def all_stopped(self, step: int) -> bool:
+        """Return whether all rows have stopped. Raise LigerError if one has failed."""
+        if self.event is not None:
+            self.event.synchronize()
+        all_stopped, failed = self.values.tolist()
+        if failed:
+            raise _no_token(self.failed_B, step)
+        return all_stopped
 
 
 def _no_token(failed_B: Tensor, step: int) -> LigerError:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ligermodels import kernels
 from ligermodels.kernels.checks import check_count, check_number
+from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.layers.attention_backend import attend, attend_in_parts
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
-from ligermodels.layers.kv_cache import CachedLayer, KVCache
+from ligermodels.layers.kv_cache import CachedLayer, DecodeStep, KVCache
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.recompute import Planned, attend_once
 
@@ -235,6 +236,12 @@ class Attention(Planned, CachedLayer, nn.Module):
                 "Attention: a layer with causal=False sees the tokens after each token, so it "
                 "cannot continue the tokens in a cache; call it with whole rows, without cache"
             )
+        # Another class with a cache's methods may have no steps.
+        step: DecodeStep | None = getattr(context.cache, "step", None)
+        if step is not None and context.cache is not None:
+            out = self._decode(q, k, v, context.cache, step)
+            out = self.o_proj(out.transpose(1, 2).flatten(-2))
+            return out if isinstance(x, Tensor) else (out, total)
         if self.kv_from is not None:
             k, v = self._kv_of_another_layer(context)
         elif context.cache is not None:
@@ -261,6 +268,19 @@ class Attention(Planned, CachedLayer, nn.Module):
         out = attend_in_parts(attention, q, k, v, context.mask, self.causal)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: DecodeStep) -> Tensor:
+        """Attend from the one new token of each row to the cache, in a step of decoding."""
+        owner = self.layer_index if self.kv_from is None else self.kv_from
+        return decode_attention(
+            q,
+            None if self.kv_from is not None else (k, v),
+            *cache.buffers(owner),
+            *step,
+            scale=self.scale,
+            window=self.sliding_window,
+            softcap=self.softcap,
+        )
 
     def _project(
         self, x: Tensor | PreNormed, context: AttentionContext

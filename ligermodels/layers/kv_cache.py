@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ class CachedLayer:
     kv_from: int | None = None
     shares_kv: bool = False
     causal: bool = True
+
+
+class DecodeStep(NamedTuple):
+    """Where the one new token of each row stands while a step of decoding runs.
+
+    These numbers are on the device, so the same launches serve every step.
+    """
+
+    ends: Tensor  # (batch,) int64, how many tokens each row has, the new one among them
+    firsts: Tensor | None = None  # (batch,) int64, how many of them are padding on the left
 
 
 class KVCache:
@@ -53,6 +63,8 @@ class KVCache:
     Attributes:
         use: how often this pass has run the layer that runs next. The model sets it if `uses` is
             more than 1.
+        step: during a step of decoding, where its tokens stand; otherwise None. Layers then write
+            into `buffers` instead of calling `update`, and `advance` does nothing.
     """
 
     def __init__(
@@ -70,6 +82,7 @@ class KVCache:
         self.max_length = max_length
         self.dtype, self.device = dtype, device
         self.length = 0
+        self.step: DecodeStep | None = None
         if sliding_windows is None:
             sliding_windows = config.sliding_windows
         # The number of tokens that each layer keeps.
@@ -159,6 +172,16 @@ class KVCache:
         self._written[slot] = end
         return self._append(self.keys, slot, k), self._append(self.values, slot, v)
 
+    def buffers(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, (batch, kv heads, slots, head_dim).
+
+        The token at position p of a row is in slot p % slots.
+        """
+        slot = layer_index + self.use * self._layers
+        keys, values = self.keys[slot], self.values[slot]
+        assert keys is not None and values is not None, "a pass has written the prompt"
+        return keys, values
+
     def key_positions(self, layer_index: int, new: int) -> Tensor | None:
         """Return the positions in the row of the keys that `update` has just returned.
 
@@ -185,8 +208,14 @@ class KVCache:
 
     def advance(self, tokens: int) -> None:
         """Add the tokens that every layer has written to `length`; call it once per forward."""
-        self.length += tokens
-        self._key_positions.clear()
+        if self.step is None:
+            self.length += tokens
+            self._key_positions.clear()
+
+    def advance_decoded(self) -> None:
+        """Add the token of a step of decoding to `length`, after the host has started the step."""
+        self.advance(1)
+        self._written = [self.length] * len(self._written)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. The next ones are written in the places of the others.

@@ -16,7 +16,7 @@ from ligermodels.layers import (
     RMSNorm,
 )
 from ligermodels.layers.attention_backend import choose_backend
-from ligermodels.layers.fusion import is_plain, pre_norm_names
+from ligermodels.layers.fusion import has_plain_call, is_plain, is_sharded, pre_norm_names
 
 _OPS = {
     RMSNorm: ("rms_norm", "add_rms_norm"),
@@ -57,7 +57,30 @@ def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, s
             if head.is_linear
             else "the replaced head.proj is called chunk by chunk"
         )
+        obstacle = decoding_obstacle(model)
+        report["decoding"] = "CUDA graph of a step" if obstacle is None else f"eager ({obstacle})"
     return report
+
+
+def decoding_obstacle(model: nn.Module) -> str | None:
+    """Return why a CUDA graph cannot hold a step of decoding, or None if it can.
+
+    A graph launches kernels alone, so what else a step would run must be known.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    devices = {weight.device for weight in weights}
+    if len(devices) != 1:
+        return f"the weights are on {len(devices)} devices"
+    if dispatch.choose(weights[0].device, weights[0].dtype)[0] != "triton":
+        return dispatch.choose(weights[0].device, weights[0].dtype)[1]
+    if any(map(is_sharded, weights)) or getattr(model, "layout", None) is not None:
+        return "the weights are spread over ranks"
+    for name, module in model.named_modules():
+        if not has_plain_call(module, type(module)):
+            return f"{name or 'the model'} has hooks or another forward"
+    if unknown := _unknown_types(model):
+        return f"the code of {', '.join(unknown)} is unknown"
+    return None
 
 
 def _ops(model: nn.Module) -> Iterator[str]:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import autocast
+from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.launch import Launches
 from tests.kernels import ops_table
@@ -129,12 +130,23 @@ def every_length(dtype: torch.dtype) -> None:
                 launch(case, dtype, size | flags)
 
 
-def conversions(dtype: torch.dtype) -> None:
-    """Launch `dequantize`, which has no gradient and therefore no case in the table."""
+def without_gradient(dtype: torch.dtype) -> None:
+    """Launch the ops that have no gradient and therefore no case in the table."""
     for columns in (4096, 14336):
         codes = torch.empty(8, columns // 2, dtype=torch.uint8, device="meta")
         scales = torch.empty(8, columns // 64, dtype=torch.bfloat16, device="meta")
         dequantize(codes, scales, torch.empty(16, device="meta"), dtype)
+    ends = torch.empty(2, dtype=torch.int64, device="meta")
+    for head_dim, slots, options in (
+        (64, 8192, {}),
+        (128, 8192, {}),
+        (128, 16, {}),
+        (256, 8192, {"window": 1024, "softcap": 50.0, "firsts": ends}),
+    ):
+        q = torch.empty(2, 8, 1, head_dim, dtype=dtype, device="meta")
+        k = torch.empty(2, 2, slots, head_dim, dtype=dtype, device="meta")
+        new = None if options else (k[:, :, :1], k[:, :, :1])
+        decode_attention(q, new, k, k, ends, scale=0.1, **options)
 
 
 def every_flag(dtype: torch.dtype) -> None:
@@ -192,7 +204,7 @@ def record(vendor: str, full: bool) -> Recording:
             every_flag(torch.bfloat16)
         for dtype in DTYPES:
             every_length(dtype)
-            conversions(dtype)
+            without_gradient(dtype)
     return recording
 
 

@@ -1,0 +1,253 @@
+"""Attention of one query of each row: the keys are split over programs, whose parts are added."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_sms
+
+# `block` is how many keys a program reads at once, `programs` how many there are for each
+# multiprocessor. The tables are by the size of a head, for 16-bit and for float32 caches.
+SPLIT = Launches(
+    nvidia=(
+        (64, Launch(32, 4, num_stages=3, programs=4)),
+        (128, Launch(64, 4, programs=8)),
+        (None, Launch(32, 4, programs=8)),
+    ),
+    amd=((128, Launch(32, 4, programs=4)), (None, Launch(16, 4, programs=4))),
+)
+SPLIT_WIDE = Launches(
+    nvidia=((64, Launch(32, 4, programs=4)), (None, Launch(16, 4, programs=4))),
+    amd=((None, Launch(16, 4, programs=4)),),
+)
+JOIN = Launches(nvidia=((None, Launch(0, 1)),), amd=((None, Launch(0, 1)),))
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LEAST_ROWS = 16  # of an operand of tl.dot
+
+
+@triton.jit
+def decode_attention_kernel(
+    q_ptr,
+    q_row,
+    q_head,
+    new_k_ptr,
+    new_k_row,
+    new_k_head,
+    new_v_ptr,
+    new_v_row,
+    new_v_head,
+    k_ptr,
+    v_ptr,
+    cache_row,
+    cache_head,
+    ends_ptr,
+    firsts_ptr,
+    out_ptr,
+    stats_ptr,
+    heads,
+    slots,
+    window,
+    scale,
+    softcap,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles one part of the keys of one key head, for its GROUP query heads.
+
+    The parts of the rows have equal lengths, of the keys that there are. With stats_ptr, the
+    program writes its part of the sum in float32, and the maximum of the scores (base 2) and the
+    sum of their powers; without, it has all keys and writes the output. The program whose part has
+    the new token's slot writes that token into the cache, and no other program reads it there.
+    """
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    scale = tl.cast(scale, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    column = tl.arange(0, WIDTH)
+    member = tl.arange(0, ROWS)
+    wide = column < HEAD_DIM
+    mine = member < GROUP
+
+    end = tl.load(ends_ptr + row)
+    last = end - 1
+    lowest = tl.cast(0, tl.int64)
+    if firsts_ptr is not None:
+        lowest = tl.load(firsts_ptr + row)
+    if HAS_WINDOW:
+        lowest = tl.maximum(lowest, end - window)
+    # While a row is not longer than the cache, its tokens stand in order.
+    first = tl.where(end <= slots, tl.maximum(lowest, 0), 0)
+    stop = tl.minimum(end, slots)
+    size = tl.cdiv(tl.cdiv(stop - first, parts), BLOCK) * BLOCK
+    first += part * size
+    stop = tl.minimum(stop, first + size)
+
+    q_ptr += row * q_row + head * GROUP * q_head
+    q_at = member[:, None].to(tl.int64) * q_head + column[None, :]
+    q = tl.load(q_ptr + q_at, mask=mine[:, None] & wide[None, :], other=0.0)
+    k_ptr += row * cache_row + head * cache_head
+    v_ptr += row * cache_row + head * cache_head
+    new_slot = last % slots
+    if new_k_ptr is not None:
+        dtype = k_ptr.dtype.element_ty
+        new_k_ptr += row * new_k_row + head * new_k_head
+        new_v_ptr += row * new_v_row + head * new_v_head
+        new_k = tl.load(new_k_ptr + column, mask=wide, other=0.0).to(dtype)
+        new_v = tl.load(new_v_ptr + column, mask=wide, other=0.0).to(dtype)
+        if (new_slot >= first) & (new_slot < stop):
+            tl.store(k_ptr + new_slot * HEAD_DIM + column, new_k, mask=wide)
+            tl.store(v_ptr + new_slot * HEAD_DIM + column, new_v, mask=wide)
+
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(first, stop, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        there = slot < stop
+        position = last - (last - slot) % slots
+        visible = there & (position >= lowest)
+        at = slot[:, None] * HEAD_DIM + column[None, :]
+        is_old = there
+        if new_k_ptr is not None:
+            is_old = there & (slot != new_slot)
+        read = is_old[:, None] & wide[None, :]
+        k = tl.load(k_ptr + at, mask=read, other=0.0)
+        v = tl.load(v_ptr + at, mask=read, other=0.0)
+        if new_k_ptr is not None:
+            is_new = (slot == new_slot)[:, None]
+            k = tl.where(is_new, new_k[None, :], k)
+            v = tl.where(is_new, new_v[None, :], v)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap))))
+        scores = tl.where(visible[None, :], scores * LOG2_E, -float("inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        shift = tl.where(new == -float("inf"), 0.0, new)
+        share = tl.exp2(scores - shift[:, None])
+        fall = tl.exp2(highest - shift)
+        total = total * fall + tl.sum(share, 1)
+        out = out * fall[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+        highest = new
+
+    written = mine[:, None] & wide[None, :]
+    if stats_ptr is None:
+        out_ptr += (row * heads + head * GROUP) * HEAD_DIM
+        out = out / total[:, None]
+        out_at = member[:, None] * HEAD_DIM + column[None, :]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=written)
+    else:
+        # (batch, heads, parts, ...)
+        index = (row * heads + head * GROUP + member) * parts + part
+        tl.store(out_ptr + index[:, None] * HEAD_DIM + column[None, :], out, mask=written)
+        tl.store(stats_ptr + 2 * index, highest, mask=mine)
+        tl.store(stats_ptr + 2 * index + 1, total, mask=mine)
+
+
+@triton.jit
+def join_kernel(
+    part_ptr,
+    stats_ptr,
+    out_ptr,
+    parts,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program adds the parts of one query head of one row."""
+    query = tl.program_id(0).to(tl.int64)
+    part, column = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    there, wide = part < parts, column < HEAD_DIM
+    index = query * parts + part
+    highest = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
+    total = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
+    share = tl.exp2(highest - tl.max(highest))
+    at = index[:, None] * HEAD_DIM + column[None, :]
+    x = tl.load(part_ptr + at, mask=there[:, None] & wide[None, :], other=0.0)
+    out = tl.sum(x * share[:, None], 0) / tl.sum(total * share)
+    tl.store(out_ptr + query * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=wide)
+
+
+def decode_attention_forward(
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    firsts: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Launch the kernels for `reference.decode_attention_forward`."""
+    batch, heads, _, head_dim = q.shape
+    kv_heads, slots = k.shape[1:3]
+    assert k.is_contiguous() and v.is_contiguous(), "a cache's buffers are contiguous"
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    new_k = new_v = None
+    if new is not None:
+        new_k, new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in new)
+    out = q.new_empty(batch, heads, 1, head_dim)
+    if out.numel() == 0:
+        return out
+    setting = launch(SPLIT if q.element_size() == 2 else SPLIT_WIDE, head_dim)
+    most = cdiv(setting.programs * num_sms(q.device), batch * kv_heads)
+    parts = max(1, min(most, cdiv(min(slots, window or slots), setting.block), 128))
+    target, stats = out, None
+    if parts > 1:
+        target = out.new_empty((batch, heads, parts, head_dim), dtype=torch.float32)
+        stats = out.new_empty((batch, heads, parts, 2), dtype=torch.float32)
+    group = heads // kv_heads
+    decode_attention_kernel[(parts, kv_heads, batch)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        new_k,
+        0 if new_k is None else new_k.stride(0),
+        0 if new_k is None else new_k.stride(1),
+        new_v,
+        0 if new_v is None else new_v.stride(0),
+        0 if new_v is None else new_v.stride(1),
+        k,
+        v,
+        k.stride(0),
+        k.stride(1),
+        ends,
+        firsts,
+        target,
+        stats,
+        heads,
+        slots,
+        window or 0,
+        scale,
+        softcap or 1.0,
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
+        GROUP=group,
+        ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
+    )
+    if stats is not None:
+        joining = launch(JOIN, head_dim)
+        join_kernel[(batch * heads,)](
+            target,
+            stats,
+            out,
+            parts,
+            HEAD_DIM=head_dim,
+            PARTS=triton.next_power_of_2(parts),
+            BLOCK=joining.block,
+            num_warps=joining.num_warps,
+            num_stages=joining.num_stages,
+        )
+    return out

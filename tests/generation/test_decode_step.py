@@ -1,0 +1,102 @@
+"""A step of decoding, whose launches do not depend on where it is: the logits of a forward."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from ligermodels.generation import generate
+from ligermodels.generation.decode_step import StepDecoder
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.models.auto import families
+from tests.tiny_models import VOCAB, random_model
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.5],
+        "long_factor": [2.0, 4.0],
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+def steps_equal_forwards(model, padded, cached=False, new=12):
+    """Decode tokens of two rows, and compare each step's logits with those of a forward.
+
+    The forward has the whole rows, or with `cached` the new tokens and a cache of its own.
+    """
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (2, 7 + new), generator=draw)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = KVCache.of(model, 2, 7 + new)
+    given = mask[:, :7] if padded else None
+    with torch.no_grad():
+        model(ids[:, :7], attention_mask=given, position_ids=positions[:, :7], cache=cache)
+        decoder = StepDecoder(model, cache, given, captures=False)
+        other = KVCache.of(model, 2, 7 + new) if cached else None
+        for at in range(7, 7 + new):
+            found = decoder(ids[:, at : at + 1])
+            start = 0 if other is None else other.length
+            options = {"attention_mask": mask[:, : at + 1], "cache": other}
+            options["position_ids"] = positions[:, start : at + 1]
+            hidden = model(ids[:, start : at + 1], **options)
+            expected = model.head.logits(hidden[:, -1])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            assert cache.length == at + 1
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", families())
+def test_families_past_their_windows(family, padded):
+    steps_equal_forwards(random_model(family), padded)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_angles_that_depend_on_the_length(kind):
+    """Keys in a cache keep the angles of the length that they were written at."""
+    sizes = {"head_dim": 4, "max_position_embeddings": 8}
+    steps_equal_forwards(
+        random_model("llama", rope_scaling=ROPES[kind], **sizes), True, cached=True
+    )
+
+
+def test_a_cache_goes_on_after_steps():
+    """What a step writes serves a forward, and a forward's tokens serve a step."""
+    model = random_model("gemma2")
+    ids = torch.arange(3, 23)[None]
+    cache, expected = KVCache.of(model, 1, 20), model(ids)[:, -1]
+    with torch.no_grad():
+        model(ids[:, :6], cache=cache)
+        decoder = StepDecoder(model, cache, None, captures=False)
+        for at in range(6, 12):
+            decoder(ids[:, at : at + 1])
+        found = model(ids[:, 12:], cache=cache)[:, -1]
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_generate_decodes_by_steps(monkeypatch):
+    """Without a GPU the graph is left out; tokens, stops and padding are those of forwards."""
+    model = random_model("mistral")
+    prompts = [[5, 9, 3], [11, 2, 40, 41, 8, 77, 31, 90], [33]]
+    free = generate(model, prompts, max_new_tokens=16, eos_token_id=[])
+    options = {"max_new_tokens": 16, "eos_token_id": int(free[1, 14]), "pad_token_id": 0}
+    sampled = {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3}
+    given = [options, options | sampled]
+
+    def run(each):
+        torch.manual_seed(0)
+        return generate(model, prompts, **each)
+
+    expected = [run(each) for each in given]
+    monkeypatch.setattr(
+        import_module("ligermodels.generation.generate"),
+        "decoder_of",
+        lambda model, cache, mask, _: StepDecoder(model, cache, mask, captures=False),
+    )
+    for each, tokens in zip(given, expected):
+        assert torch.equal(run(each), tokens)

@@ -1,0 +1,76 @@
+"""Decoding in a CUDA graph: the logits of launched steps, and of the weights of today."""
+
+import pytest
+import torch
+
+from ligermodels.adapters.adapted_model import add_adapters
+from ligermodels.generation import generate
+from ligermodels.generation.decode_step import StepDecoder
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.models.auto import families
+from tests.tiny_models import VOCAB, random_model
+
+pytestmark = pytest.mark.gpu
+SIZES = {"hidden_size": 64, "head_dim": 16}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", families())
+def test_a_graph_computes_what_launched_steps_do(family, padded):
+    """The logits are equal bitwise past the window, and no step waits for the device."""
+    model = random_model(family, **SIZES).to("cuda", torch.bfloat16)
+    ids = torch.randint(3, VOCAB, (2, 20), device="cuda")
+    mask = torch.ones(2, 6, dtype=torch.int64, device="cuda")
+    mask[0, :2] = 0
+    given = mask if padded else None
+    found = {}
+    with torch.no_grad():
+        for captures in (False, True):
+            cache = KVCache.of(model, 2, 20)
+            model(ids[:, :6], attention_mask=given, cache=cache)
+            decoder = StepDecoder(model, cache, given, captures)
+            logits = [decoder(ids[:, at : at + 1]).clone() for at in range(6, 9)]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                logits += [decoder(ids[:, at : at + 1]).clone() for at in range(9, 20)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            found[captures] = torch.stack(logits)
+    assert decoder.graph is not None
+    assert torch.equal(found[True], found[False])
+
+
+def test_a_graph_reads_the_weights_of_today():
+    """A generation sees what changed since the one before: values, tensors and adapters."""
+    torch.manual_seed(0)
+    model = random_model("llama", **SIZES, initializer_range=0.3).to("cuda")
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+
+    def check(before):
+        found = generate(model, [5, 9, 3], **options)
+        with torch.no_grad():
+            chosen = model.head.logits(model(found[:, :-1])).argmax(-1)
+        assert torch.equal(found[:, 3:], chosen[:, 2:])
+        assert before is None or not torch.equal(found, before)
+        return found
+
+    found = check(None)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(-3)
+    found = check(found)
+    model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(
+        torch.randn_like(model.layers[1].mlp.down_proj.weight)
+    )
+    found = check(found)
+    add_adapters(model, 4, 8.0)
+    for name, weight in model.named_parameters():
+        if "lora_b" in name.lower():
+            torch.nn.init.normal_(weight, std=0.3)
+    check(found)
+
+
+def test_the_report_says_what_decodes():
+    model = random_model("llama", **SIZES).to("cuda")
+    assert model.kernels()["decoding"] == "CUDA graph of a step"
+    model.layers[1].register_forward_hook(lambda *_: None)
+    assert model.kernels()["decoding"] == "eager (layers.1 has hooks or another forward)"
