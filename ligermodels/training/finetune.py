@@ -43,7 +43,6 @@ from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig
 from ligermodels.training.data import Library, is_dataset, local_files, stored_documents
 from ligermodels.training.model import (
     changed,
-    check_unchanged,
     difference,
     file_hashes,
     load_model,
@@ -189,15 +188,14 @@ def pick_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        hint = "; did you mean 'cuda'?" if name in ("gpu", "nvidia", "rocm", "hip") else ""
-        raise ConfigError(f"device: must be cpu or cuda, not {name!r}{hint}")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
         raise ConfigError(f"device: {name!r} cannot be used: {reason}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
     return device
 
 
@@ -291,7 +289,6 @@ class Run:
         with error_on_all_ranks():
             if config.output.sample_prompts:
                 self.sampler = Sampler(config.output, Tokenizer.from_hf(source))
-            check_unchanged(source, files)
         with self.interrupts.held():
             weights = self.stored_hash or weights_hash(model)
             base = {**files, "weights": weights, **self.objective.hashes()}
@@ -321,9 +318,6 @@ class Run:
                         after_step=after_step,
                         progress=self.progress,
                     )
-                with error_on_all_ranks():
-                    # The export copies the tokenizer files from there.
-                    check_unchanged(source, files)
                 check()
                 result = self._finish(trainer)
             except KeyboardInterrupt:

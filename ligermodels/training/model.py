@@ -111,7 +111,11 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
     config = FinetuneConfig.from_options(**saved["settings"])
     source = Path(resolve(str(config.model.path), revision=config.model.revision))
     # The other hashes are not those of files.
-    check_unchanged(source, {k: v for k, v in saved["base"].items() if k not in NOT_FILES})
+    then = {k: v for k, v in saved["base"].items() if k not in NOT_FILES}
+    if found := changed(then, file_hashes(source)):
+        raise CheckpointError(
+            f"{source / found[0]}: the file was changed since the run in {run} was started; restore it"
+        )
     precision = config.model.precision or "float32"
     model, stored = load_model(source, config, precision, torch.device("cpu"))
     objective = config.loss.objective(config)
@@ -140,15 +144,6 @@ def file_hashes(source: Path) -> dict[str, str]:
         )
     names = [CONFIG_NAME, *copied_files(source)]
     return {name: file_hash(source / name) for name in names}
-
-
-def check_unchanged(source: Path, files: dict[str, str]) -> None:
-    """Raise CheckpointError if files of the model were changed since they were hashed."""
-    if found := changed(files, file_hashes(source)):
-        raise CheckpointError(
-            f"{source / found[0]}: the file was changed while the run was using it; restore it "
-            "and resume the run"
-        )
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ from ligermodels.adapters.peft_format import linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.config import FinetuneConfig, OptimizerOptions
+from ligermodels.training.config import FinetuneConfig
 
 Groups = list[dict[str, Any]]
 _MUON_MOMENTUM = 0.95
@@ -88,21 +88,18 @@ def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Opti
     Raises:
         ConfigError: it needs a package that is not installed.
     """
-    return _OPTIMIZERS[config.optimizer.name](
-        model, config.optimizer, config.schedule.learning_rate
-    )
-
-
-def _adamw(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
+    options, rate = config.optimizer, config.schedule.learning_rate
+    adam: dict[str, Any] = {
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+    }
+    if options.name == "muon":
+        return _muon(model, options.weight_decay, rate, adam)
     groups = parameter_groups(model.parameters(), options.weight_decay)
-    return torch.optim.AdamW(groups, lr=rate, **_adam_options(options), fused=True)
-
-
-def _adam_options(options: OptimizerOptions) -> dict[str, Any]:
-    return {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
-
-
-def _adamw_8bit(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
+    if options.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=rate)
+    if options.name == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, **adam, fused=True)
     try:
         optimizers = import_module("torchao.optim")
     except ImportError as error:
@@ -110,16 +107,12 @@ def _adamw_8bit(model: nn.Module, options: OptimizerOptions, rate: float) -> tor
             f"optimizer: adamw_8bit needs torchao, which cannot be imported ({error}); "
             "pip install torchao"
         ) from None
-    groups = parameter_groups(model.parameters(), options.weight_decay)
-    return optimizers.AdamW8bit(groups, lr=rate, **_adam_options(options))
+    return optimizers.AdamW8bit(groups, lr=rate, **adam)
 
 
-def _adafactor(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
-    groups = parameter_groups(model.parameters(), options.weight_decay)
-    return torch.optim.Adafactor(groups, lr=rate)
-
-
-def _muon(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.optim.Optimizer:
+def _muon(
+    model: nn.Module, weight_decay: float, rate: float, adam_options: dict[str, Any]
+) -> torch.optim.Optimizer:
     decoder = decoder_of(model)
     rows = _rows_of_projections(decoder)
     matrices = {
@@ -130,10 +123,10 @@ def _muon(model: nn.Module, options: OptimizerOptions, rate: float) -> torch.opt
     others = [p for p in model.parameters() if p not in matrices]
     return Muon(
         matrices,
-        parameter_groups(others, options.weight_decay),
+        parameter_groups(others, weight_decay),
         lr=rate,
-        weight_decay=options.weight_decay,
-        **_adam_options(options),
+        weight_decay=weight_decay,
+        **adam_options,
     )
 
 
@@ -229,14 +222,6 @@ class Muon(torch.optim.Optimizer):
                     }
             else:
                 self.state.update(optimizer.state)
-
-
-_OPTIMIZERS = {
-    "adamw": _adamw,
-    "adamw_8bit": _adamw_8bit,
-    "adafactor": _adafactor,
-    "muon": _muon,
-}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

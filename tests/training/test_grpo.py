@@ -48,9 +48,6 @@ def careless(prompts, completions, **_):
     prompts.clear()
     return [1e30 * (i % 2) for i in range(len(completions))]
 
-async def later(completions, **_):
-    return [1.0] * len(completions)
-
 def leaves(**_):
     raise SystemExit(3)
 
@@ -269,14 +266,3 @@ def test_functions_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=fault):
             load_reward(name)
-
-
-def test_options_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
-    for options, fault in (
-        ({"num_generations": 3}, "num_generations: must divide"),
-        ({"max_completion_length": 64}, "leave no room for a prompt"),
-        ({"reference": "file"}, "reference: must be one of float32"),
-        ({"loss_type": "cispo"}, "epsilon_high: cispo needs it"),
-    ):
-        with pytest.raises(ConfigError, match=fault):
-            run(folder, tmp_path, **options)

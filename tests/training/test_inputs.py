@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger
-from ligermodels.errors import CheckpointError, LigerError
+from ligermodels.errors import LigerError
 from ligermodels.training.finetune import resumed_settings
-from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import everything, make_checkpoint, make_text, run
 
 
@@ -51,24 +50,3 @@ def test_a_model_that_has_moved_is_the_same_model(text, tmp_path):
     again = run(tmp_path / "moved", text, tmp_path / "run", max_steps=2, resume=True)
     assert again.metrics == first.metrics
     assert resumed_settings(tmp_path / "run")["model"] == str(tmp_path / "moved")
-
-
-def test_a_tokenizer_that_changes_during_the_run_is_not_exported(text, tmp_path, monkeypatch):
-    base = make_checkpoint(tmp_path / "base")
-    file = base / "tokenizer_config.json"
-    kept = file.read_text()
-    step = Trainer.step
-
-    def change(self, number, batches):
-        file.write_text("{}")
-        return step(self, number, batches)
-
-    monkeypatch.setattr(Trainer, "step", change)
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer_config\.json: the file was changed while"
-    ):
-        run(base, text, tmp_path / "run", max_steps=2)
-    monkeypatch.undo()
-    file.write_text(kept)
-    done = run(base, text, tmp_path / "run", max_steps=2, resume=True)
-    assert (done.model_dir / file.name).read_text() == kept
