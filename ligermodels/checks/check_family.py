@@ -100,25 +100,23 @@ class FamilyReport:
         return all(cell.ok for row in self.rows.values() for cell in row.values())
 
     def __str__(self) -> str:
-        table = [[self.family, "worst", "bound", "config"]]
-        notes: dict[str, str] = {}
-        failed = 0
-        for check, cell in self.worst().items():
+        table, worst = [[self.family, "worst", "bound", "config"]], self.worst()
+        for check, cell in worst.items():
             where = next(name for name, row in self.rows.items() if row.get(check) is cell)
             table.append([check, str(cell), f"{BOUNDS[check]:.0e}", where])
-            failed += not cell.ok
+        notes: dict[str, str] = {}  # One cause may fail many checks.
         for name, row in self.rows.items():
-            for check, cell in row.items():  # One cause may fail many checks.
+            for check, cell in row.items():
                 if cell.note:
-                    notes.setdefault(cell.note, cell.note if cell.ok else f"{name}, {check}: ")
+                    notes.setdefault(cell.note, "" if cell.ok else f"{name}, {check}: ")
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         for note, start in notes.items():
-            text = note if start == note else start + note
+            text = start + note
             lines += textwrap.wrap(text, 80, break_long_words=False, break_on_hyphens=False)
-        verdict = f"FAILED: {failed} of {len(table) - 1} checks are not within their bounds"
-        if not failed:
-            verdict = f"passed: every check is within its bound, for {len(self.rows)} configs"
+        verdict = f"passed: every check is within its bound, for {len(self.rows)} configs"
+        if failed := [check for check, cell in worst.items() if not cell.ok]:
+            verdict = f"FAILED: {len(failed)} of {len(worst)} checks are not within their bounds"
         return "\n".join([*lines, verdict])
 
     def worst(self) -> dict[str, Cell]:
@@ -239,7 +237,9 @@ class _Checks:
             self.theirs: Any = self._save_with_transformers()
         except _LeftOut as reason:
             self.without, self.theirs = str(reason), None
-            self._save_ours()
+            model = family(config)
+            _randomize(model, seed)
+            model.save_hf(self.folder)
         except Exception as error:
             self.fault = f"transformers: {type(error).__name__}: {first_line(error)}"
         self.ids, self.labels = self._inputs()
@@ -267,7 +267,8 @@ class _Checks:
             raise _LeftOut("transformers is not installed") from None
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self._write_config()
+        raw = hf_config.to_hf(self.config)
+        (self.folder / CONFIG_NAME).write_text(json.dumps(raw, indent=2), encoding="utf-8")
         known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
         if self.config.model_type not in known:
             raise _LeftOut(f"transformers does not know {self.config.model_type!r}")
@@ -278,15 +279,6 @@ class _Checks:
         _randomize(model, self.seed)
         model.save_pretrained(self.folder)
         return model.eval()
-
-    def _save_ours(self) -> None:
-        model = self.family(self.config)
-        _randomize(model, self.seed)
-        model.save_hf(self.folder)
-
-    def _write_config(self) -> None:
-        raw = hf_config.to_hf(self.config)
-        (self.folder / CONFIG_NAME).write_text(json.dumps(raw, indent=2), encoding="utf-8")
 
     def _inputs(self) -> tuple[Tensor, Tensor]:
         """Return ids (2, seq) with the padding token among them, and labels, some ignored."""

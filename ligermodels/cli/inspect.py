@@ -6,7 +6,6 @@ import json
 import math
 import textwrap
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ligermodels.cli.options import CommonOptions
@@ -16,7 +15,6 @@ from ligermodels.training.config import PRECISIONS
 from ligermodels.training.options import option
 
 if TYPE_CHECKING:
-    from ligermodels.models.base import DecoderModel
     from ligermodels.training.model import Outlook
 
 HELP = "describe a checkpoint without loading its tensors"
@@ -55,12 +53,24 @@ def run(given: Arguments) -> None:
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.inspect import describe
     from ligermodels.models.auto import family_of
+    from ligermodels.training import model
 
     wants_plan = _wants_plan(given)
     folder = resolve(given.model, revision=given.revision)
     family = family_of(folder)
     found = asdict(describe(folder, family))
-    outlook = _outlook(given, family, folder) if wants_plan else None
+    outlook: Outlook | None = None
+    if wants_plan:
+        assert given.batch is not None and given.seq is not None
+        outlook = model.outlook(
+            family,
+            family.config_class.from_hf(folder),
+            given.batch,
+            given.seq,
+            budget=given.budget,
+            gpu=given.gpu,
+            precision=given.precision or "bf16-mixed",
+        )
     if given.json:
         if outlook is not None:
             values = None if outlook.plan is None else outlook.plan.to_dict()
@@ -104,22 +114,6 @@ def _wants_plan(given: Arguments) -> bool:
     if wanted and (given.batch is None or given.seq is None):
         raise LigerError(f"inspect: --{wanted[0]}: a memory plan needs --batch and --seq")
     return bool(wanted)
-
-
-def _outlook(given: Arguments, family: type[DecoderModel], folder: Path) -> Outlook:
-    from ligermodels.training.model import outlook
-
-    assert given.batch is not None and given.seq is not None
-
-    return outlook(
-        family,
-        family.config_class.from_hf(folder),
-        given.batch,
-        given.seq,
-        budget=given.budget,
-        gpu=given.gpu,
-        precision=given.precision or "bf16-mixed",
-    )
 
 
 def _cut(text: str, longest: int = 500) -> str:

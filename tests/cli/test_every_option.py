@@ -49,7 +49,7 @@ RECORDED = {
     "heads.medusa_file:load_heads": "heads",
     "heads.medusa_file:read_heads": None,
     "text.tokenizer:Tokenizer.from_hf": None,
-    "training.records:local_files": lambda files, library, **options: files,
+    "training.data:local_files": lambda files, library, **options: files,
     "training.evaluate:file_loss": LOSS,
     "training.finetune:pick_device": lambda device=None: device or "cpu",
     "training.model:outlook": OUTLOOK,
