@@ -193,9 +193,6 @@ class Checkpoints:
 def _remove(folder: Path) -> None:
     """Remove a checkpoint. If that is cut short, what remains is not whole."""
     with writing(folder):
-        if folder.is_symlink() or not folder.is_dir():
-            folder.unlink()
-            return
         (folder / FACTS).unlink(missing_ok=True)
         shutil.rmtree(folder)
 

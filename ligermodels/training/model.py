@@ -114,7 +114,7 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
     then = {k: v for k, v in saved["base"].items() if k not in NOT_FILES}
     if found := changed(then, file_hashes(source)):
         raise CheckpointError(
-            f"{source / found[0]}: the file was changed since the run in {run} was started; restore it"
+            f"{source / found[0]}: the file was changed since {run} was started; restore it"
         )
     precision = config.model.precision or "float32"
     model, stored = load_model(source, config, precision, torch.device("cpu"))

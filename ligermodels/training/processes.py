@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -253,7 +252,6 @@ class Interrupts:
         self._since = 0.0
         self._holding = False
         self._old: dict[int, Any] = {}
-        self._report: Any = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -263,13 +261,11 @@ class Interrupts:
             ):
                 if signal.getsignal(signum) == default:
                     self._old[signum] = signal.signal(signum, self._handle)
-        self._report, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._old.items():
             signal.signal(signum, handler)
-        sys.unraisablehook = self._report
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -286,11 +282,6 @@ class Interrupts:
         """Raise KeyboardInterrupt if a signal has come, even if its exception was swallowed."""
         if self.signum is not None:
             raise KeyboardInterrupt
-
-    def _unraisable(self, dropped: Any) -> None:
-        """Say nothing of a KeyboardInterrupt that a callback dropped: `check()` raises it again."""
-        if self.signum is None or not issubclass(dropped.exc_type, KeyboardInterrupt):
-            self._report(dropped)
 
     def _handle(self, signum: int, _: object) -> None:
         if self.signum is None:

@@ -44,21 +44,13 @@ from ligermodels.converters.files import (
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
 
 RUN_FILE = "run.json"
-CONFIG_FILE = "run.yaml"
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
 CHECKPOINTS = "checkpoints"
-MODEL = "model"
-LOSS_PLOT = "loss.png"
-REFERENCE = "reference"
-PROFILE = "profile"
 LOCK_FILE = ".lock"
 # What a new run in the folder removes.
 OWNED = (
-    *(CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, CHECKPOINTS, REFERENCE, MODEL, LOSS_PLOT, PROFILE),
-    *("tensorboard", "wandb_id"),
+    *("run.yaml", "metrics.jsonl", "samples.jsonl", CHECKPOINTS, "reference", "model", "loss.png"),
+    *("profile", "tensorboard", "wandb_id"),
 )
-
 PART = ".part"  # the end of the name of a file that is not whole
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
@@ -73,15 +65,15 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.config_file = self.path / CONFIG_FILE
-        self.metrics_file = self.path / METRICS_FILE
-        self.samples_file = self.path / SAMPLES_FILE
+        self.config_file = self.path / "run.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.samples_file = self.path / "samples.jsonl"
         self.listeners: list[Callable[[Metrics], object]] = []  # they get each line of metrics
-        self.model_dir = self.path / MODEL
-        self.loss_plot = self.path / LOSS_PLOT
+        self.model_dir = self.path / "model"
+        self.loss_plot = self.path / "loss.png"
         self.checkpoint_dir = self.path / CHECKPOINTS
-        self.reference_dir = self.path / REFERENCE
-        self.profile_dir = self.path / PROFILE
+        self.reference_dir = self.path / "reference"
+        self.profile_dir = self.path / "profile"
 
     def check(self, resume: bool, overwrite: bool, inputs: Iterable[str | Path]) -> None:
         """Raise LigerError if the folder must not be written to.

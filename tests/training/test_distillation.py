@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.cli.options import data_library
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.layers import LossHead
 from ligermodels.losses.distillation import distillation
@@ -68,18 +66,6 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes(
         finetune(settings(folder, tmp_path, beta=beta, resume=True, distill_weight=0.5))
     finetune(settings(folder, tmp_path, beta=beta, save_steps=3, resume=True), progress=False)
     assert same(tensors(result.model_dir), trained)
-
-
-def test_streamed_rows_have_a_teacher(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf_home"))
-    given = {"max_steps": 2, "eval_steps": 2}
-    plain = finetune(settings(folder, tmp_path / "a", **given), progress=False)
-    config = settings(folder, tmp_path / "b", **given, stream=True)
-    streamed = finetune(config, progress=False, data_library=data_library)
-    assert same(tensors(plain.model_dir), tensors(streamed.model_dir))
-    assert streamed.eval_after == plain.eval_after
 
 
 def test_an_adapter_is_a_teacher(folder: Path, tmp_path: Path) -> None:

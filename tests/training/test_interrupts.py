@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-import weakref
 
 import pytest
 
@@ -104,18 +102,3 @@ def test_a_run_that_will_stop_says_so(capfd):
     with pytest.raises(KeyboardInterrupt), Interrupts(verbose=True) as stop, stop.held():
         send(signal.SIGINT)
     assert "stopping soon" in capfd.readouterr().err
-
-
-def test_nothing_is_written_of_an_exception_that_a_callback_drops(monkeypatch):
-    """Python drops what a callback of a weak reference raises, and would write a traceback."""
-    reported: list[object] = []
-    hook = reported.append  # bound once, so that it can be compared
-    monkeypatch.setattr(sys, "unraisablehook", hook)
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
-        dying = {1}
-        kept = weakref.ref(dying, lambda _: os.kill(os.getpid(), signal.SIGINT))
-        del dying
-        assert kept() is None and interrupts.signum == signal.SIGINT
-        interrupts.check()
-    assert sys.unraisablehook is hook
-    assert not reported
