@@ -71,9 +71,8 @@ SHARED = (
     "rope theta",
     *zoo.rope_types("llama", zoo.TINY),
 )
-# The layers of this family have two ropes, which interact with every feature of rope.
-TWO_ROPES = "gemma3_text"
-
+# One of these has one rope and an own head, the other one two ropes and a tied head.
+SHARED_IN = ("llama", "gemma3_text")
 
 # The features that take other branches of a model's forward, each with a family that is compiled
 # with it. These families have all the kinds of blocks.
@@ -84,20 +83,15 @@ COMPILED = {
 }
 
 
-def sampled(column: str, family: str, name: str, scale: zoo.Scale = zoo.TINY) -> bool:
+def sampled(column: str, family: str, name: str) -> bool:
     """Return whether the default run compares this pair; `make test-long` compares the others.
 
     Every feature of a family's own code is compared, and a feature of shared code in two
-    families, which change from feature to feature. A compilation takes seconds, so the pairs of
-    `COMPILED` are compiled.
+    families. A compilation takes seconds, so the pairs of `COMPILED` are compiled.
     """
     if column == "compile":
         return COMPILED.get(name) == family
-    if name not in SHARED or (family == TWO_ROPES and "rope" in name):
-        return True
-    having = [f for f in zoo.FAMILIES if name in zoo.features(f, scale)]
-    first = SHARED.index(name)
-    return family in {having[(first + step) % len(having)] for step in (0, 4)}
+    return name not in SHARED or family in SHARED_IN
 
 
 def cases_of(
@@ -109,7 +103,7 @@ def cases_of(
             family,
             name,
             id=f"{family}-{name.replace(' ', '_')}",
-            marks=[] if sampled(column, family, name, scale) else [pytest.mark.long],
+            marks=[] if sampled(column, family, name) else [pytest.mark.long],
         )
         for family in zoo.FAMILIES
         for name, feature in zoo.features(family, scale).items()

@@ -126,16 +126,6 @@ def test_a_prefix_sees_both_directions() -> None:
     assert differs.tolist() == [[True] * 8, [False] * 4 + [True] * 4]
 
 
-def test_meta_model_materialises_with_exact_frequencies() -> None:
-    model = tiny_model()
-    with torch.device("meta"):
-        empty = LigerLlama(model.config)
-    empty.to_empty(device="cpu")
-    empty.load_state_dict(model.state_dict())
-    ids, _ = tokens()
-    assert torch.equal(empty(ids), model(ids))
-
-
 class Third(torch.nn.Module):
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
