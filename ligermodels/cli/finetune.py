@@ -10,7 +10,7 @@ from typing import Any
 from ligermodels.cli import launch
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import CommonOptions, data_library, import_modules, parse
-from ligermodels.errors import ConfigError, LigerError, short_repr
+from ligermodels.errors import LigerError
 from ligermodels.training.config import FinetuneConfig, option_names, subjects, unknown_option
 from ligermodels.training.losses import LOSSES, SFT
 from ligermodels.training.options import option
@@ -53,8 +53,7 @@ class Arguments:
 
     options: dict[str, Any]
     modules: list[str]
-    gpus: int | None
-    max_restarts: int
+    processes: launch.LaunchOptions
     quiet: bool
     argv: list[str]
 
@@ -76,10 +75,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
 
         also = ("gpus", "max_restarts", "quiet", "import")
         found = read_config(early.config, loss=loss, also=also)
-        more = found.pop("import", None) or []
-        more = [more] if isinstance(more, str) else more
-        if not isinstance(more, list) or not all(isinstance(name, str) for name in more):
-            raise ConfigError(f"import: must be a list of texts, not {short_repr(more)}")
+        more = CommandOptions(modules=found.pop("import", None)).modules or []
         import_modules(more)
         modules = modules + more
     resumes = found.get("resume") if early.resume is None else early.resume
@@ -99,11 +95,15 @@ def parse_arguments(argv: list[str]) -> Arguments:
             if name not in option_names(loss)
         },
     )
-    own = {name: given.pop(name) for name in ("gpus", "max_restarts", "quiet")}
-    for name in ("import", "config"):
-        given.pop(name)
-    launch.LaunchOptions(gpus=own["gpus"], max_restarts=own["max_restarts"])  # checks them
-    return Arguments(options=given | {"loss": loss}, modules=modules, argv=argv, **own)
+    processes = launch.LaunchOptions(gpus=given.pop("gpus"), max_restarts=given.pop("max_restarts"))
+    quiet, _, _ = (given.pop(name) for name in ("quiet", "import", "config"))
+    return Arguments(
+        options=given | {"loss": loss},
+        modules=modules,
+        processes=processes,
+        quiet=quiet,
+        argv=argv,
+    )
 
 
 def run(given: Arguments) -> None:
@@ -123,8 +123,8 @@ def run(given: Arguments) -> None:
             f"finetune: {', '.join(missing)} {verb} missing; see 'ligermodels finetune --help'"
         )
     config = FinetuneConfig.from_options(**given.options)
-    if given.gpus is not None and not launch.is_worker():
-        launch.run(given.gpus, given.max_restarts, given.argv)
+    if given.processes.gpus is not None and not launch.is_worker():
+        launch.run(given.processes.gpus, given.processes.max_restarts, given.argv)
         return
     from ligermodels.training.finetune import finetune
     from ligermodels.training.processes import Interrupted

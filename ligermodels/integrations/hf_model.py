@@ -246,25 +246,22 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             SaveError: the config says that the head is tied, but its weight is not the embedding's;
                 or a packed projection is quantised, so that HF's tensors cannot be taken out of it.
         """
-        self._check_tie(save_directory)
+        lm_head, embedding = self.lm_head, self.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)
+        unties = isinstance(lm_head, nn.Linear) and lm_head.weight is not weight
+        if self.config.tie_word_embeddings and unties:
+            raise SaveError(
+                f"{Path(save_directory)}: tie_word_embeddings is True, but the embedding was "
+                "replaced and lm_head still has the old weight, so other programs would compute "
+                "something else; set config.tie_word_embeddings = False to save both, or call "
+                "tie_weights()"
+            )
         if odd := projections.first_quantised(self):
             raise SaveError(
                 f"{Path(save_directory)}: {odd}, whose rows cannot be saved under HF's names; "
                 "give from_pretrained the quantization_config, or split_projections=True"
             )
         super().save_pretrained(save_directory, **options)
-
-    def _check_tie(self, folder: str | os.PathLike[str]) -> None:
-        embedding, lm_head = self.get_input_embeddings(), self.lm_head
-        if self.config.tie_word_embeddings and isinstance(lm_head, nn.Linear):
-            weight = getattr(embedding, "weight", None)
-            if weight is not lm_head.weight:
-                raise SaveError(
-                    f"{Path(folder)}: tie_word_embeddings is True, but the embedding was replaced "
-                    "and lm_head still has the old weight, so other programs would compute "
-                    "something else; set config.tie_word_embeddings = False to save both, or "
-                    "call tie_weights()"
-                )
 
 
 class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreTrainedModel):

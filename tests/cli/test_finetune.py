@@ -177,7 +177,7 @@ def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint
         ("gpus: two", "gpus: must be a whole number, not 'two'"),
         ("gpus: 10000000000", "gpus: must be at most 1024"),
         ("import: no_such_module", "--import no_such_module: "),
-        ("import: [3]", "import: must be a list of texts, not"),
+        ("import: [3]", "import: must be a text, not 3"),
     ):
         file.write_text(f"{wrong}\n")
         assert_one_line(call("finetune", "--config", file), words)
