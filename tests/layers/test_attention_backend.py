@@ -143,9 +143,10 @@ PLACES = [
 ]
 
 
-def other_keys_fit(past: int, rows: str, causal: bool) -> bool:
+def other_keys_fit(past: int, rows: str, causal: bool, window: int | None) -> bool:
     """Keys before the queries are of a cache; fewer keys than queries, of another sequence."""
-    return past == 0 or (rows in ("plain", "padding") and (past > 0 or not causal))
+    of_another = not causal and window is None
+    return past == 0 or (rows in ("plain", "padding") and (past > 0 or of_another))
 
 
 def split_fits(place: Any, split: bool, rows: str) -> bool:
@@ -222,7 +223,8 @@ def test_values_and_gradients(
         if not at_ends:
             prepare(mask, window, softcap, batch, heads, q.device, dtype, head_dim, causal)
         # The kernel of 16-bit types never waits for the host; the compiler of the other one may.
-        with no_synchronisation() if at_ends and dtype == torch.bfloat16 else nullcontext():
+        varlen = at_ends and dtype == torch.bfloat16 and softcap is None
+        with no_synchronisation() if varlen else nullcontext():
             out = attend_in_parts(attention, piece(q), k, v, mask, causal)
         outs.append(out.detach())
         for total, grad in zip(sums, torch.autograd.grad(out, (q, k, v), piece(upstream))):
