@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -25,51 +24,28 @@ from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
 from ligermodels.memory.simulate import OPTIMIZER_STEP, Simulation
-from ligermodels.memory.timeline import Choices, layer_seconds
+from ligermodels.memory.timeline import Array, Choices, layer_seconds
 from ligermodels.memory.tracker import Phase, Work
 
 # The search counts kept bytes in this many steps.
 _STEPS = 8192
 _ROUNDS = 5
-# After so many numbers that a line has given, the interval is halved.
-_LINES = 8
 _TILED_ALSO: tuple[CheckpointingPolicy, ...] = ("no_gate_up", "attention")
-_LARGEST = 2**31 - 1  # rows of a batch, or tokens of a row
 _MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 
 Simulate = Callable[[MemoryPlan], Simulation]
 
 
 @dataclass(frozen=True)
-class Option:
-    """One choice for one layer.
-
-    Attributes:
-        plan: the choice.
-        kept: bytes from the layer's forward to its backward.
-        beside: the most bytes that exist, while the layer runs forward or backward, besides what
-            this layer and the layers before it keep.
-        forward, backward: seconds of the passes.
-    """
-
-    plan: LayerPlan
-    kept: int
-    beside: int
-    forward: float
-    backward: float
-
-    @property
-    def costs(self) -> tuple[float, int, int]:
-        """The costs to minimise: seconds, bytes that are kept, and other bytes."""
-        return self.forward + self.backward, self.kept, self.beside
-
-
-@dataclass(frozen=True)
 class Problem:
-    """The options of all layers, from which a search chooses.
+    """The costs of the choices for all layers, from which a search chooses.
 
     Attributes:
-        layers: the options of each layer, the same plans for each.
+        plans: the choices, none of them in host memory.
+        kept: bytes from a layer's forward to its backward, (choices, layers).
+        beside: the most bytes that exist, while a layer runs forward or backward, besides what it
+            and the layers before it keep, (choices, layers).
+        forward, backward: seconds of the passes, (choices, layers).
         at_head: the most bytes that exist between the layers' forward and their backward, besides
             what the layers keep.
         seconds: of the step outside the layers.
@@ -77,7 +53,11 @@ class Problem:
         unit: all kept bytes are multiples of it.
     """
 
-    layers: tuple[tuple[Option, ...], ...]
+    plans: list[LayerPlan]
+    kept: Array
+    beside: Array
+    forward: Array
+    backward: Array
     at_head: int
     seconds: float
     host_bytes: float = 1.0
@@ -85,16 +65,16 @@ class Problem:
 
     def choices(self, plans: Sequence[LayerPlan]) -> Choices:
         """Return what some plans of a layer cost in each layer. They may be in host memory."""
-        found = [
-            [next(o for o in options if o.plan == replace(plan, host=False)) for plan in plans]
-            for options in self.layers
-        ]
-        kept, beside, forward, backward = (
-            np.array([[getattr(option, name) for option in options] for options in found]).T
-            for name in ("kept", "beside", "forward", "backward")
+        at = [self.plans.index(replace(plan, host=False)) for plan in plans]
+        return Choices(
+            self.kept[at],
+            self.beside[at],
+            self.forward[at],
+            self.backward[at],
+            np.array([plan.host for plan in plans]),
+            self.at_head,
+            self.host_bytes,
         )
-        host = np.array([plan.host for plan in plans])
-        return Choices(kept, beside, forward, backward, host, self.at_head, self.host_bytes)
 
     def costs(self, layers: Sequence[LayerPlan]) -> tuple[float, int]:
         """Return the seconds of a step and its peak in bytes, as a search counts them."""
@@ -110,32 +90,33 @@ def problem(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Proble
     Args: simulations: the plan of every layer -> the step, for each policy, and for "input" with
         each size of tiles. Where gate_up is computed again, tiles make the same difference.
     """
+    found = {plan: _layer_costs(step, rates) for plan, step in simulations.items()}
     whole = LayerPlan("input")
-    layers: list[tuple[Option, ...]] = []
-    for index in range(_count(simulations[whole])):
-        found = {plan: _option(plan, s.phases, index, rates) for plan, s in simulations.items()}
-        for other, tiled in product(map(LayerPlan, _TILED_ALSO), list(found)):
-            if tiled.tile is not None:
-                plan = replace(other, tile=tiled.tile)
-                found[plan] = _changed(found[other], plan, found[whole], found[tiled])
-        layers.append(tuple(found.values()))
+    for other, tiled in product(map(LayerPlan, _TILED_ALSO), list(found)):
+        if tiled.tile is not None:
+            kept, *rest = zip(found[other], found[tiled], found[whole])
+            changed = (a + b - c for a, b, c in rest)
+            found[replace(other, tile=tiled.tile)] = (kept[0], *changed)
     at_head = max(
-        phase.peak - sum(_kept(simulation.phases, i) for i in range(len(layers)))
-        for simulation in simulations.values()
+        phase.peak - int(found[plan][0].sum())
+        for plan, simulation in simulations.items()
         for name, phase in simulation.phases.items()
         if "layer" not in name and name not in ("forward", OPTIMIZER_STEP)
     )
-    unit = max(1, -(-sum(max(o.kept for o in options) for options in layers) // _STEPS))
-    rounded = tuple(
-        tuple(replace(option, kept=-(-option.kept // unit) * unit) for option in options)
-        for options in layers
-    )
+    kept, beside, forward, backward = (np.array(costs) for costs in zip(*found.values()))
+    unit = max(1, -(-int(kept.max(0).sum()) // _STEPS))
     outside = rates.seconds(_outside(simulations[whole]))
-    return Problem(rounded, at_head, outside, rates.host_bytes, unit)
-
-
-def _count(simulation: Simulation) -> int:
-    return sum(name.startswith("forward of layer") for name in simulation.phases)
+    return Problem(
+        [*found],
+        -(-kept // unit) * unit,
+        beside,
+        forward,
+        backward,
+        at_head,
+        outside,
+        rates.host_bytes,
+        unit,
+    )
 
 
 def _outside(simulation: Simulation) -> Work:
@@ -144,91 +125,71 @@ def _outside(simulation: Simulation) -> Work:
     return sum(works, Work())
 
 
-def _passes(phases: dict[str, Phase], index: int) -> tuple[Phase, Phase]:
+def _passes(simulation: Simulation) -> list[tuple[Phase, Phase]]:
+    """Return the forward and the backward of each layer."""
+    phases = simulation.phases
+    count = sum(name.startswith("forward of layer") for name in phases)
     # Backward has no such phase if nothing in or below the layer needs a gradient.
-    return phases[f"forward of layer {index}"], phases.get(f"backward of layer {index}", Phase(0))
+    return [
+        (phases[f"forward of layer {i}"], phases.get(f"backward of layer {i}", Phase(0)))
+        for i in range(count)
+    ]
 
 
-def _option(plan: LayerPlan, phases: dict[str, Phase], index: int, rates: Rates) -> Option:
-    """Return the simulated costs of a layer under a plan."""
-    forward, backward = _passes(phases, index)
-    beside = max(forward.peak, backward.peak) - sum(_kept(phases, i) for i in range(index + 1))
-    seconds = rates.seconds(forward.work), rates.seconds(backward.work)
-    return Option(plan, _kept(phases, index), beside, *seconds)
-
-
-def _changed(option: Option, plan: LayerPlan, before: Option, after: Option) -> Option:
-    """Return an option that differs from another one as `after` does from `before`."""
-    return Option(
-        plan,
-        option.kept,
-        option.beside + after.beside - before.beside,
-        option.forward + after.forward - before.forward,
-        option.backward + after.backward - before.backward,
+def _layer_costs(simulation: Simulation, rates: Rates) -> tuple[Array, ...]:
+    """Return the first four costs of `Problem` for each layer."""
+    passes = _passes(simulation)
+    kept = np.array([max(0, forward.after - forward.before) for forward, _ in passes])
+    peaks = np.array([max(forward.peak, backward.peak) for forward, backward in passes])
+    forward, backward = (
+        np.array([rates.seconds(phase.work) for phase in phases]) for phases in zip(*passes)
     )
-
-
-def _kept(phases: dict[str, Phase], index: int) -> int:
-    phase = phases[f"forward of layer {index}"]
-    return max(0, phase.after - phase.before)
+    return kept, peaks - kept.cumsum(), forward, backward
 
 
 def step_seconds(simulation: Simulation, rates: Rates) -> float:
     """Return the seconds of a step, and of the copies to host memory that it waits for."""
-    passes = [_passes(simulation.phases, index) for index in range(_count(simulation))]
-    forward, backward = (
-        np.array([rates.seconds(phase.work) for phase in phases]) for phases in zip(*passes)
-    )
-    copied = np.array([forward.work.to_host_bytes for forward, _ in passes])
+    _, _, forward, backward = _layer_costs(simulation, rates)
+    copied = np.array([forward.work.to_host_bytes for forward, _ in _passes(simulation)])
     seconds = layer_seconds(forward, backward, copied / rates.host_bytes)
     return float(seconds) + rates.seconds(_outside(simulation))
 
 
 def search(task: Problem, budget: int) -> list[LayerPlan] | None:
     """Return the fastest choice for each layer that fits `budget` bytes, or None if none fits."""
-    unit = task.unit
-    rows = sum(max(option.kept // unit for option in options) for options in task.layers) + 1
-    useful = [_useful(options) for options in task.layers]
+    steps: Array = task.kept // task.unit
+    seconds = task.forward + task.backward
+    stops: Array = (budget - task.beside) // task.unit + 1
+    rows = int(steps.max(0).sum()) + 1
     # The least seconds of the layers so far, by the bytes that they keep.
     best = np.full(rows, np.inf)
     best[0] = 0.0
-    choices: list[np.ndarray[Any, Any]] = []
-    for options in useful:
+    chosen_at: list[Array] = []
+    for layer in range(steps.shape[1]):
         after = np.full_like(best, np.inf)
-        choice: np.ndarray[Any, Any] = np.full(best.shape, -1, np.int8)
-        for number, option in enumerate(options):
-            row = option.kept // unit
-            stop = min((budget - option.beside) // unit + 1, rows)
+        choice: Array = np.full(best.shape, -1, np.int8)
+        costs = task.beside[:, layer], steps[:, layer], seconds[:, layer]
+        for number in np.lexsort(costs):  # of equally fast plans, the one that keeps less
+            row, stop = int(steps[number, layer]), min(int(stops[number, layer]), rows)
             if stop <= row:
                 continue
-            seconds = best[: stop - row] + option.costs[0]
+            times = best[: stop - row] + seconds[number, layer]
             target = after[row:stop]
-            faster = seconds < target
-            target[faster] = seconds[faster]
+            faster = times < target
+            target[faster] = times[faster]
             choice[row:stop][faster] = number
-        choices.append(choice)
+        chosen_at.append(choice)
         best = after
-    fitting = best[: max(0, min((budget - task.at_head) // unit + 1, rows))]
+    fitting = best[: max(0, min((budget - task.at_head) // task.unit + 1, rows))]
     if not np.isfinite(fitting).any():
         return None
     row = int(fitting.argmin())
     chosen = []
-    for options, choice in zip(reversed(useful), reversed(choices)):
-        option = options[choice[row]]
-        chosen.append(option.plan)
-        row -= option.kept // unit
+    for layer in reversed(range(len(chosen_at))):
+        number = chosen_at[layer][row]
+        chosen.append(task.plans[number])
+        row -= int(steps[number, layer])
     return chosen[::-1]
-
-
-def _useful(options: Sequence[Option]) -> list[Option]:
-    """Return the options that are not dominated by another one in all costs."""
-    useful: list[Option] = []
-    for option in sorted(options, key=lambda option: option.costs):
-        if not any(
-            all(a <= b for a, b in zip(other.costs, option.costs, strict=True)) for other in useful
-        ):
-            useful.append(option)
-    return useful
 
 
 class Space:
@@ -466,38 +427,12 @@ def least_budget(peak_bytes: int, optimizer_bytes: int, reserve: float) -> int:
 def largest(needed: Callable[[int], int], budget: int, start: int = 1) -> int:
     """Return the largest positive number that needs at most `budget` bytes, or 0, within 2%.
 
-    Args: needed: the bytes that a number needs. They grow, nearly along a straight line.
-        start: a number to begin with.
-    Returns: at most 2^31 - 1.
+    Args: needed: the bytes that a number needs; they grow. start: the number to begin with.
     """
-    low, high = 0, None  # of the numbers tried, the largest that fits, and the smallest other one
-    sizes: dict[int, int] = {}
-    number = start
-    while True:
-        sizes[number] = needed(number)
-        if sizes[number] <= budget:
-            low = number
-        else:
-            high = number
-        margin = max(1, low // 64)
-        if high is None:
-            if low == _LARGEST:
-                return low
-            number = max(low + margin, min(_guess(sizes, budget) or 8 * low, 64 * low))
-            number = min(number, _LARGEST)
-        elif high - low <= margin:
-            return low
-        else:
-            guess = _guess(sizes, budget) or 0
-            if not 0 < low <= guess <= high:
-                guess = (low + high) // 2 if low else 1
-            # If the guess is close to a number that was tried, look on the other side of it.
-            number = max(min(low + margin, high - 1), min(guess, max(high - margin, low + 1)))
-
-
-def _guess(sizes: Mapping[int, int], budget: int) -> int | None:
-    """Return where the line through the two numbers tried last reaches the budget."""
-    if len(sizes) == 1 or len(sizes) > _LINES:
-        return None
-    (a, bytes_a), (b, bytes_b) = list(sizes.items())[-2:]
-    return None if bytes_a == bytes_b else a + (budget - bytes_a) * (b - a) // (bytes_b - bytes_a)
+    low, high = 0, start
+    while needed(high) <= budget:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= budget else (low, middle)
+    return low

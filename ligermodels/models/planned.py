@@ -11,7 +11,7 @@ from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.simulation import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
 from ligermodels.layers.recompute import set_policy
-from ligermodels.memory import fit
+from ligermodels.memory.fit import Planner
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 
@@ -114,21 +114,21 @@ class PlannedModel(nn.Module):
         """Return the fastest memory plan with which a training step fits a budget.
 
         `print(plan)` shows it, and `set_memory_plan(plan)` uses it. The arguments are those of
-        `ligermodels.memory.fit.plan_memory`: the largest batch, bytes of GPU memory ("auto": all
+        `ligermodels.memory.fit.Planner`: the largest batch, bytes of GPU memory ("auto": all
         that is free) and of host memory, the optimizer's bytes, and what else a step consists of.
 
         Raises:
             ConfigError: the budget is too small; the message names the least bytes.
         """
-        return fit.plan_memory(self, batch, seq, budget, host_budget, **step)
+        return Planner(self, budget, host_budget, **step).plan(batch, seq)
 
     def largest_batch(self, seq: int, budget: int | str = "auto", **step: Any) -> int:
         """Return the largest batch with which a training step fits, or 0; see `plan_memory`."""
-        return fit.largest_batch(self, seq, budget, **step)
+        return Planner(self, budget, **step).largest_batch(seq)
 
     def largest_seq(self, batch: int, budget: int | str = "auto", **step: Any) -> int:
         """Return the longest rows with which a step fits, within 2%, or 0; see `plan_memory`."""
-        return fit.largest_seq(self, batch, budget, **step)
+        return Planner(self, budget, **step).largest_seq(batch)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
