@@ -38,7 +38,7 @@ from ligermodels.converters.checkpoint_files import (
 )
 from ligermodels.converters.files import read_json
 from ligermodels.converters.safetensors_file import SafetensorsFile
-from ligermodels.converters.weight_map import Entry, WeightMap
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, listing, short_repr
 
 Weights = dict[str, Tensor]
@@ -92,8 +92,9 @@ def pack_adapter(
         if len(parts) == 1:
             (taken,) = found.values()
             made |= {f"{_PREFIX}{module}.{end}": tensor for end, tensor in taken.items()}
-            if (rank := _rank(taken)) is not None:
-                ranks[module], alphas[module] = rank, alpha_of(config, parts[0].hf)
+            if any("lora_" in end for end in taken):
+                name = parts[0].hf
+                ranks[module], alphas[module] = rank_of(config, name), alpha_of(config, name)
             continue
         _check_lora(found)
         has_lora = {part: taken for part, taken in found.items() if taken}
@@ -140,8 +141,8 @@ def unpack_adapter(
                 whole = end == _A or len(parts) == 1
                 rows = tensor if whole else tensor[part.rows.slice].clone()
                 made[f"{_PREFIX}{part.hf}.{end}"] = rows
-            if (rank := _rank(taken)) is not None:
-                ranks[part.hf], alphas[part.hf] = rank, alpha_of(config, module)
+            if any("lora_" in end for end in taken):
+                ranks[part.hf], alphas[part.hf] = rank_of(config, module), alpha_of(config, module)
     _move_others(left, made, weight_map, to_hf=True)
     return made, _new_config(config, made, ranks, alphas)
 
@@ -257,7 +258,8 @@ def linears(weight_map: WeightMap) -> dict[str, list[HFLinear]]:
     """Return the parts of each native linear, or embedding, by the module's name."""
     found = {}
     for entry in weight_map:
-        if entry.name.endswith(".weight") and len(entry.shape) == 2 and _is_stack(entry):
+        is_stack = all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
+        if entry.name.endswith(".weight") and len(entry.shape) == 2 and is_stack:
             found[entry.name.removesuffix(".weight")] = [
                 HFLinear(span.source.removesuffix(".weight"), RowRange(span.row, span.rows))
                 for span in entry.spans
@@ -265,21 +267,11 @@ def linears(weight_map: WeightMap) -> dict[str, list[HFLinear]]:
     return found
 
 
-def _is_stack(entry: Entry) -> bool:
-    """Return whether each span of a weight is a whole weight of HF."""
-    return all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
-
-
 def _take(left: Weights, module: str) -> Weights:
     """Remove the tensors of a module's adapter from `left`, and return them by their endings."""
     start = f"{_PREFIX}{module}."
     names = [name for name in left if name.startswith(start)]
     return {name.removeprefix(start): left.pop(name) for name in names}
-
-
-def _rank(taken: Weights) -> int | None:
-    """Return the rank of the adapter of a linear or an embedding; None if there is none."""
-    return next((len(taken[end]) for end in (_A, _EMBEDDING_A) if end in taken), None)
 
 
 def _check_lora(found: Mapping[HFLinear, Weights]) -> None:

@@ -136,13 +136,10 @@ class PlannedModel(nn.Module):
         return self._memory_plan
 
     def gradient_checkpointing_enable(
-        self,
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
         """Call `activation_checkpointing_enable`; this is its older name in transformers."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     # Older transformers versions use these names.
     gradient_checkpointing_disable = activation_checkpointing_disable
