@@ -169,7 +169,6 @@ def read_adapter(folder: Path) -> tuple[Weights, Config]:
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"{file.path}: {short_repr(name)} holds NaN or infinite values")
-    file.close()
     return weights, config
 
 

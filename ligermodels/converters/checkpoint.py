@@ -1,13 +1,10 @@
 """Read a checkpoint: first all headers, then compare names and shapes, then read the tensors."""
 
-import contextlib
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
-from threading import Lock
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -34,7 +31,6 @@ _QUANTISED = (
 )
 # The name that transformers gives the head of all its ...ForSequenceClassification models.
 _CLASSIFIER_HEAD = "score.weight"
-_MAX_OPEN_FILES = 64  # A process may open far more files.
 
 
 class _Slice(NamedTuple):
@@ -67,8 +63,6 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         self.folder = Path(folder)
         self.allow_nonfinite = allow_nonfinite
-        self._open: list[SafetensorsFile] = []
-        self._lock = Lock()  # of _open
         if not os.path.isdir(self.folder):
             raise CheckpointError(f"{self.folder}: there is no such folder; check the path")
         files, shard_of = local_weight_files(self.folder)
@@ -87,7 +81,6 @@ class Checkpoint:
             promised.setdefault(shard, set()).add(name)
         for path in self.files:
             file = SafetensorsFile(path)
-            self._keep_open(file)
             if shard_of is not None:
                 _match_index(index, promised[path.name], path, file.tensors)
             self.tensors.update(file.tensors)
@@ -219,45 +212,29 @@ class Checkpoint:
         its threads for the casts. More threads do not help: on a machine with 16 cores, 16 were
         slower than one.
 
-        Raises: what `read` raises. If several reads fail, the error of the smallest target is
-            raised (with one thread, that of the first one).
+        Raises: what `read` raises, for the first target that fails.
         """
         # All at once: after each read, neither torch's code nor its data is left in the cache.
         slices = [self._slices(entry, out) for entry, out in targets]
+        casts = any(piece.memory is None for each in slices for piece in each)
 
-        def read(i: int) -> None:
-            for piece in slices[i]:
+        def read(pieces: list[_Slice]) -> None:
+            for piece in pieces:
                 self._read_slice(piece)
 
-        if torch.get_num_threads() == 1 or any(
-            piece.memory is None for each in slices for piece in each
-        ):
-            for i in range(len(targets)):
-                read(i)
+        if casts or torch.get_num_threads() == 1:
+            for each in slices:
+                read(each)
                 yield
             return
-        # This thread takes the smallest target that is left, and the other one the largest.
-        sizes = [out.nbytes for _, out in targets]
-        left = deque(sorted(range(len(targets)), key=sizes.__getitem__))
-
-        def read_from(take: Callable[[], int]) -> Iterator[None]:
-            while True:
-                try:
-                    i = take()
-                except IndexError:  # No target is left.
-                    return
-                read(i)
-                yield
-
-        with ThreadPoolExecutor(1) as pool:
-            other = None
-            with contextlib.suppress(RuntimeError):  # No thread can start: this one takes all.
-                other = pool.submit(lambda: list(read_from(left.pop)))
+        with ThreadPoolExecutor(2) as pool:
+            reads = [pool.submit(read, each) for each in slices]
             try:
-                yield from read_from(left.popleft)
-                yield from other.result() if other else ()
+                for done in reads:
+                    done.result()
+                    yield
             finally:
-                left.clear()
+                pool.shutdown(cancel_futures=True)
 
     def _read_slice(self, piece: _Slice) -> None:
         """Copy rows of an HF tensor, and check the values while the cache holds them."""
@@ -318,23 +295,12 @@ class Checkpoint:
     def _rows(
         self, name: str, first: int, last: int, columns: tuple[int, int] | None = None
     ) -> Iterator[Tensor]:
-        file, stored = self._opened(name), self._name_in_file(name)
-        if columns is not None:
-            return file.read_columns(stored, first, last, columns)
-        return file.read(stored, first, last)
+        begin, end = columns or (None, None)
+        for rows in self._opened(name).read(self._name_in_file(name), first, last):
+            yield rows if columns is None else rows[:, begin:end]
 
     def _opened(self, name: str) -> SafetensorsFile:
-        """Return the file of a tensor, and keep it open."""
-        file = self._file_of[self._name_in_file(name)]
-        with self._lock:
-            if file not in self._open:
-                self._keep_open(file)
-        return file
-
-    def _keep_open(self, file: SafetensorsFile) -> None:
-        if len(self._open) == _MAX_OPEN_FILES:
-            self._open.pop(0).close()
-        self._open.append(file)
+        return self._file_of[self._name_in_file(name)]
 
     def _refuse_nonfinite(self, name: str, stored: Tensor, dtype: torch.dtype) -> NoReturn:
         if is_finite(stored):

@@ -154,38 +154,34 @@ def _is_plain_name(name: str) -> bool:
 
 def _why_no_weights(where: str, names: Collection[str]) -> str:
     """Return the message for a folder that holds no weights or weights that cannot be read."""
-    if "adapter_config.json" in names:
-        return (
-            f"{where}/adapter_config.json: this is an adapter, not a model; merge it into its base "
-            "model with peft (merge_and_unload, then save_pretrained)"
-        )
-    if any(SHARD_NAME.fullmatch(n) for n in names):
-        return (
-            f"{where}/{SAFE_WEIGHTS_INDEX_NAME}: the file is missing, but there are shards; "
-            "get the index from the source of the shards"
-        )
-    if "consolidated.safetensors" in names:
-        return (
-            f"{where}/consolidated.safetensors: the file is not in the HF layout; get "
-            f"{SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} and its shards"
-        )
-    pickled = sorted(n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")))
-    if pickled := [n for n in pickled if "training_args" not in n]:
-        return (
-            f"{where}/{printable(pickled[0])}: the file holds pickled weights, which ligermodels "
-            f"never unpickles, and there is no {SAFE_WEIGHTS_NAME}; if you trust the file, "
-            "convert the folder once with transformers.AutoModelForCausalLM.from_pretrained("
-            "<this>, dtype='auto').save_pretrained(<new folder>)"
-        )
-    if gguf := sorted(n for n in names if n.endswith(".gguf")):
-        return (
-            f"{where}/{printable(gguf[0])}: ligermodels does not read GGUF; get the model's "
-            "safetensors checkpoint"
-        )
     right = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    if misspelt := [n for n in names if n.casefold() in right]:
-        return f"{where}/{misspelt[0]}: the name must be in lower case; rename the file"
-    return (
-        f"{where}: this holds no weights: neither {SAFE_WEIGHTS_NAME} nor "
-        f"{SAFE_WEIGHTS_INDEX_NAME} is there"
-    )
+    for is_it, what in (
+        (
+            re.compile("adapter_config.json").fullmatch,
+            "this is an adapter, not a model; merge it into its base model with peft "
+            "(merge_and_unload, then save_pretrained)",
+        ),
+        (SHARD_NAME.fullmatch, f"{SAFE_WEIGHTS_INDEX_NAME}, which names the shards, is missing"),
+        (
+            re.compile("consolidated.safetensors").fullmatch,
+            f"the file is not in the HF layout; get {' or '.join(right)}",
+        ),
+        (
+            re.compile(r"(?!training_args).*\.(bin|pt|pth|ckpt)").fullmatch,
+            f"the file holds pickled weights, which ligermodels never unpickles, and there is no "
+            f"{SAFE_WEIGHTS_NAME}; if you trust the file, convert the folder once with "
+            "transformers.AutoModelForCausalLM.from_pretrained(<this>, dtype='auto')"
+            ".save_pretrained(<new folder>)",
+        ),
+        (
+            re.compile(r".*\.gguf").fullmatch,
+            "ligermodels does not read GGUF; get the model's safetensors checkpoint",
+        ),
+        (
+            re.compile("|".join(right), re.IGNORECASE).fullmatch,
+            "the name must be in lower case; rename the file",
+        ),
+    ):
+        if found := sorted(filter(is_it, names)):
+            return f"{where}/{printable(found[0])}: {what}"
+    return f"{where}: this holds no weights: neither {' nor '.join(right)} is there"

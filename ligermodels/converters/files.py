@@ -11,22 +11,15 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from ligermodels.errors import LigerError, printable, short_repr
 
-_Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
-
 _MAX_JSON = 100_000_000  # safetensors allows headers of this size, and an index is not larger
 _MAX_DEPTH = 100  # Code that copies or compares the parsed value also recurses.
-# O_NONBLOCK: do not wait for the writer of a pipe. O_BINARY: do not translate line ends.
-_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -60,7 +53,9 @@ def open_if_present(path: Path, error: type[LigerError]) -> FileIO | None:
     try:
         mode = os.stat(path).st_mode
         # Opening a device may do something to it.
-        descriptor = os.open(path, os.O_RDONLY | _FLAGS) if stat.S_ISREG(mode) else None
+        descriptor = None
+        if stat.S_ISREG(mode):  # O_NONBLOCK does not wait for the writer of a pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as fault:
         _raise_unless_absent(path, "file", fault, error)
         return None
@@ -82,15 +77,10 @@ class OpenFile:
 
     def __init__(self, path: Path, error: type[LigerError]) -> None:
         self.file = open_regular(path, error)
-        self._lock = Lock()
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         """Read bytes from an offset on into a buffer, and return how many there were."""
-        if hasattr(os, "preadv"):
-            return os.preadv(self.file.fileno(), [buffer], offset)
-        with self._lock:
-            self.file.seek(offset)
-            return self.file.readinto(buffer) or 0
+        return os.preadv(self.file.fileno(), [buffer], offset)
 
     def identity(self) -> tuple[int, ...]:
         """Return numbers that change if the file is changed."""
@@ -225,23 +215,6 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
     return parsed
 
 
-def in_threads(
-    call: Callable[[_Item], _Made], items: Iterable[_Item], most: int | None = None
-) -> list[_Made]:
-    """Return what `call` makes of each item, computed by at most `most` threads.
-
-    Where no thread can start, because of a limit on memory or processes, this one computes the
-    rest.
-    """
-    items = list(items)
-    with ThreadPoolExecutor(most) as pool:
-        futures: list[Future[_Made]] = []
-        with contextlib.suppress(RuntimeError):  # "can't start new thread"
-            futures += (pool.submit(call, item) for item in items)
-        rest = [call(item) for item in items[len(futures) :]]
-        return [future.result() for future in futures] + rest
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file in the format of transformers, and flush it to the disk.
 
@@ -258,12 +231,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file's bytes to the disk; callers do this before they rename the file.
-
-    This does nothing outside POSIX, because a file opened for reading cannot be flushed there.
-    """
-    if os.name != "posix":
-        return
+    """Flush a file's bytes to the disk; callers do this before they rename the file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,6 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,8 +29,7 @@ from ligermodels.converters.checkpoint_files import (
     local_weight_files,
     weight_files,
 )
-from ligermodels.converters.files import in_threads, open_if_present, read_json
-from ligermodels.converters.save_dir import recover_dir
+from ligermodels.converters.files import open_if_present, read_json
 from ligermodels.errors import (
     CheckpointError,
     did_you_mean,
@@ -49,7 +49,7 @@ _ARGUMENTS = ("dtype", "device", "revision", "allow_nonfinite")
 # A name with ".." would lead out of the cache.
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.+@=#-]*(/\w[\w.+@=#-]*)*")
 # Without a connection, a cache that lacks one of these must know that the repository lacks it too:
-# without it the model would stop at other tokens, or the tokenizer would give other ids.
+# without it the model would stop at other tokens or lack heads, or the tokenizer give other ids.
 _MUST_BE_KNOWN = (
     GENERATION_CONFIG_NAME,
     "tokenizer.json",
@@ -57,6 +57,7 @@ _MUST_BE_KNOWN = (
     "special_tokens_map.json",
     "added_tokens.json",
     CHAT_TEMPLATE_FILE,
+    *ADDED_WEIGHTS,
 )
 
 
@@ -113,7 +114,7 @@ def resolve(
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
     folder = Path(os.path.expanduser(name))
-    if recover_dir(folder):
+    if os.path.isdir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{name}: this is a local folder, so revision {revision!r} cannot apply; leave "
@@ -223,7 +224,8 @@ def _fetch(
         wanted = [CONFIG_NAME, *COPIED_FILES]
         if weights:
             wanted += [*weight_files(repo, names, read_index)[0], *ADDED_WEIGHTS]
-        in_threads(download, [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)], 8)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(download, [n for n in names if n in wanted or _TEMPLATE.fullmatch(n)]))
     except CheckpointError:
         raise
     except errors.GatedRepoError as fault:
@@ -266,7 +268,8 @@ def _contradiction(path: Path, said: Any, whole: bool) -> str | None:
 
 def _remember(storage: Path, revision: str, commit: str, said: Mapping[str, Any]) -> None:
     """Record the commit of a branch, and which files the repository lacks, for runs offline."""
-    records = {storage / ".no_exist" / commit / n: "" for n in COPIED_FILES if n not in said}
+    names = (*COPIED_FILES, *ADDED_WEIGHTS)
+    records = {storage / ".no_exist" / commit / n: "" for n in names if n not in said}
     if revision != commit:
         records[storage / "refs" / revision] = commit
     for path, text in records.items():  # huggingface_hub writes the same.
@@ -314,7 +317,8 @@ def _cached(
                 f"rest\n  {incomplete}"
             ) from fault
     look_for = huggingface_hub.try_to_load_from_cache
-    if unknown := [n for n in _MUST_BE_KNOWN if look_for(repo, n, cache, folder.name) is None]:
+    wanted = _MUST_BE_KNOWN if weights else set(_MUST_BE_KNOWN) - {*ADDED_WEIGHTS}
+    if unknown := [n for n in wanted if look_for(repo, n, cache, folder.name) is None]:
         raise CheckpointError(
             f"{repo}: {reason}, and {unknown[0]} was never downloaded, so that it is unknown "
             f"whether the repository has such a file; {way_out} once, or pass the folder {folder} "
@@ -333,14 +337,9 @@ def _why_unreachable(fault: Exception | None) -> tuple[str, str]:
         return "local_files_only is set", "leave local_files_only out"
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
-    if isinstance(fault, errors.HfHubHTTPError):
-        reason = f"the hub refuses the request ({first_line(fault)})"
-        if getattr(fault.response, "status_code", None) in (401, 403):
-            return reason, "log in again with `hf auth login` (or set HF_TOKEN)"
-        return reason, "try again later"
-    if isinstance(fault, (ValueError, TypeError, LookupError, AttributeError, RecursionError)):
-        return (
-            f"the hub's answer cannot be understood ({first_line(fault)})",
-            "check HF_ENDPOINT and the proxy",
-        )
-    return f"there is no connection ({first_line(fault)})", "connect"
+    response = getattr(fault, "response", None)
+    if isinstance(fault, errors.HfHubHTTPError) and response is not None:
+        way = "log in again with `hf auth login` (or set HF_TOKEN), or try again later"
+        return f"the hub refuses the request ({first_line(fault)})", way
+    reason = f"there is no connection, or no answer that can be read ({first_line(fault)})"
+    return reason, "connect (and check HF_ENDPOINT and the proxy)"

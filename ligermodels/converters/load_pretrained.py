@@ -213,26 +213,11 @@ def _describe(
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:
-    """Merge the names that differ only in the layer's number into one, such as a.{0-2,5}.b."""
-    numbers: dict[str, list[int]] = {}
+    """Merge names that differ only in the layer's number into one, such as a.*.b (32 layers)."""
+    kinds: dict[str, list[str]] = {}
     for name in names:
-        found = re.search(r"(?<=\.)\d+(?=\.)", name)
-        layer = found[0] if found else ""
-        kind = re.sub(rf"(?<=\.){layer}(?=\.)", "{}", name) if found else name
-        numbers.setdefault(kind, []).extend([int(layer)] if found else [])
+        kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1), []).append(name)
     return [
-        kind.replace("{}", _ranges(layers)) if layers else kind for kind, layers in numbers.items()
+        f"{kind} ({len(found)} layers)" if len(found) > 1 else found[0]
+        for kind, found in kinds.items()
     ]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Format [0, 1, 2, 5] as "{0-2,5}", and a single number without braces."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return "{" + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs) + "}"

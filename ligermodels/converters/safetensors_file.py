@@ -104,9 +104,9 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # It stays open: if a save replaces the checkpoint, this is still the file of the header.
-        self._opened: OpenFile | None = OpenFile(path, CheckpointError)
-        self._identity = self._opened.identity()
-        self._data, self.tensors, self.metadata = _read_header(path, self._opened.file)
+        self._file = OpenFile(path, CheckpointError)
+        self._identity = self._file.identity()
+        self._data, self.tensors, self.metadata = _read_header(path, self._file.file)
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
         """Yield the rows `first` to `last` of a tensor in their stored dtype, piece by piece.
@@ -134,12 +134,11 @@ class SafetensorsFile:
         Raises: what `read` raises.
         """
         info = self.tensors[name]
-        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
         row_bytes = info.nbytes // max(1, (info.shape or (1,))[0])
         start = self._data + info.begin + first * row_bytes
         for at in range(0, len(memory), _PIECE):
             piece = memory[at : at + _PIECE]
-            self._fill(file, name, start + at, piece.data)
+            self._fill(name, start + at, piece.data)
             yield piece
 
     def stored(self, name: str) -> StoredTensor:
@@ -167,36 +166,11 @@ class SafetensorsFile:
             pass
         return out
 
-    def read_columns(
-        self, name: str, first: int, last: int | None, columns: tuple[int, int]
-    ) -> Iterator[Tensor]:
-        """Yield the given columns of the rows `first` to `last` of a matrix, as `read` does.
-
-        Only these columns are read from the file.
-        """
-        info = self.tensors[name]
-        rows, width = info.shape
-        last = rows if last is None else last
-        begin, end = columns
-        file = self._opened = self._opened or OpenFile(self.path, CheckpointError)
-        dtype = READABLE[info.dtype]
-        row_bytes, size = width * dtype.itemsize, (end - begin) * dtype.itemsize
-        per_piece = min(last - first, max(1, _PIECE // max(1, size)))
-        buffer = torch.empty(per_piece, end - begin, dtype=dtype)
-        memory = buffer.view(-1).view(torch.uint8).numpy().data
-        start = self._data + info.begin + begin * dtype.itemsize
-        for piece in range(first, last, per_piece):
-            count = min(per_piece, last - piece)
-            for at in range(count):
-                offset = start + (piece + at) * row_bytes
-                self._fill(file, name, offset, memory[at * size : (at + 1) * size])
-            yield buffer[:count]
-
-    def _fill(self, file: OpenFile, name: str, offset: int, rest: memoryview) -> None:
+    def _fill(self, name: str, offset: int, rest: memoryview) -> None:
         try:
-            while rest and (count := file.read_at(offset, rest)):
+            while rest and (count := self._file.read_at(offset, rest)):
                 rest, offset = rest[count:], offset + count
-            changed = bool(rest) or file.identity() != self._identity
+            changed = bool(rest) or self._file.identity() != self._identity
         except OSError as fault:
             raise CheckpointError(
                 f"{self.path}: {short_repr(name)} cannot be read: {fault.strerror}"
@@ -206,10 +180,6 @@ class SafetensorsFile:
                 f"{self.path}: {short_repr(name)} cannot be read: the file was changed after its "
                 "header was read"
             )
-
-    def close(self) -> None:
-        """Close the file once no other thread reads it. A later read opens it again."""
-        self._opened = None
 
 
 def byte_view(values: Tensor) -> np.ndarray:

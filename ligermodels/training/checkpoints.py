@@ -22,6 +22,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ligermodels.converters.files import (
-    in_threads,
     names_if_present,
     read_json,
     sync_file,
@@ -252,7 +252,8 @@ def digests(names: Iterable[str], read: Callable[[str], Iterable[Tensor]]) -> di
         return found.hexdigest()
 
     names = list(names)
-    return dict(zip(names, in_threads(digest, names)))
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(digest, names)))
 
 
 def _stored(

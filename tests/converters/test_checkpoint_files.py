@@ -13,7 +13,7 @@ def test_folders_without_readable_weights_say_what_to_do(subtests):
         (["pytorch_model-00001-of-00002.bin", "training_args.bin"], "pytorch_model-00001"),
         (["consolidated.safetensors"], "consolidated.safetensors: the file is not in the HF lay"),
         (["adapter_config.json", "adapter_model.safetensors"], "this is an adapter"),
-        (["model-00001-of-00002.safetensors"], "index.json: the file is missing"),
+        (["model-00001-of-00002.safetensors"], "index.json, which names the shards, is missing"),
         (["m.Q4.gguf"], "does not read GGUF"),
         (["config.json"], "holds no weights"),
     ):

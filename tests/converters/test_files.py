@@ -1,14 +1,12 @@
 import errno
 import os
 import stat
-import threading
 from unittest.mock import Mock
 
 import pytest
 
 from ligermodels.converters import files
 from ligermodels.converters.files import (
-    in_threads,
     is_int,
     is_number,
     names_if_present,
@@ -145,16 +143,3 @@ def test_a_file_that_fails_or_changes_while_it_is_opened(tmp_path, monkeypatch):
         patch.setattr(os, "stat", Mock(side_effect=absent))
         with pytest.raises(ConfigError, match="file: the file cannot be read: No such file"):
             read_if_present(path, ConfigError)
-
-
-def test_where_no_thread_can_start_this_one_computes(monkeypatch):
-    left, start = [1], threading.Thread.start
-
-    def limited(self):
-        if not left[0]:
-            raise RuntimeError("can't start new thread")
-        left[0] -= 1
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    assert in_threads(str, range(5)) == list("01234")

@@ -125,10 +125,15 @@ def test_an_incomplete_cache_does_not_count_as_the_whole(hub, offline):
         with pytest.raises(CheckpointError, match=r"is set, and nothing .* unset .* local folder"):
             resolve(REPO)
     for name in hub.files:
-        if name != "generation_config.json":
+        if name not in ("generation_config.json", HEADS):
             huggingface_hub.hf_hub_download(REPO, name)
     with offline(), pytest.raises(CheckpointError, match=r"generation_config.json was never d"):
         resolve(REPO)
+    del hub.files[HEADS]
+    huggingface_hub.hf_hub_download(REPO, "generation_config.json")
+    with offline(), pytest.raises(CheckpointError, match=rf"never downloaded(.|\n)*{HEADS}"):
+        resolve(REPO)
+    hub.files[HEADS] = type(hub.files["config.json"]).honest(HEADS, b"heads")
     folder = resolve(REPO)
     for name in (HEADS, "model-00001-of-00002.safetensors"):
         (folder / name).resolve().unlink()
@@ -184,7 +189,7 @@ def test_what_is_not_there_says_what_to_do(hub, monkeypatch):
     with pytest.raises(CheckpointError, match=r"is gated; accept its licence .* `hf auth login`"):
         resolve(REPO)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match=r"^some/model: .* no connection .* connect to downl"):
+    with pytest.raises(CheckpointError, match=r"^some/model: .* no connection, .* connect "):
         resolve(REPO)
 
 
@@ -270,7 +275,6 @@ def test_a_cached_file_of_another_size_is_downloaded_again(hub):
         (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "log in again"),
         (403, {}, "log in again"),
         (503, {}, "try again later"),
-        (200, {}, "cannot be understood"),
     ],
 )
 def test_an_answer_is_not_a_missing_connection(hub, monkeypatch, caplog, status, headers, words):

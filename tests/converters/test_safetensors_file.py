@@ -114,17 +114,9 @@ def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
                     assert b"".join(got) == weights.byte_view(out).tobytes()
 
 
-def test_files_are_read_without_preadv(tmp_path, monkeypatch):
-    """Windows does not have this function."""
-    monkeypatch.delattr(weights.os, "preadv", raising=False)
-    tensor = torch.randn(300_000)
-    save_file({"a": tensor}, tmp_path / "w.safetensors")
-    assert torch.equal(SafetensorsFile(tmp_path / "w.safetensors").tensor("a"), tensor)
-
-
 def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):
     """A mapped file that is cut short would end the process by SIGBUS, without an exception."""
-    for how in ("cut short", "cut before", "grown", "written", "replaced", "gone"):
+    for how in ("cut short", "cut before", "grown", "written"):
         with subtests.test(how):
             path = tmp_path / f"{how} w.safetensors"
             save_file({"a": torch.randn(100_000), "b": torch.randn(100_000)}, path)
@@ -138,13 +130,6 @@ def test_a_file_changed_after_its_header_was_read(tmp_path, subtests):
                 os.truncate(path, 10**6)
             elif how == "written":
                 os.utime(path, ns=(0, 0))
-            else:
-                file.close()
-                path.unlink()
-                if how == "replaced":
-                    save_file({"a": torch.ones(50_000), "b": torch.ones(150_000)}, path)
-                else:
-                    message = "w.safetensors: the file is missing"
             with pytest.raises(CheckpointError, match=message) as caught:
                 list(file.read("b"))
             assert str(caught.value).startswith(f"{path}: ")

@@ -16,7 +16,7 @@ import pytest
 
 from ligermodels.converters import save_dir
 from ligermodels.converters.files import sync_file
-from ligermodels.converters.save_dir import read_one_version, recover_dir, replace_dir
+from ligermodels.converters.save_dir import read_one_version, replace_dir
 from ligermodels.errors import CheckpointError
 from tests import sandbox
 
@@ -214,7 +214,7 @@ def test_threads_that_replace_one_folder_each_succeed(target, tmp_path, way):
         try:
             for _ in range(10):
                 replace(target, f"of {number}")
-                assert recover_dir(target)
+                assert way == "two renames" or target.is_dir()
         except BaseException as error:
             errors.append(error)
 
@@ -279,35 +279,13 @@ def test_a_save_waits_for_another_and_then_fails(target, tmp_path, monkeypatch):
     assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("lack", ["module", "error"])
 def test_without_locks_a_save_works_and_removes_nothing_of_others(
-    target, tmp_path, way, monkeypatch, lack
+    target, tmp_path, way, monkeypatch
 ):
-    if lack == "module":
-        monkeypatch.setattr(save_dir, "fcntl", None)
-    else:
-        monkeypatch.setattr(save_dir.fcntl, "flock", lambda *_: os.close(10**6))  # as on NFS
+    monkeypatch.setattr(save_dir.fcntl, "flock", lambda *_: os.close(10**6))  # as on NFS
     left, _ = save_dir._new_folder(target)
     replace(target)
     assert content(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
-
-
-def test_a_replacement_that_was_killed_half_way_is_undone_by_a_load(target, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to("out")
-    for path in (target, link):
-        os.rename(target, tmp_path / f".out.replaced-{'a' * 16}")
-        lock, found = save_dir._Lock(tmp_path), []
-        waiting = threading.Thread(target=lambda p=path, f=found: f.append(recover_dir(p)))
-        waiting.start()
-        time.sleep(0.02)
-        assert found == [] and not target.exists()  # another process is between its two renames
-        lock.close()
-        waiting.join()
-        assert found == [True] and content(target) == OLD
-    (tmp_path / f".absent.replaced-{'0' * 16}").touch()
-    for name in ("absent", "out/notes", "absent/deep", "a\0b", "\ud800"):
-        assert not recover_dir(tmp_path / name)
 
 
 def test_one_version_is_read(target, tmp_path):
