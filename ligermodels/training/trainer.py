@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.adapters.peft_format import linears
-from ligermodels.errors import CheckpointError, ConfigError, LigerError
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
@@ -29,7 +30,7 @@ from ligermodels.memory.rates import peak_flops
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import from_rank_0, num_ranks, rank
-from ligermodels.training.checkpoints import Checkpoints, way_out
+from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
@@ -222,10 +223,10 @@ class Trainer:
 
     def _normalizers(self, batches: Iterable[Batch], shares: int = 1) -> dict[str, Tensor]:
         """Return the sums of what the objective counts in the batches of all ranks, by `shares`."""
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for batch in batches:
-            for name, count in self.objective.counts(batch).items():
-                total[name] = total.get(name, 0) + (count if batch.num_targets else 0)
+            counts = self.objective.counts(batch)
+            total.update(counts if batch.num_targets else dict.fromkeys(counts, 0))
         # torch.compile would compile again for every new Python number, so these are tensors.
         return {k: torch.tensor(n / shares, device=self.device) for k, n in summed(total).items()}
 
@@ -261,13 +262,11 @@ class Trainer:
         reshard(self.model)
         total, metrics = summed_output(total, metrics)
         targets = summed({"targets": targets})["targets"]
-        found_metrics = {f"eval_{k}": float(value) for k, value in _values(metrics).items()}
-        if not with_loss:
-            return {**found_metrics, "targets": targets}
-        loss = float(total)
+        measured = {"eval_loss": float(total)} if with_loss else {}
+        measured |= {f"eval_{k}": float(value) for k, value in _values(metrics).items()}
         if self.objective.shown[0] == "eval_perplexity":
-            found_metrics["eval_perplexity"] = perplexity(loss)
-        return {"eval_loss": loss, **found_metrics, "targets": targets}
+            measured["eval_perplexity"] = perplexity(measured["eval_loss"])
+        return {**measured, "targets": targets}
 
     def train(
         self,
@@ -293,11 +292,6 @@ class Trainer:
         config = self.config
         saved = from_rank_0(checkpoints.latest() if rank() == 0 else None)
         if saved is not None:
-            if saved > self.total_steps:
-                last = checkpoints.folders()[saved]
-                raise CheckpointError(
-                    f"{last}: the run has only {self.total_steps} steps; {way_out(last)}"
-                )
             checkpoints.load(saved, self.model, self.optimizer)
             if rank() == 0:
                 checkpoints.prune(config.output.save_total_limit)
@@ -316,11 +310,7 @@ class Trainer:
             dynamic_ncols=True,
         ) as bar:
             # A run that was interrupted before or in an evaluation has not logged it.
-            if (
-                self._evaluates(self.done)
-                and self.done not in evaluated
-                and (self.done or saved is None)
-            ):
+            if self._evaluates(self.done) and self.done not in evaluated:
                 self._evaluate(run_dir, bar, check)
                 sample(self.done)
             for step in range(self.done, self.total_steps):
