@@ -107,7 +107,8 @@ class Checkpoints:
             LigerError: a value is not finite, so that nobody could go on from this state.
             SaveError: on any rank, it cannot be written. All ranks raise.
         """
-        if name := first_not_finite(named_state(model, optimizer)):
+        state = ((f"{kind}.{name}", x) for kind, name, x in _state(model, optimizer))
+        if name := first_not_finite(state):
             raise LigerError(
                 f"step {step}: the update makes {name} infinite or NaN, so no checkpoint is "
                 "written; try a lower learning rate or a longer warm-up"
@@ -173,7 +174,10 @@ class Checkpoints:
                     )
             _read(folder, _stored(model, optimizer), prefix="" if optimizer else _WEIGHTS)
         except CheckpointError as error:
-            raise CheckpointError(f"{first_line(error)}; {way_out(folder)}") from None
+            raise CheckpointError(
+                f"{first_line(error)}; remove the folder {folder} to resume from an earlier "
+                "checkpoint"
+            ) from None
 
     def prune(self, keep: int) -> None:
         """Remove all except the newest `keep` checkpoints, and folders that a kill cut short."""
@@ -197,23 +201,15 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def named_state(
+def _state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that resuming needs: trained weights and optimizer's state, by name."""
-    for name, parameter in _trained(model):
-        yield f"{_WEIGHTS}{name}", parameter.detach()
-        for key, value in () if optimizer is None else state_of(optimizer, parameter):
-            yield f"optimizer.{key}.{name}", value
-
-
-def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return ((name, x) for name, x in model.named_parameters() if x.requires_grad)
-
-
-def way_out(folder: Path) -> str:
-    """Return what to do about a checkpoint that cannot be resumed from."""
-    return f"remove the folder {folder} to resume from an earlier checkpoint"
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the kind, the parameter's name and the tensor of all that resuming needs."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield "model", name, parameter.detach()
+            for key, value in () if optimizer is None else state_of(optimizer, parameter):
+                yield f"optimizer.{key}", name, value
 
 
 def first_not_finite(
@@ -261,18 +257,14 @@ def _stored(
 ) -> dict[str, SlicedTensor]:
     """Return whole tensors of which this rank holds parts, views of weights and state, by name."""
     splits, found = splits_of(model), {}
-    for name, parameter in _trained(model):
-        split = splits.get(name)
-        tensors = {"model": parameter.detach()}
-        if optimizer is not None:
-            tensors |= {f"optimizer.{key}": each for key, each in state_of(optimizer, parameter)}
-        for kind, tensor in tensors.items():
-            if kind != "optimizer.step":
-                shape = tuple(tensor.shape) if split is None else split.shape
-                parts = local_slices(tensor, split)
-                if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
-                    parts = [replace(part, is_copy=True) for part in parts]
-                found[f"{kind}.{name}"] = SlicedTensor(shape, tensor.dtype, parts)
+    for kind, name, tensor in _state(model, optimizer):
+        if kind != "optimizer.step":
+            split = splits.get(name)
+            shape = tuple(tensor.shape) if split is None else split.shape
+            parts = local_slices(tensor, split)
+            if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
+                parts = [replace(part, is_copy=True) for part in parts]
+            found[f"{kind}.{name}"] = SlicedTensor(shape, tensor.dtype, parts)
     return found
 
 
@@ -291,10 +283,9 @@ def sharded_state(
     if optimizer is not None and not optimizer.state:
         allocate_state(optimizer, 0)
     state: dict[str, Tensor] = {**_stored(model, optimizer)}
-    if optimizer is not None:
-        for name, parameter in _trained(model):
-            counts = {key: each for key, each in state_of(optimizer, parameter) if key == "step"}
-            state |= {f"optimizer.step.{name}": each for each in counts.values()}
+    for kind, name, tensor in _state(model, optimizer):
+        if kind == "optimizer.step":
+            state[f"{kind}.{name}"] = tensor
     return state
 
 

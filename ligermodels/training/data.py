@@ -588,11 +588,11 @@ Library = Callable[[], DataLibrary]  # imports it when it is needed
 
 def is_dataset(name: str) -> bool:
     """Return whether a name is that of a data set of the hub: there is no such file."""
-    return not os.path.lexists(name) and _dataset(name) is not None
+    return _dataset(name) is not None
 
 
 def _dataset(name: str) -> tuple[str, str | None, str] | None:
-    match = _DATASET.fullmatch(name)
+    match = None if os.path.lexists(name) else _DATASET.fullmatch(name)
     if match is None or Path(match[1]).suffix:  # that of a mistyped file
         return None
     return match[1], match[2], match[3] or "train"
@@ -610,9 +610,7 @@ def local_files(
     """
     found: list[str | Path] = []
     for name in names:
-        if is_dataset(name):
-            dataset = _dataset(name)
-            assert dataset is not None
+        if dataset := _dataset(name):
             found.append(opened(library, name).jsonl_of(*dataset, progress=progress))
         elif Path(name).suffix.lower() in _TABLES and os.path.isfile(name):
             found.append(opened(library, name).jsonl_of_table(Path(name), progress=progress))

@@ -415,15 +415,11 @@ class Run:
         return rows, self._made("held-out", held_out) if held_out else None
 
     def _made(self, what: str, sources: Sequence[Sequence[Any]]) -> Rows:
+        """Return the rows of some sources, and note what they hold."""
         rows = self.objective.rows(sources)
         noun = "document" if self.config.loss.packed else "example"
-        self._describe(what, rows, f"{_count(sum(map(len, sources)), noun)}, ")
-        return rows
-
-    def _describe(self, what: str, rows: Rows, items: str) -> None:
-        seq_len = self.config.data.seq_len
         self._note(
-            f"{what} data: {items}"
+            f"{what} data: {_count(sum(map(len, sources)), noun)}, "
             f"{_count(rows.num_tokens, 'token')}, "
             f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
         )
@@ -434,9 +430,11 @@ class Run:
             )
         if rows.num_truncated:
             self._note(
-                f"{what} data: cut {_count(rows.num_truncated, 'example')} to {seq_len} tokens; "
-                f"dropped {rows.num_dropped:,} of these because no target is left"
+                f"{what} data: cut {_count(rows.num_truncated, 'example')} to "
+                f"{self.config.data.seq_len} tokens; dropped {rows.num_dropped:,} of these because "
+                "no target is left"
             )
+        return rows
 
     def _model(self, source: Path, rows: Rows, eval_rows: Rows | None) -> DecoderModel:
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
