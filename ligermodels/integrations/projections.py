@@ -62,7 +62,8 @@ def split_projections(model: Any) -> None:
         row, made = 0, {}
         for part, rows in parts:
             taken = slice(row, row + rows)
-            made[part] = _linear(packed.weight[taken], _rows(packed.bias, taken))
+            bias = None if packed.bias is None else packed.bias[taken]
+            made[part] = _linear(packed.weight[taken], bias)
             row += rows
         _put(owner, made, [name])
         setattr(owner, name, Concatenated(owner, [part for part, _ in parts]))
@@ -115,7 +116,7 @@ def packed_afterwards(model: Any) -> Iterator[None]:
 
 def separate(weight_map: WeightMap) -> WeightMap:
     """Return the weight map without the projections that can be split."""
-    return WeightMap(tuple(e for e in weight_map if _parts(e, _home(e.name)) is None))
+    return WeightMap(tuple(e for e in weight_map if _parts(e) is None))
 
 
 def first_quantised(model: Any) -> str | None:
@@ -229,27 +230,25 @@ def _packed(model: Any) -> Iterator[tuple[nn.Module, str, list[tuple[str, int]]]
     Yields: the module, the projection's name in it, and HF's names and rows of its parts.
     """
     for entry in model.weight_map:
-        parts = _parts(entry, _home(entry.name))
+        parts = _parts(entry)
         if parts is not None and entry.name.endswith(".weight"):
             path, _, name = entry.name.removesuffix(".weight").rpartition(".")
             yield model.base_model.get_submodule(path), name, parts
 
 
-def _parts(entry: Entry, path: str) -> list[tuple[str, int]] | None:
-    """Return HF's names and rows of the parts of a packed weight or bias; None without parts."""
+def _parts(entry: Entry) -> list[tuple[str, int]] | None:
+    """Return HF's names and rows of the parts of a packed weight or bias; None without parts.
+
+    They are parts if HF has them in the module of this name whose child has the parameter.
+    """
+    own_home = wrapper_name(entry.name).rpartition(".")[0].rpartition(".")[0]
     parts = []
     for span in entry.spans:
-        module = span.source.rpartition(".")[0]
-        home, _, part = module.rpartition(".")
-        if home != path or span.source_row != 0:
+        home, _, part = span.source.rpartition(".")[0].rpartition(".")
+        if home != own_home or span.source_row != 0:
             return None
         parts.append((part, span.rows))
     return parts if len(parts) > 1 else None
-
-
-def _home(native: str) -> str:
-    """Return the path in a wrapper of the module whose child has a native parameter."""
-    return wrapper_name(native).rpartition(".")[0].rpartition(".")[0]
 
 
 def _put(owner: nn.Module, made: dict[str, nn.Linear], old: list[str]) -> None:
@@ -266,10 +265,6 @@ def _put(owner: nn.Module, made: dict[str, nn.Linear], old: list[str]) -> None:
     kept[place:place] = made.items()
     owner._modules.clear()
     owner._modules.update(kept)
-
-
-def _rows(bias: Tensor | None, taken: slice) -> Tensor | None:
-    return None if bias is None else bias[taken]
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
