@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ligermodels.layers import (
     Attention,
@@ -117,25 +116,10 @@ def hooked(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-def pre_hooked(linear: nn.Linear) -> nn.Linear:
-    linear.register_forward_pre_hook(lambda module, args: (1.5 * args[0],))
-    return linear
-
-
-class Times(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 1.5 * weight
-
-
-def parametrised(linear: nn.Linear) -> nn.Linear:
-    parametrize.register_parametrization(linear, "weight", Times())
-    return linear
-
-
 PROJECTIONS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
-@pytest.mark.parametrize("swap", [scaled, hooked, pre_hooked, parametrised])
+@pytest.mark.parametrize("swap", [scaled, hooked])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_a_swapped_projection_is_called(name: str, swap: Callable[[nn.Linear], nn.Linear]) -> None:
     """Each swap multiplies the projection by 1.5, which equals a plain one with 1.5 W."""
@@ -156,16 +140,3 @@ def test_a_swapped_projection_is_called(name: str, swap: Callable[[nn.Linear], n
     for key, grad, want in zip(names, grads, wanted, strict=True):
         factor = 1.5 if key == f"{name}.weight" else 1.0
         assert relative(grad, factor * want) <= 1e-5, key
-
-
-def test_hooks_run() -> None:
-    block, seen = make(), []
-    names = ["input_layernorm", "post_attention_layernorm", *PROJECTIONS]
-    for name in names:
-        module = block.get_submodule(name)
-        if name in PROJECTIONS:
-            module.register_full_backward_hook(lambda *_, name=name: seen.append(name))
-        else:
-            module.register_forward_hook(lambda *_, name=name: seen.append(name))
-    sum(block(*inputs(), context())).sum().backward()
-    assert sorted(seen) == sorted(names)

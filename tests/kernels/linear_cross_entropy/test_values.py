@@ -215,11 +215,18 @@ def test_compiled_equals_eager(compiled_place) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
-@pytest.mark.parametrize("trained", [False, True])
-def test_one_graph_for_any_number_of_tokens(trained) -> None:
-    """Batches of different lengths share one compiled graph, if the head runs in one chunk.
+@pytest.mark.parametrize(
+    ("trained", "chunk_size", "lengths"),
+    [
+        (False, None, range(WIDTH - 6, WIDTH + 6)),
+        (True, None, range(WIDTH - 6, WIDTH + 6)),
+        (True, 8, range(9, 17)),  # of two chunks
+    ],
+)
+def test_one_graph_for_any_number_of_tokens(trained, chunk_size, lengths) -> None:
+    """Batches of different lengths share one compiled graph for each number of chunks.
 
-    If the head is trained, few rows have a graph of their own.
+    The first length may have a graph of its own, and so may few rows if the head is trained.
     """
     torch._dynamo.reset()
     graphs = []
@@ -229,8 +236,8 @@ def test_one_graph_for_any_number_of_tokens(trained) -> None:
         return graph.forward
 
     function = torch.compile(head_loss, fullgraph=True, backend=backend)
-    for rows in range(WIDTH - 6, WIDTH + 6):
-        made = inputs((rows,))
+    for rows in lengths:
+        made = inputs((rows,), chunk_size=chunk_size)
         made["weight"].requires_grad_(trained)
         assert torch.equal(function(**made).loss, head_loss(**made).loss)
-    assert len(graphs) <= 2 + trained
+    assert len(graphs) <= 2 + (trained and chunk_size is None)
