@@ -6,8 +6,8 @@ from typing import Any
 
 from ligermodels.errors import ConfigError, short_repr
 
-GIB = 2**30
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
+MIB, GIB = 2**20, 2**30
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": MIB, "gib": GIB, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _PATTERN = re.compile(r"\s*(\d{1,30}(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 

@@ -13,14 +13,19 @@ from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
-from ligermodels.memory.buckets import Buckets
 from ligermodels.memory.byte_sizes import integer, parse_bytes
-from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
 from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, checked_integer
 from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
-from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulate import Simulation, simulate
+from ligermodels.memory.torch_private import (
+    Buckets,
+    Gradients,
+    Sharding,
+    adam_bytes,
+    state_bytes,
+    step_bytes,
+)
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
 # by up to 1.3% where FSDP2 gathers parameters on its own streams. One row that was measured without

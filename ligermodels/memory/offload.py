@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.checks import check_count
-from ligermodels.memory.byte_sizes import integer
+from ligermodels.memory.byte_sizes import MIB, integer
 from ligermodels.memory.host_copies import Copies, CudaCopies, NoCopies
-from ligermodels.memory.pinned_pool import MIB, PinnedBlock, PinnedPool
+from ligermodels.memory.pinned_pool import PinnedBlock, PinnedPool
 
 _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than it frees
 

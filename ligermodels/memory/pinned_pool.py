@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-MIB = 2**20
+from ligermodels.memory.byte_sizes import MIB
+
 # PyTorch rounds pinned allocations up to powers of two, so that slabs have no other sizes.
 _LARGEST_SLAB = 256 * MIB
 _ALIGNMENT = 512  # bytes

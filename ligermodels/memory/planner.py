@@ -19,8 +19,7 @@ import numpy as np
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
-from ligermodels.memory.byte_sizes import GIB
-from ligermodels.memory.pinned_pool import MIB
+from ligermodels.memory.byte_sizes import GIB, MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
 from ligermodels.memory.rates import Rates
 from ligermodels.memory.simulate import OPTIMIZER_STEP, Simulation

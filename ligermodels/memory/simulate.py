@@ -19,11 +19,15 @@ from ligermodels.errors import ConfigError, first_line
 from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.simulation import simulating
 from ligermodels.layers.cross_attention import CrossAttention
-from ligermodels.memory.attention_buffers import cublas_workspaces
-from ligermodels.memory.buckets import Buckets, buckets
-from ligermodels.memory.caching_allocator import expandable_segments
-from ligermodels.memory.sharding import Gradients, Sharding
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
+from ligermodels.memory.torch_private import (
+    Buckets,
+    Gradients,
+    Sharding,
+    buckets,
+    cublas_workspaces,
+    expandable_segments,
+)
 from ligermodels.memory.tracker import Phase, Tracker, Work
 
 OPTIMIZER_STEP = "optimizer step"  # a phase

@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.causal_suffix import causal_suffix
-from ligermodels.memory.attention_buffers import sdpa_backend
 from ligermodels.memory.attention_rates import (
     BACKWARD,
     AttentionKind,
     attention_kind,
     attention_pairs,
 )
+from ligermodels.memory.torch_private import Flex, sdpa_backend
 from ligermodels.memory.tracker import Tracker
 
 _aten = torch.ops.aten
@@ -78,7 +78,7 @@ class SimulatedDevice:
         if backend == "flex":
             if not mask.hides_nothing(window, causal=causal):
                 self.block_mask(mask, window, batch, causal)
-            return _Flex.apply(q, k, v)
+            return Flex.apply(q, k, v)
         visible = None
         if backend == "dense" and not mask.hides_nothing(window, causal=causal):
             visible = mask.dense(window, q.device, causal=causal)
@@ -154,26 +154,6 @@ class _Count(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.tracker.work.attention[ctx.kind, "backward"] += ctx.flops
         return grad, None, None, None
-
-
-class _Flex(torch.autograd.Function):
-    """The allocations of compiled FlexAttention: it saves its output and the log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        torch.empty_like(lse)  # the largest score of each query
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, lse = ctx.saved_tensors
-        delta = torch.empty_like(lse)
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        del delta
-        return grads
 
 
 class Autocast(TorchFunctionMode):

@@ -4,7 +4,6 @@ A dispatch mode sees every operator. It counts the bytes of the storages that ar
 caching allocator rounds them, and the work.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,9 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ligermodels.memory.attention_buffers import scratch
 from ligermodels.memory.attention_rates import AttentionKind
-from ligermodels.memory.caching_allocator import Block, CachingAllocator, expandable_segments
+from ligermodels.memory.torch_private import (
+    Block,
+    CachingAllocator,
+    accumulates,
+    expandable_segments,
+    is_wrapper,
+    plain,
+    scratch,
+)
 
 _aten = torch.ops.aten
 
@@ -195,14 +201,14 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(map(_is_wrapper, types)):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # its own operators follow
         if func.is_view and args[0].is_meta:  # most calls of a simulation; a view takes nothing
             return func(*args, **kwargs)
         if func is _aten.nonzero.default and args[0].is_meta:
             # At most every element.
             out = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        elif func is _aten.add.Tensor and _accumulates(args[0]):
+        elif func is _aten.add.Tensor and accumulates(args[0]):
             out = args[0].add_(args[1])
         elif func is _aten.addmm_.default:
             out = args[0]  # torch checks its shapes in Python, which is slow, and adapters call it
@@ -235,37 +241,6 @@ class Tracker(TorchDispatchMode):
     def launched(self, tensors: Iterable[Any]) -> None:
         """Count a launch of one of this library's kernels."""
         self.work.moved_bytes += sum(_bytes(x) for x in tensors if isinstance(x, Tensor))
-
-
-def _accumulates(total: Tensor) -> bool:
-    """Return whether autograd adds a gradient to `total` in place when no dispatch mode runs.
-
-    Under a dispatch mode it always makes a new tensor. Otherwise it adds in place if nothing else
-    refers to `total` or its storage: `can_accumulate_inplace` in torch/csrc/autograd.
-    """
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name in ("_fn", "inner"):
-        frame = frame.f_back  # wrappers of `__torch_dispatch__`
-    # The engine is called by torch, for a backward inside a backward, and by `run_step`.
-    if frame.f_code.co_name not in ("_engine_run_backward", "step"):
-        return False
-    # The engine's buffer holds the tensor. The Python object, its call and this one add three.
-    storage = total.untyped_storage()
-    users = total._use_count()  # type: ignore[attr-defined]
-    return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
-
-
-def _is_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
-
-
-def plain(x: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data of a tensor; a quantized one is made of several."""
-    if _is_wrapper(type(x)):
-        for name in x.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from plain(getattr(x, name))
-    else:
-        yield x
 
 
 def _bytes(x: Tensor) -> int:

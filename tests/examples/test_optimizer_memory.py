@@ -11,9 +11,9 @@ from benchmarks.common import RESULTS
 from examples import optimizer_memory
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers.recompute import POLICIES
-from ligermodels.memory.optimizer_states import state_bytes, step_bytes
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.simulate import simulate
+from ligermodels.memory.torch_private import state_bytes, step_bytes
 
 
 def tiny() -> LigerLlama:

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import host_copies
+from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.offload import Offloader
-from ligermodels.memory.pinned_pool import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.llama import LigerLlama, LlamaConfig

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels import ConfigError
-from ligermodels.memory.buckets import buckets
+from ligermodels.memory.torch_private import buckets
 from tests.memory.step_bytes import error_of_prediction
 from tests.tiny_models import random_model
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import ConfigError
+from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.host_copies import CudaCopies
 from ligermodels.memory.offload import Offloader
-from ligermodels.memory.pinned_pool import MIB
 
 
 class RecordingStream:

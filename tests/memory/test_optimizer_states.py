@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ligermodels.memory.optimizer_states import adam_bytes, state_bytes, step_bytes
+from ligermodels.memory.torch_private import adam_bytes, state_bytes, step_bytes
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import make_optimizer
 from tests.memory.step_bytes import StorageTracker

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from ligermodels.memory.pinned_pool import MIB, PinnedPool
+from ligermodels.memory.byte_sizes import MIB
+from ligermodels.memory.pinned_pool import PinnedPool
 
 
 @pytest.mark.parametrize("sizes", [(1, 60 * MIB), (8 * MIB, 8 * MIB)], ids=["any", "equal"])

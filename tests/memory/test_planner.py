@@ -11,7 +11,7 @@ import pytest
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES
-from ligermodels.memory.pinned_pool import MIB
+from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.planner import (
     Problem,

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels import ConfigError, MemoryPlan, shard
 from ligermodels.layers.recompute import POLICIES
-from ligermodels.memory.sharding import Sharding
 from ligermodels.memory.simulate import Simulation, simulate
+from ligermodels.memory.torch_private import Sharding
 from tests.memory.step_bytes import error_of_prediction
 from tests.pairwise import pairwise
 from tests.tiny_models import random_model

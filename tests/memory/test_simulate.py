@@ -12,7 +12,8 @@ from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.simulate import run_step, simulate
-from ligermodels.memory.tracker import Tracker, plain
+from ligermodels.memory.torch_private import plain
+from ligermodels.memory.tracker import Tracker
 from ligermodels.models.auto import families
 from tests.families import DECODERS, OWN
 from tests.memory.step_bytes import error_of_prediction

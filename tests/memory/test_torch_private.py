@@ -1,3 +1,5 @@
+"""What PyTorch allocates by itself; test_sharding.py and test_buckets.py compare real steps."""
+
 from __future__ import annotations
 
 import os
@@ -9,12 +11,66 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from ligermodels.memory.caching_allocator import CachingAllocator, expandable_segments
+from ligermodels.memory.byte_sizes import MIB
+from ligermodels.memory.torch_private import (
+    CHECKED,
+    SCRATCH,
+    CachingAllocator,
+    expandable_segments,
+    scratch,
+    sdpa_backend,
+)
 from tests.limits import SECONDS
 
-MIB = 2**20
 ROOT = Path(__file__).parents[2]
+aten = torch.ops.aten
+
+
+def test_this_torch_was_checked() -> None:
+    """What torch allocates without a GPU is compared in this folder; the rest needs a GPU."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    assert version in CHECKED, (
+        f"torch {version} may allocate otherwise: run tests/memory, and on a GPU "
+        "`python -m benchmarks.memory --predict 40` and `pytest -m gpu tests/memory tests/gpu`; "
+        "then add the version to ligermodels.memory.torch_private.CHECKED"
+    )
+
+
+def test_operators_take_the_arguments_from_which_their_scratch_is_told() -> None:
+    for operator in SCRATCH:
+        first = [argument.name for argument in operator._schema.arguments][:3]
+        assert first[1] in ("query", "indices") and first[0].startswith("grad")
+        assert first[1] == "indices" or first[2] == "key"
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_scratch_of_flash_attention() -> None:
+    q, k = meta(2, 8, 200, 80), meta(2, 2, 200, 80)
+    sums = 2 * 8 * 256 * (96 + 1) * 4
+    assert scratch(aten.mm.default, (meta(2, 2), meta(2, 2))) == 0
+    flash = aten._scaled_dot_product_flash_attention_backward.default
+    assert scratch(flash, (q, q, q, q)) == sums
+    assert scratch(flash, (q, q, k, k)) == sums + 2 * 2 * 200 * 8 * 80 * 2
+
+
+def test_scratch_of_an_embedding() -> None:
+    backward = aten.embedding_dense_backward.default
+    few, many = meta(1, 3072, dtype=torch.int64), meta(2, 3072, dtype=torch.int64)
+    assert scratch(backward, (meta(1, 3072, 16), few, 100, -1, False)) == 0
+    assert scratch(backward, (meta(2, 3072, 16), many, 100, -1, False)) == 6144 * (16 * 4 + 72)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch is asked")
+def test_kernels_without_a_gpu() -> None:
+    assert sdpa_backend(32, 8, 128, torch.bfloat16) == SDPBackend.CUDNN_ATTENTION
+    assert sdpa_backend(16, 16, 256, torch.bfloat16) == SDPBackend.FLASH_ATTENTION
+    assert sdpa_backend(16, 16, 64, torch.float32) == SDPBackend.EFFICIENT_ATTENTION
+    assert sdpa_backend(16, 8, 64, torch.float32) == SDPBackend.MATH
 
 
 @pytest.mark.parametrize("torch_tells", [True, False])
@@ -114,7 +170,7 @@ def compare_with_the_gpu() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_same_bytes_as_on_a_gpu(expandable: bool) -> None:
     """In a process of its own, since free parts of earlier segments would be used first."""
-    command = [sys.executable, "-m", "tests.memory.test_caching_allocator"]
+    command = [sys.executable, "-m", "tests.memory.test_torch_private"]
     given = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS, env=os.environ | given
