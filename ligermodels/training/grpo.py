@@ -352,13 +352,13 @@ class GRPOObjective(Objective):
         counts = gathered((len(rewards), int(rewards.isfinite().sum())))
         if any(scored for _, scored in counts) or not any(number for number, _ in counts):
             return
-        error = LigerError(
-            f"reward function {self.options.reward_function}: no completion of this step has a "
-            f"reward, of {short_repr(groups[0].record['prompt'])} and the other prompts; return a "
-            "number for some, or give a step more prompts (--gradient-accumulation-steps)"
-        )
-        error.is_repeated = rank() != 0  # One line is enough.
-        raise error
+        with error_on_all_ranks():
+            raise LigerError(
+                f"reward function {self.options.reward_function}: no completion of this step has a "
+                f"reward, of {short_repr(groups[0].record['prompt'])} and the other prompts; "
+                "return a number for some, or give a step more prompts "
+                "(--gradient-accumulation-steps)"
+            )
 
     def _metrics(
         self, rewards: Tensor, completions: list[tuple[Document, bool]]

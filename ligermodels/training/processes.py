@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.losses import Mean
-from ligermodels.parallel.ranks import gathered, is_distributed, num_ranks, rank
+from ligermodels.parallel.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
 
@@ -83,13 +83,12 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
         # Only a group of gloo alone can name a rank that does not come.
         _host = dist.new_group(backend="gloo", timeout=limit)
     try:
-        if num_ranks() % together:
-            error = ConfigError(
-                f"context_parallel: {together} processes for each row, but {num_ranks()} run; "
-                f"start a multiple of {together} (--gpus)"
-            )
-            error.is_repeated = rank() != 0  # One line is enough.
-            raise error
+        with error_on_all_ranks():
+            if num_ranks() % together:
+                raise ConfigError(
+                    f"context_parallel: {together} processes for each row, but {num_ranks()} run; "
+                    f"start a multiple of {together} (--gpus)"
+                )
         yield
     finally:
         _host, _together = None, 1

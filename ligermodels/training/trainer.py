@@ -461,7 +461,7 @@ class StepFlops:
         for name, parts in linears(weight_map).items():
             if not name.startswith(("layers.", "head.")):
                 continue
-            size = sum(_size(shapes[f"{part.hf}.weight"]) for part in parts)
+            size = sum(math.prod(shapes[f"{part.hf}.weight"]) for part in parts)
             flops = (6 if f"{name}.weight" in trained else 4) * size
             if name.startswith("layers."):
                 per_token += flops
@@ -496,10 +496,6 @@ class StepFlops:
             + self.per_target * batch.num_targets
             + int(self.per_pair * pairs)
         )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _lengths(batch: Batch) -> Tensor:
