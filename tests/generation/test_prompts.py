@@ -15,9 +15,11 @@ def test_greedy_equals_transformers_for_unequal_prompts(pair):
     ids, mask = left_padded(PROMPTS)
     expected = greedy_of(theirs, ids, mask, 30)
     assert torch.equal(generate(ours, PROMPTS, max_new_tokens=30), expected)
-    assert torch.equal(
-        generate(ours, [torch.tensor(p) for p in PROMPTS], max_new_tokens=30), expected
-    )
+    for kind in (torch.tensor, np.array):
+        assert torch.equal(generate(ours, [*map(kind, PROMPTS)], max_new_tokens=30), expected)
+    alone = generate(ours, [3, 4, 5], max_new_tokens=2)
+    for prompt in (np.array([[3, 4, 5]], dtype=np.uint16), range(3, 6)):
+        assert torch.equal(generate(ours, prompt, max_new_tokens=2), alone)
     assert torch.equal(generate(ours, ids, attention_mask=mask, max_new_tokens=30), expected)
     ids, flat_mask = torch.tensor([0, *PROMPTS[0]]), torch.tensor([0, 1, 1, 1])
     one = generate(ours, ids, attention_mask=flat_mask, max_new_tokens=8)
@@ -26,7 +28,14 @@ def test_greedy_equals_transformers_for_unequal_prompts(pair):
         assert generate(ours, PROMPTS, max_new_tokens=4).shape == (3, 11)
 
 
+NO_IDS = (
+    *([[2**70]], [["a"]], [None], [[1, None]], [1, [2]], b"hi", None, {1: 2}, {3}, object()),
+    *(torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2).long().to_sparse()),
+)
+
+
 def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
+    ids = torch.tensor([1, 2])
     for prompts, options, message in (
         ([], {}, "there are no tokens"),
         ([[1], []], {}, "prompt 1 is empty"),
@@ -39,26 +48,12 @@ def test_prompts_that_no_model_can_take_are_refused(pair, subtests):
         (torch.tensor([[1, 2]]), {"attention_mask": torch.ones(1, 3)}, "differ in shape"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.tensor([[1, 0]])}, "as a list"),
         (torch.tensor([[1, 2]]), {"attention_mask": torch.zeros(1, 2)}, "row 0 is all padding"),
+        *(
+            (ids, {"attention_mask": x}, "attention_mask")
+            for x in ([0.5, 1.0], [-1e9, 0.0], [2, 1])
+        ),
+        ([1, 2], {"attention_mask": "x"}, "attention_mask"),
+        *((prompt, {}, "input_ids") for prompt in NO_IDS),
     ):
         with subtests.test(message), pytest.raises(ValueError, match=message):
             generate(pair[1], prompts, **options)
-
-
-def test_arrays_and_ranges_are_prompts(pair):
-    expected = generate(pair[1], [3, 4, 5], max_new_tokens=2)
-    for prompt in (np.array([3, 4, 5]), np.array([[3, 4, 5]], dtype=np.uint16), range(3, 6)):
-        assert torch.equal(generate(pair[1], prompt, max_new_tokens=2), expected)
-    both = generate(pair[1], [np.array([3, 4, 5]), np.array([7])], max_new_tokens=2)
-    assert torch.equal(both[:1], expected)
-
-
-def test_values_that_are_no_ids_are_refused(pair, subtests):
-    for prompt in (
-        *([[2**70]], [["a"]], [None], [[1, None]], [1, [2]], b"hi", None, {1: 2}, {3}, object()),
-        *(torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2).long().to_sparse()),
-    ):
-        with subtests.test(repr(prompt)[:40]), pytest.raises(ValueError, match="input_ids"):
-            generate(pair[1], prompt, max_new_tokens=2)
-    for mask in ([0.5, 1.0], [-1e9, 0.0], [2, 1], "x"):
-        with pytest.raises(ValueError, match="attention_mask"):
-            generate(pair[1], [1, 2] if mask == "x" else torch.tensor([1, 2]), attention_mask=mask)

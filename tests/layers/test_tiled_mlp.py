@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ligermodels.adapters import LoraLinear
 from ligermodels.layers import GatedMLP, RMSNorm
@@ -230,26 +229,6 @@ def test_autocast(lora, backward_inside) -> None:
         made.append({"out": out, "x": x.grad} | grads)
         x.grad = None
     same(*made, 1e-2)
-
-
-def test_under_a_checkpoint_the_tiles_run_once_more() -> None:
-    """The forward that runs again stops before the tiles, and backward runs each of them."""
-    x, upstream = inputs()
-    expected = results(Sublayer(TILE), x, upstream)
-    sublayer = Sublayer(TILE)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = sublayer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x * 1.0, use_reentrant=False)
-
-    got = results(Checkpointed(), x, upstream)
-    for name, want in expected.items():
-        assert torch.equal(got[name if name in got else f"inner.{name}"], want), name
-    assert sublayer.calls == 2 * -(-LEADING[0] * LEADING[1] // TILE)
 
 
 @pytest.mark.parametrize("device", DEVICES)

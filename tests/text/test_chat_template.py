@@ -82,9 +82,5 @@ def test_a_template_that_fails_says_so(folder, subtests):
             with pytest.raises(CheckpointError, match=message) as caught:
                 ours.apply_chat_template(TALK)
             assert str(folder) in str(caught.value)
-
-
-def test_no_messages(folder):
-    _, ours = load(folder)
     with pytest.raises(ValueError, match="an empty conversation"):
         ours.apply_chat_template([])

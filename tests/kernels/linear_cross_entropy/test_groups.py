@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy, linear_group_loss
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import INTERPRETING, PLACES
 from tests.kernels.linear_cross_entropy import head
 from tests.kernels.linear_cross_entropy.head import LEAVES, VOCAB, WIDTH, on
+from tests.pairwise import pairwise
 
 BATCH, SEQ = 8, 6
 NAMES = ("log_probs", "entropy", "sum_sq_probs")
@@ -36,7 +37,11 @@ def inputs(**options: float) -> dict:
 def wanted(made: dict, loss_function=pair_loss) -> tuple[torch.Tensor, ...]:
     out = linear_cross_entropy(**made, reduction="none", return_token_stats=NAMES)
     loss = loss_function(out, slice(0, BATCH))
-    return loss, *torch.autograd.grad(loss, [made[name] for name in LEAVES])
+    return loss, *torch.autograd.grad(loss, trained(made))
+
+
+def trained(made: dict) -> list[torch.Tensor]:
+    return [made[name] for name in LEAVES if made[name].requires_grad]
 
 
 CUTS = {
@@ -48,19 +53,24 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("skip_ignored", [False, True])
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_loss_of_pairs(place, cut, skip_ignored) -> None:
+@pairwise(
+    indirect=["place"],
+    place=PLACES,
+    cut=CUTS,
+    skip_ignored=[False, True],
+    frozen=[(), *(tuple(other for other in LEAVES if other != name) for name in LEAVES)],
+)
+def test_the_loss_of_pairs(place, cut, skip_ignored, frozen) -> None:
     if INTERPRETING and cut != "a pair":
         pytest.skip("other tests run the same kernels in the interpreter")
-    made = on(place, inputs(softcap=3.0))
+    made = on(place, inputs(softcap=3.0), frozen)
     if place.dtype == torch.float64 and "max_scratch_bytes" in CUTS[cut]:
         pytest.skip("float64 needs a larger budget")
     options = CUTS[cut] | {"skip_ignored": skip_ignored}
     loss = linear_group_loss(
         **made, loss_function=pair_loss, group_size=2, return_token_stats=NAMES, **options
     )
-    grads = torch.autograd.grad(loss * 2, [made[name] for name in LEAVES])
+    grads = torch.autograd.grad(loss * 2, trained(made))
     tolerance = 2e-2 if place.dtype == torch.bfloat16 else 1e-5
     exact = wanted(made)
     torch.testing.assert_close(loss, exact[0], rtol=tolerance, atol=tolerance)
@@ -117,16 +127,6 @@ def test_a_loss_without_a_gradient(float32_place) -> None:
     assert torch.equal(again, loss.detach()) and not again.requires_grad
 
 
-def test_frozen_inputs(float32_place) -> None:
-    exact = wanted(on(float32_place, inputs()))
-    for name, want in zip(LEAVES, exact[1:]):
-        some = on(float32_place, inputs(), [other for other in LEAVES if other != name])
-        linear_group_loss(
-            **some, loss_function=pair_loss, group_size=2, return_token_stats=NAMES, chunk_size=13
-        ).backward()
-        torch.testing.assert_close(some[name].grad, want, rtol=1e-4, atol=1e-5)
-
-
 def step(**made) -> torch.Tensor:
     return linear_group_loss(
         **made, loss_function=pair_loss, group_size=2, return_token_stats=NAMES
@@ -139,8 +139,7 @@ def test_compiled(float32_place, monkeypatch) -> None:
     torch._dynamo.reset()
     backend = "inductor" if float32_place.device == "cuda" else "aot_eager"
     made = on(float32_place, inputs())
-    leaves = [made[name] for name in LEAVES]
-    expected = wanted(made)
+    leaves, expected = trained(made), wanted(made)
     loss = torch.compile(step, fullgraph=True, backend=backend)(**made)
     found = loss, *torch.autograd.grad(loss, leaves)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
