@@ -1,14 +1,17 @@
 """Tiny Llama checkpoints, made with safetensors and json alone."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ligermodels.converters import save_dir
-from ligermodels.converters.hf_config import fields_from_hf
+from ligermodels.converters import export, save_dir
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.checkpoint_files import copied_files
+from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 
 CONFIG = {
@@ -45,8 +48,13 @@ TOKENIZER = {
 }
 
 
+def parse(raw: dict, config_class=LlamaConfig):
+    """Return the config that a config.json holds."""
+    return config_class(**fields_from_hf(raw, config_class))
+
+
 def llama_config(**changes) -> LlamaConfig:
-    return LlamaConfig(**fields_from_hf({**CONFIG, **changes}, LlamaConfig))
+    return parse({**CONFIG, **changes})
 
 
 def random_tensors(config, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -72,6 +80,38 @@ def write_checkpoint(folder: Path, tensors: dict, config: dict, shards: int = 1)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def load_weights(folder, config, dtype=None, **options) -> dict[str, torch.Tensor]:
+    """Return the parameters of a Llama checkpoint, in `dtype` or as stored."""
+    checkpoint, table = Checkpoint(folder, **options), LigerLlama.weight_map(config)
+    dtypes = checkpoint.plan(table)
+    checkpoint.check_aliases(table)
+    weights = {e.name: torch.full(e.shape, -7.0, dtype=dtype or dtypes[e.name]) for e in table}
+    for entry in table:
+        checkpoint.read(entry, weights[entry.name])
+    return weights
+
+
+def save_weights(folder, config, weights, **options) -> None:
+    table = LigerLlama.weight_map(config)
+    export.save(folder, to_hf(config), table, weights.__getitem__, **options)
+
+
+def resave(folder, config, target, **options) -> None:
+    options.setdefault("source_files", copied_files(folder))
+    save_weights(target, config, load_weights(folder, config), **options)
+
+
+def contents(folder: Path) -> dict[str, bytes | str] | None:
+    """Return each file with its bytes and each link with its target; None without a folder."""
+    if not folder.exists():
+        return None
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
 
 
 @pytest.fixture

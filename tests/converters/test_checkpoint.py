@@ -1,5 +1,6 @@
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,26 +11,17 @@ from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 from tests.pairwise import pairwise
 
-from .conftest import random_tensors, write_checkpoint
+from .conftest import load_weights, random_tensors, write_checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
-
-
-def native(checkpoint, table, dtype):
-    checkpoint.plan(table)
-    checkpoint.check_aliases(table)
-    weights = {entry.name: torch.full(entry.shape, -7.0, dtype=dtype) for entry in table}
-    for entry in table:
-        checkpoint.read(entry, weights[entry.name])
-    return weights
 
 
 @pairwise(shards=[1, 3], tied=[True, False], dtype=[torch.bfloat16, torch.float32])
 def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype):
     folder, config = make(shards=shards, tie_word_embeddings=tied, attention_bias=True)
     stored = random_tensors(config)
-    weights = native(Checkpoint(folder), LigerLlama.weight_map(config), dtype)
+    weights = load_weights(folder, config, dtype)
     for i in range(2):
         for kind in ("weight", "bias"):
             stacked = [stored[f"model.layers.{i}.self_attn.{n}_proj.{kind}"] for n in "qkv"]
@@ -52,47 +44,29 @@ def test_plan_gives_the_stored_dtype_of_each_parameter(make):
     assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # this dtype holds both
 
 
-def test_any_row_slice_is_the_slice_of_the_whole(make, subtests):
-    for start, end in ((0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)):
-        with subtests.test(f"rows {start} to {end}"):
-            folder, config = make()
-            checkpoint, table = Checkpoint(folder), LigerLlama.weight_map(config)
-            whole = native(checkpoint, table, torch.float32)
-            entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
-            out = torch.full((end - start, 16), -7.0)
-            checkpoint.read(entry, out, start=start)
-            assert torch.equal(out, whole[entry.name][start:end])
+@pytest.mark.parametrize(
+    "rows", [(0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)], ids=str
+)
+def test_a_block_of_rows_and_columns_is_that_of_the_whole(make, rows):
+    folder, config = make()
+    name = "layers.0.self_attn.qkv_proj.weight"
+    whole = load_weights(folder, config, torch.float64)[name]
+    entry = next(e for e in LigerLlama.weight_map(config) if e.name == name)
+    for columns in ((0, 16), (4, 9)):
+        out = torch.full((rows[1] - rows[0], columns[1] - columns[0]), -7.0).double()
+        Checkpoint(folder).read(entry, out, start=rows[0], column=columns[0])
+        assert torch.equal(out, whole[slice(*rows), slice(*columns)])
 
 
 def test_a_slice_touches_only_its_rows(make, monkeypatch):
     folder, config = make()
-    table = LigerLlama.weight_map(config)
-    entry = next(e for e in table if e.name == "layers.0.self_attn.qkv_proj.weight")
-    read = []
-    original = Checkpoint._rows
-    monkeypatch.setattr(
-        Checkpoint,
-        "_rows",
-        lambda self, *args, **options: read.append(args) or original(self, *args, **options),
-    )
+    name = "layers.0.self_attn.qkv_proj.weight"
+    entry = next(e for e in LigerLlama.weight_map(config) if e.name == name)
+    read = Mock(wraps=Checkpoint._rows)
+    monkeypatch.setattr(Checkpoint, "_rows", lambda *args, **options: read(*args, **options))
     Checkpoint(folder).read(entry, torch.empty(4, 16), start=14)
-    attention = "model.layers.0.self_attn"
-    assert [call[:3] for call in read] == [
-        (f"{attention}.q_proj.weight", 14, 16),
-        (f"{attention}.k_proj.weight", 0, 2),
-    ]
-
-
-def test_columns_are_read_alone(make):
-    folder, config = make()
-    entry = next(
-        e for e in LigerLlama.weight_map(config) if e.name == "layers.0.mlp.gate_up_proj.weight"
-    )
-    whole = torch.empty(entry.shape)
-    Checkpoint(folder).read(entry, whole)
-    part = torch.empty(3, 5, dtype=torch.float64)
-    Checkpoint(folder).read(entry, part, start=2, column=4)
-    assert part.equal(whole[2:5, 4:9].double())
+    calls = [(name.split(".")[-2], *rows) for (_, name, *rows), _ in read.call_args_list]
+    assert [call[:3] for call in calls] == [("q_proj", 14, 16), ("k_proj", 0, 2)]
 
 
 def test_one_error_lists_everything_wrong(make):
@@ -136,19 +110,19 @@ def test_inverse_frequencies_and_other_formats_are_ignored(make):
     folder, config = make(add=add)
     (folder / "consolidated.safetensors").write_bytes(b"not even a header")
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
+    load_weights(folder, config, torch.bfloat16)
 
 
 def test_a_stored_tied_head_is_fine_when_equal_and_refused_when_not(make):
     folder, config = make(tie_word_embeddings=True)
     embed = load_file(folder / "model.safetensors")[EMBED]
     folder, config = make("equal", tie_word_embeddings=True, add={HEAD: embed.clone()})
-    native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
+    load_weights(folder, config, torch.bfloat16)
 
     embed[3, 3] += 1
     folder, config = make("differs", tie_word_embeddings=True, add={HEAD: embed})
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'model.embed_tok"):
-        native(Checkpoint(folder), LigerLlama.weight_map(config), torch.bfloat16)
+        load_weights(folder, config, torch.bfloat16)
 
 
 def test_nonfinite_weights_are_refused_unless_allowed(make, subtests):
@@ -157,12 +131,11 @@ def test_nonfinite_weights_are_refused_unless_allowed(make, subtests):
             bad = torch.zeros(16, 16)
             bad[7, 7] = value
             folder, config = make(str(value), add={Q: bad})
-            table = LigerLlama.weight_map(config)
             with pytest.raises(
                 CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"
             ):
-                native(Checkpoint(folder), table, torch.bfloat16)
-            weights = native(Checkpoint(folder, allow_nonfinite=True), table, torch.bfloat16)
+                load_weights(folder, config, torch.bfloat16)
+            weights = load_weights(folder, config, torch.bfloat16, allow_nonfinite=True)
             got = weights["layers.1.self_attn.qkv_proj.weight"][7, 7]
             assert torch.equal(got.isnan(), torch.tensor(value != value)) and not got.isfinite()
 
@@ -198,7 +171,7 @@ def test_the_least_infinite_and_the_largest_finite_value(dtype):
 def test_several_threads_read_what_one_reads(make, dtype):
     folder, config = make(shards=3)
     table = LigerLlama.weight_map(config)
-    expected = native(Checkpoint(folder), table, dtype)
+    expected = load_weights(folder, config, dtype)
     before = torch.get_num_threads()
     try:
         for threads in (1, 4):
@@ -215,7 +188,7 @@ def test_several_threads_read_what_one_reads(make, dtype):
 def test_a_cast_that_overflows_is_refused(make):
     folder, config = make(dtype=torch.float32, add={Q: torch.full((16, 16), 7e4)})
     with pytest.raises(CheckpointError, match=f"'{Q}' holds values too large for torch.float16"):
-        native(Checkpoint(folder), LigerLlama.weight_map(config), torch.float16)
+        load_weights(folder, config, torch.float16)
 
 
 def test_index_and_shards_must_agree(make):

@@ -9,15 +9,11 @@ import shutil
 import pytest
 import torch
 
-from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.checkpoint_files import copied_files
-from ligermodels.converters.export import save
-from ligermodels.converters.hf_config import to_hf
 from ligermodels.errors import SaveError
-from ligermodels.models.llama import LigerLlama
 from tests import system_calls
 
-from .conftest import write_checkpoint
+from .conftest import contents, load_weights, save_weights, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not system_calls.AVAILABLE, reason="needs ptrace on x86-64 Linux")
 
@@ -26,17 +22,6 @@ every = pytest.mark.parametrize(
     "every",
     [pytest.param(6, id="sample"), pytest.param(1, id="long", marks=pytest.mark.long)],
 )
-
-
-def content(folder):
-    """Return every file in the folder with its bytes, or None if there is no such folder."""
-    if not folder.exists():
-        return None
-    return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
 
 
 def own(files):
@@ -49,15 +34,14 @@ class Place:
 
     def __init__(self, make, parent, existing=True):
         self.source, self.config = make("source", shards=1)
-        self.table = LigerLlama.weight_map(self.config)
-        self.checkpoint = Checkpoint(self.source)
+        self.weights = load_weights(self.source, self.config)
         self.parent = parent
         self.target = parent / "out"
         self.existing = existing
         self.reset()
-        self.old = content(self.target)
+        self.old = contents(self.target)
         self.save()
-        self.new = content(self.target)
+        self.new = contents(self.target)
         assert self.new != self.old
         if existing:
             assert "notes.txt" in self.new and "model-00003-of-00003.safetensors" not in self.new
@@ -74,21 +58,9 @@ class Place:
             (self.target / "runs" / "deep" / "log").write_text("mine, too")
 
     def save(self):
-        def get_tensor(name):
-            entry = next(e for e in self.table if e.name == name)
-            out = torch.empty(entry.shape, dtype=torch.bfloat16)
-            self.checkpoint.read(entry, out)
-            return out
-
-        save(
-            self.target,
-            to_hf(self.config),
-            self.table,
-            get_tensor,
-            source_files=copied_files(self.source),
-            max_shard_size=6000,
-            dtypes={entry.name: torch.bfloat16 for entry in self.table},
-        )
+        source_files = copied_files(self.source)
+        options = {"source_files": source_files, "max_shard_size": 6000}
+        save_weights(self.target, self.config, self.weights, **options)
 
 
 def each_call(place, every, **options):
@@ -114,13 +86,13 @@ def test_after_a_kill_before_any_call_the_folder_is_old_or_new(
     names, outcomes = set(), []
     for call, status, name in each_call(place, every):
         assert status == (0 if name is None else None)
-        now = own(content(place.target))
+        now = own(contents(place.target))
         both = own(place.old), own(place.new)
         assert now in both, f"mixed after a kill before call {call}, {name}"
         names.add(name)
         outcomes.append(now == both[1])
         place.save()
-        assert content(place.target) == place.new, f"saving again after a kill before {name}"
+        assert contents(place.target) == place.new, f"saving again after a kill before {name}"
         assert os.listdir(place.parent) == ["out"], "files of the killed save are left"
     # The folder is old up to one moment and new from there on.
     assert outcomes == sorted(outcomes) and {True, False} <= set(outcomes)
@@ -151,10 +123,10 @@ def test_a_disk_full_at_any_call_leaves_the_old(make, tmp_path, way, full, every
         assert status in (0, 3), f"{name} failed at call {call}"
         wanted = place.old if status == 3 else place.new
         if status == 3:
-            assert content(place.target) == wanted, f"{name} failed at call {call}"
+            assert contents(place.target) == wanted, f"{name} failed at call {call}"
             assert os.listdir(place.parent) == ["out"], f"{name} failed at call {call}"
-        assert own(content(place.target)) == own(wanted), f"{name} failed at call {call}"
+        assert own(contents(place.target)) == own(wanted), f"{name} failed at call {call}"
         place_save()
-        assert content(place.target) == place.new, f"{name} failed at call {call}"
+        assert contents(place.target) == place.new, f"{name} failed at call {call}"
         refused += status == 3
     assert refused > (20 if every == 1 else 2)

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,16 +5,16 @@ from safetensors.torch import save_file
 from ligermodels.converters import verify as module
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.verify import compare, verify
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 
-from .conftest import TOKENIZER, random_tensors
+from .conftest import TOKENIZER, contents, llama_config, random_tensors
 
 
 @pytest.mark.parametrize(("tied", "shards"), [(True, 1), (False, 3)])
 def test_a_checkpoint_survives_the_round_trip(make, tied, shards, tmp_path):
     folder, config = make(shards=shards, tie_word_embeddings=tied)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     report = verify(folder, LigerLlama, scratch=scratch, max_shard_size=900)
@@ -26,14 +24,18 @@ def test_a_checkpoint_survives_the_round_trip(make, tied, shards, tmp_path):
     assert report.nbytes == sum(tensor.nbytes for tensor in stored.values())
     assert set(report.files) == set(TOKENIZER)
     assert str(report).startswith(f"bitwise equal: {len(stored)} tensors")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert not list(scratch.iterdir())
+    assert contents(folder) == before and not list(scratch.iterdir())
 
 
-def test_a_stored_tied_head_counts_as_its_original(make):
-    folder, config = make(tie_word_embeddings=True)
-    head = random_tensors(config)["model.embed_tokens.weight"]
-    folder, _ = make("with_head", tie_word_embeddings=True, add={"lm_head.weight": head})
+TIED = {"tie_word_embeddings": True}
+HEAD = random_tensors(llama_config(**TIED))["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    "made", [TIED | {"add": {"lm_head.weight": HEAD}}, {"rope_parameters": None}]
+)
+def test_a_stored_tied_head_and_a_null_rope_are_no_differences(make, made):
+    folder, _ = make(**made)
     assert verify(folder, LigerLlama).ok
 
 
@@ -71,21 +73,6 @@ def test_tensors_packed_together_that_differ_in_dtype_are_reported(make):
     )
 
 
-def test_a_null_rope_parameters_is_not_a_difference(make):
-    folder, _ = make(rope_parameters=None)
-    assert json.loads((folder / "config.json").read_text())["rope_parameters"] is None
-    assert verify(folder, LigerLlama).ok
-
-
-def test_a_checkpoint_that_does_not_load_is_an_error(make):
-    folder, _ = make(drop=["model.norm.weight"])
-    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is missing"):
-        verify(folder, LigerLlama)
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="'model_type' is None"):
-        verify(folder, LigerLlama)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
     folder, _ = make()
@@ -102,9 +89,12 @@ def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
     assert report.differences == ("model.norm.weight: differs", "tokenizer.json: differs")
 
 
-def test_nonfinite_weights_pass_where_they_are_allowed(make):
-    name = "model.norm.weight"
-    folder, _ = make(add={name: torch.full((16,), float("nan"), dtype=torch.bfloat16)})
+def test_a_checkpoint_that_does_not_load_is_an_error(make):
+    folder, _ = make("absent", drop=["model.norm.weight"])
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is missing"):
+        verify(folder, LigerLlama)
+    nan = torch.full((16,), float("nan"), dtype=torch.bfloat16)
+    folder, _ = make("nan", add={"model.norm.weight": nan})
     with pytest.raises(CheckpointError, match=r"norm.*NaN"):
         verify(folder, LigerLlama)
     assert verify(folder, LigerLlama, allow_nonfinite=True).ok
