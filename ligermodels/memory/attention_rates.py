@@ -99,15 +99,20 @@ def measured_rates(
     packed = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     parts = packed.split((kind.heads, kind.kv_heads, kind.kv_heads), 2)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in parts)
-    mask, attention = _mask(kind, rows, device), _attend
+    mask = _mask(kind, rows, device)
+    options = {"scale": kind.head_dim**-0.5, "window": kind.window, "softcap": kind.softcap}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, mask, causal=kind.causal, **options)
+
     if kind.backend == "flex":
         mask.block_mask(kind.window, rows, device, causal=kind.causal)  # the mask keeps it
         # A compiled function of its own: if that of the layers saw shapes here which training does
         # not have, torch would compile it again for all shapes, to slower code.
-        attention = torch.compile(_attend, fullgraph=True, dynamic=False)
+        attention = torch.compile(attention, fullgraph=True, dynamic=False)
 
     def run() -> Tensor:
-        return attention(q, k, v, mask, kind)
+        return attention(q, k, v)
 
     with (
         torch.enable_grad(),
@@ -134,16 +139,3 @@ def _mask(kind: AttentionKind, rows: int, device: torch.device) -> AttentionMask
     queries = kind.tokens // rows
     ids = torch.zeros(1, queries, device=device, dtype=torch.int64)
     return AttentionMask(queries, document_ids=ids if kind.backend == "flex" else None)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, kind: AttentionKind) -> Tensor:
-    return attend(
-        q,
-        k,
-        v,
-        mask,
-        scale=kind.head_dim**-0.5,
-        window=kind.window,
-        softcap=kind.softcap,
-        causal=kind.causal,
-    )

@@ -1,7 +1,7 @@
 """Copies between a device and pinned host memory: those of a GPU, and those of a simulated one."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from ligermodels.errors import ConfigError, first_line
 from ligermodels.memory.pinned_pool import HostBlock
 
 
-class Copies(Protocol):
-    """The operations of a device that an `Offloader` uses. Tests replace them."""
+class Copies:
+    """The operations of a device that an `Offloader` uses. On a simulated GPU they do nothing."""
 
     def slab(self, nbytes: int) -> Tensor | None:
         """Allocate host memory."""
+        return None
 
     def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> Any:
         """Start to copy bytes into blocks of slabs; return an event that marks the end."""
@@ -29,7 +30,7 @@ class Copies(Protocol):
         """Make a stream wait for an event."""
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """Copies between one GPU and pinned memory, on one stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -72,25 +73,6 @@ class CudaCopies:
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
-
-
-class NoCopies:
-    """Stands for the copies of a simulated GPU."""
-
-    def slab(self, nbytes: int) -> None:
-        return None
-
-    def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> None:
-        return None
-
-    def to_device(self, target: Tensor, host_blocks: list[HostBlock], after: Any) -> None:
-        return None
-
-    def stream(self) -> None:
-        return None
-
-    def wait(self, stream: Any, event: Any) -> None:
-        return None
 
 
 def pairs(tensor: Tensor, host_blocks: list[HostBlock]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.checks import check_count
 from ligermodels.memory.byte_sizes import MIB, integer
-from ligermodels.memory.host_copies import Copies, CudaCopies, NoCopies
+from ligermodels.memory.host_copies import Copies, CudaCopies
 from ligermodels.memory.pinned_pool import PinnedBlock, PinnedPool
 
 _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than it frees
@@ -87,7 +87,7 @@ class Offloader:
 
     def _copies_of_device(self) -> Copies:
         if self.device.type == "meta":
-            return NoCopies()
+            return Copies()
         if self.device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(
                 f"offload: device {self.device} has no pinned host memory to offload to; use a "

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from numbers import Real
-from types import NoneType
 from typing import Any
 
 from typing_extensions import Self
@@ -79,12 +77,6 @@ class Prediction:
     seconds: float
     gains: tuple[tuple[int, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        numbers = [*vars(self).items(), *(("gains", x) for pair in self.gains for x in pair)]
-        for name, value in numbers:
-            if value is not self.gains and not isinstance(value, Real):
-                raise ConfigError(f"memory plan: {name}={short_repr(value)}; expected a number")
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -115,11 +107,6 @@ class MemoryPlan:
         _set(self, layers=layers, host_budget=host_budget)
         if self.head_chunk is not None:
             _set(self, head_chunk=checked_integer("head_chunk", self.head_chunk, 1))
-        if not isinstance(self.prediction, (Prediction, NoneType)):
-            raise ConfigError(
-                f"memory plan: prediction={short_repr(self.prediction)}; expected a Prediction or "
-                "None"
-            )
 
     @classmethod
     def uniform(

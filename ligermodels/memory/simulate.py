@@ -6,7 +6,7 @@ data, so nothing is allocated and nothing is computed. `Tracker` counts.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,13 @@ class Simulation:
     """The memory and the work of a training step on one device, without the optimizer."""
 
     peak_bytes: int  # the most allocated at any time, with weights, buffers, inputs and gradients
-    peak_phase: str  # "forward of layer 3", "forward of head", "backward of layer 3", ...
     weight_bytes: int  # parameters and buffers
     grad_bytes: int  # gradients of all parameters when backward ends, and DDP's buckets
     kept_bytes: int  # what forward leaves for backward, without weights and inputs
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    phases: dict[str, Phase] = field(default_factory=dict)  # in their order
+    # In their order: "forward of layer 3", "forward of head", "backward of layer 3", ...
+    phases: dict[str, Phase] = field(default_factory=dict)
     reserved_bytes: int = 0  # what CUDA's caching allocator reserves from the GPU for the step
     # The largest block of a layer, unless segments are expandable. The head's blocks come before
     # any memory is free, and the embedding's when most of it is.
@@ -217,7 +217,6 @@ def run_step(
 
     return Simulation(
         peak_bytes=max(phase.peak for phase in phases.values()),
-        peak_phase=max(phases, key=lambda name: phases[name].peak),
         weight_bytes=weight_bytes,
         grad_bytes=bucket_bytes + sum(map(tracker.block_bytes, grads)),
         kept_bytes=kept_bytes,
@@ -335,7 +334,7 @@ def simulate(
             stack.enter_context(no_launches(tracker))
         stack.enter_context(sharding.without_fsdp())
         stack.enter_context(simulating(simulator))
-        stack.enter_context(_eagerly())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing compiled
         if autocast is not None:
             stack.enter_context(casts)
         stack.enter_context(_without_values(called))
@@ -380,8 +379,3 @@ def _without_values(called: nn.Module) -> Iterator[None]:
             f"backward, which a simulation does not have ({first_line(fault)}); write a plan by "
             "hand (MemoryPlan.of) and measure its peak"
         ) from fault
-
-
-def _eagerly() -> AbstractContextManager[object]:
-    """Return a context in which compiled functions run uncompiled."""
-    return torch.compiler.set_stance("force_eager")

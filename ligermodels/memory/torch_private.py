@@ -544,11 +544,15 @@ class Sharding:
         names = {id(parameter): name for name, parameter in named}
         self.groups: list[ShardedParameterGroup] = []
         of_state: dict[int, list[ShardedParameterGroup]] = {}
-        states = {module: state for module in model.modules() for state in _states(module)}
+        # The modules to which `fully_shard` was applied have a state.
+        found = ((module, getattr(module, "_get_fsdp_state", None)) for module in model.modules())
+        states = {module: state() for module, state in found if state is not None}
         for module, state in states.items():
             for group in _fsdp_groups(state):
                 if module is group.modules[0]:
-                    made = _group(group, module is model and _resets_root(state), names)
+                    # By default FSDP2 keeps the root's weights after forward.
+                    keeps = module is model and state._auto_reshard_after_forward
+                    made = _group(group, keeps, names)
                     self.groups.append(made)
                     of_state.setdefault(id(state), []).append(made)
         for state in states.values():
@@ -560,6 +564,9 @@ class Sharding:
                     g for s in state._states_to_backward_prefetch for g in of_state[id(s)][::-1]
                 ]
         self.parameters = {p.name: p for group in self.groups for p in group.parameters}
+        self.order: list[ShardedParameterGroup] = []  # of forward
+        self.last_buffer: Tensor | None = None  # of the all-gather before, in forward
+        self.reduce_input: Tensor | None = None
         for name, parameter in named:
             if is_sharded(parameter) and name not in self.parameters:
                 raise ConfigError(
@@ -568,16 +575,10 @@ class Sharding:
                 )
 
     def begin(self, on_stream: OnStream, gradients: Gradients) -> list[Tensor]:
-        """Start a step, and return the shards."""
+        """Start the step, and return the shards."""
         self.on_stream, self.keeps_grads = on_stream, gradients == "new"
-        self.order: list[ShardedParameterGroup] = []
-        self.last_buffer: Tensor | None = None  # of the all-gather before, in forward
-        self.reduce_input: Tensor | None = None
         self.shards: list[Tensor] = []
         for group in self.groups:
-            group.buffer, group.gathered, group.shard_grads = None, [], []
-            group.averaged = None
-            group.forward_index, group.reduced = -1, False
             for parameter in group.parameters:
                 shard = torch.empty(parameter.local, dtype=parameter.dtype, device="meta")
                 self.shards.append(shard)
@@ -591,11 +592,20 @@ class Sharding:
 
     @contextmanager
     def without_fsdp(self) -> Iterator[None]:
-        """Take FSDP2's own hooks off the modules."""
-        with ExitStack() as stack:
-            for module in {module for group in self.groups for module in group.modules}:
-                stack.enter_context(_without_its_hooks(module))
+        """Take FSDP2's own hooks off the modules for a while."""
+        modules = {module for group in self.groups for module in group.modules}
+        tables = [x for m in modules for x in (m._forward_pre_hooks, m._forward_hooks)]
+        copies = [table.copy() for table in tables]
+        for table, hooks in zip(tables, copies):
+            for key, hook in hooks.items():
+                if hook.__module__.startswith("torch.distributed.fsdp."):
+                    del table[key]
+        try:
             yield
+        finally:
+            for table, hooks in zip(tables, copies):
+                table.clear()
+                table.update(hooks)
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -735,22 +745,11 @@ def _gathered_bytes(parameters: list[ShardedParameter]) -> int:
     return sum(p.local * p.gathered_dtype.itemsize for p in parameters)
 
 
-def _states(module: nn.Module) -> list[Any]:
-    """Return FSDP2's state of a module, if `fully_shard` was applied to it."""
-    state = getattr(module, "_get_fsdp_state", None)
-    return [] if state is None else [state()]
-
-
 def _fsdp_groups(state: Any) -> list[Any]:
     # torch 2.11 has one group for each module, and later versions have a list.
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
-
-
-def _resets_root(state: Any) -> bool:
-    """Return whether FSDP2 keeps the root's weights after forward, which is its default."""
-    return bool(state._auto_reshard_after_forward)
 
 
 def _group(group: Any, keeps: bool, names: dict[int, str]) -> ShardedParameterGroup:
@@ -780,20 +779,3 @@ def _group(group: Any, keeps: bool, names: dict[int, str]) -> ShardedParameterGr
     return ShardedParameterGroup(
         tuple(group.modules), parameters, mesh.shard_mesh_size, reshards, replicated
     )
-
-
-@contextmanager
-def _without_its_hooks(module: nn.Module) -> Iterator[None]:
-    """Take FSDP2's hooks off a module for a while."""
-    tables = module._forward_pre_hooks, module._forward_hooks
-    copies = [table.copy() for table in tables]
-    for table in tables:
-        for key, hook in list(table.items()):
-            if hook.__module__.startswith("torch.distributed.fsdp."):
-                del table[key]
-    try:
-        yield
-    finally:
-        for table, copy in zip(tables, copies):
-            table.clear()
-            table.update(copy)

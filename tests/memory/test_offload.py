@@ -17,7 +17,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import offload
 from ligermodels.memory.byte_sizes import MIB
-from ligermodels.memory.host_copies import pairs
+from ligermodels.memory.host_copies import Copies, pairs
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.pinned_pool import HostBlock, PinnedPool
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -47,7 +47,7 @@ class Queue:
             self.done += 1
 
 
-class LateCopies:
+class LateCopies(Copies):
     """Copies on the CPU. A copy fails if its tensor was released before any stream waited."""
 
     def __init__(self) -> None:
@@ -80,9 +80,6 @@ class LateCopies:
                     source_bytes.copy_(host_bytes)
 
         return self.inward.add(copy)
-
-    def stream(self) -> None:
-        return None
 
     def wait(self, stream: None, event: Any) -> None:
         queue, position = event

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from ligermodels import ConfigError, LayerPlan, MemoryPlan
-from ligermodels.memory.plan import Prediction
 from tests.models.pairs import tiny_model
 
 
@@ -71,23 +69,17 @@ def test_a_model_takes_a_plan_for_its_number_of_layers() -> None:
         model(torch.zeros(1, 4, dtype=torch.int64))
 
 
-NAMES = [field.name for field in dataclasses.fields(Prediction)][:-1]
-PREDICTION: dict[str, Any] = dict.fromkeys(NAMES, 1) | {"gains": [[1, 0.5]]}
-
-
 def stored(**values: Any) -> MemoryPlan:
     return MemoryPlan.from_dict({"layers": [{}], **values})
 
 
 def test_impossible_plans_are_refused() -> None:
-    assert "1 GiB more" not in str(stored(prediction=PREDICTION))
     calls: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         *((LayerPlan, {"tile": x}, f"tile={x!r}; expected an integer") for x in (0, True, 1.0)),
         (LayerPlan, {"host": "x"}, "host='x'; expected True or False"),
         (LayerPlan, {"policy": "some"}, "policy='some'; expected one of"),
         (partial(MemoryPlan, (LayerPlan(),)), {"host_budget": "4GiB"}, "host_budget='4GiB'"),
         (partial(MemoryPlan, ()), {"head_chunk": 0}, "head_chunk=0; expected an integer of 1"),
-        (partial(MemoryPlan, ()), {"prediction": {}}, "prediction={}; expected a Prediction"),
         (MemoryPlan, {"layers": ("input",)}, "layer 'input'; expected a LayerPlan"),
         (MemoryPlan, {"layers": "input"}, "layers='input'; expected one value for each layer"),
         (MemoryPlan.of, {"policies": 3}, "expected one value for each layer.*MemoryPlan.uniform"),
@@ -99,8 +91,6 @@ def test_impossible_plans_are_refused() -> None:
         (stored, {"layers": [{"policy": "some"}]}, "policy='some'"),
         (stored, {"layers": 3}, "not the values of a plan"),
         (stored, {"more": 1}, "not the values of a plan"),
-        (stored, {"prediction": PREDICTION | {"seconds": "x"}}, "seconds=.*expected a number"),
-        (stored, {"prediction": PREDICTION | {"gains": [[1, "x"]]}}, "gains=.*expected a number"),
     ]
     for call, given, complaint in calls:
         with pytest.raises(ConfigError, match=complaint):
