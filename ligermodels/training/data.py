@@ -535,8 +535,13 @@ def _alpaca(record: dict[str, Any], where: str, has_template: bool) -> dict[str,
     if not isinstance(instruction, str) or not isinstance(given, str):
         raise DataError(f'{where}: "instruction" and "input" must be strings')
     if has_template:
+        history = record.get("history") or []
+        if not isinstance(history, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in history
+        ):
+            raise DataError(f'{where}: "history" must be a list of pairs, [question, answer]')
         asked = f"{instruction}\n\n{given}" if given else instruction
-        pairs = [*_history(record, where), (asked, record["output"])]
+        pairs = [*history, (asked, record["output"])]
         messages = _with_system(record, where)
         for ask, answer in pairs:
             messages.append({"role": "user", "content": ask})
@@ -550,15 +555,6 @@ def _alpaca(record: dict[str, Any], where: str, has_template: bool) -> dict[str,
         input=f"### Input:\n{given}\n\n" if given else "",
     )
     return {"prompt": prompt, "completion": record["output"]}
-
-
-def _history(record: dict[str, Any], where: str) -> list[Any]:
-    history = record.get("history") or []
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    ):
-        raise DataError(f'{where}: "history" must be a list of pairs, [question, answer]')
-    return history
 
 
 def _with_system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ class Loss(Options):
         packed: whether it learns from documents that are packed into rows. Others compare whole
             completions.
         splits_rows: whether several processes may compute parts of a row.
+        fixed: options of the formula that the loss does not leave to the user.
     """
 
     name: ClassVar[str]
@@ -44,6 +45,7 @@ class Loss(Options):
     computed_by: ClassVar[str]
     packed: ClassVar[bool] = False
     splits_rows: ClassVar[bool] = False
+    fixed: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -76,7 +78,7 @@ class Loss(Options):
     def formula_options(self, *names: str) -> dict[str, Any]:
         """Return options of these names that are set. The formulas have defaults for the others."""
         given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None} | self.fixed
 
 
 @dataclass(kw_only=True)
@@ -201,7 +203,8 @@ class SimPO(Loss, name="simpo"):
     """Simple preference optimization (Meng et al. 2024)."""
 
     help = ORPO.help
-    computed_by = "preferences:SimPOObjective"
+    computed_by = "preferences:CPOObjective"
+    fixed = {"loss_type": "simpo", "cpo_alpha": 0.0}  # noqa: RUF012 (of the class, not of a run)
 
     beta: float = option(0.1, "the scale of the margin", more_than=0)
     simpo_gamma: float = option(0.5, "the margin that is asked for", at_least=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,29 +194,15 @@ class ORPOObjective(PairObjective):
 
 
 class CPOObjective(PairObjective):
-    """CPO: a margin between the completions, and the likelihood of the chosen ones."""
+    """CPO and SimPO: a margin between the completions, and the likelihood of the chosen ones."""
 
-    options: CPO
-
-    def of_pairs(
-        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
-    ) -> LossOutput:
-        """Return the loss of some pairs of a batch, and its metrics."""
-        options = self.options.formula_options("beta", "loss_type", "label_smoothing")
-        return cpo_loss(log_probs_of(tokens), batch.mask[rows], **options | normalizers)
-
-
-class SimPOObjective(PairObjective):
-    """SimPO: a margin between the mean log-probabilities of the completions."""
-
-    options: SimPO
+    options: CPO | SimPO
 
     def of_pairs(
         self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
     ) -> LossOutput:
         """Return the loss of some pairs of a batch, and its metrics."""
-        options = self.options.formula_options("beta", "simpo_gamma", "label_smoothing")
-        options |= {"loss_type": "simpo", "cpo_alpha": 0.0}
+        options = self.options.formula_options(*(each.name for each in fields(self.options)))
         return cpo_loss(log_probs_of(tokens), batch.mask[rows], **options | normalizers)
 
 
