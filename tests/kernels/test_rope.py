@@ -12,6 +12,7 @@ from ligermodels.kernels import qk_norm_rope, rope, split_qkv
 from ligermodels.kernels.dispatch import select
 from tests.kernels.checks import compare
 from tests.kernels.ops_table import ANGLES, CASES, leaves
+from tests.layers.saved import SavedBytes
 from tests.pairwise import pairwise
 
 # The leading dimensions, half of a head's size, and the numbers of heads.
@@ -58,15 +59,8 @@ def test_the_launcher_does_not_rotate_a_strided_buffer_in_place() -> None:
 def test_v_is_a_view_and_qkv_is_all_that_is_kept(float32_place) -> None:
     case = CASES["qk_norm_rope"]
     made = leaves(case, case.inputs((2, 3), 4), float32_place)
-    kept = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        kept[x.data_ptr()] = x.nbytes
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with SavedBytes(*(made[name] for name in ("q_weight", "k_weight", *ANGLES))) as saved:
         q, _, v = qk_norm_rope(**made)
     assert v.untyped_storage().data_ptr() == made["qkv"].untyped_storage().data_ptr()
     assert q.untyped_storage().data_ptr() != made["qkv"].untyped_storage().data_ptr()
-    small = sum(made[name].nbytes for name in ("q_weight", "k_weight", *ANGLES))
-    assert sum(kept.values()) <= made["qkv"].nbytes + small
+    assert saved.total <= made["qkv"].nbytes

@@ -9,13 +9,15 @@ from torch import Tensor
 class SavedBytes:
     """Counts the bytes of the storages that are saved for backward while this is active.
 
-    Parameters do not count, because they exist anyway. A storage counts once and as a whole, even
-    if several views of it are saved.
+    What exists anyway, such as parameters, does not count. A storage counts once and as a whole,
+    even if several views of it are saved.
+
+    Args: given: tensors that do not count, and modules whose parameters do not.
     """
 
-    def __init__(self, module: torch.nn.Module, *others: Tensor) -> None:
-        known = [*module.parameters(), *others]
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+    def __init__(self, *given: torch.nn.Module | Tensor) -> None:
+        known = [[x] if isinstance(x, Tensor) else x.parameters() for x in given]
+        self.known = {x.untyped_storage().data_ptr() for tensors in known for x in tensors}
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
