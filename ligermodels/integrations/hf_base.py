@@ -313,7 +313,7 @@ class LigerModel(LigerPreTrainedModel):
         ):
             hidden = native(**inputs)
         # The last layer's output is normed.
-        states = None if seen is None else (*seen[: count if early else -1], hidden)
+        states = None if seen is None else (*seen[:count], hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=states
         )

@@ -188,14 +188,14 @@ def pick_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):  # torch would list all that it knows
+        raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
         raise ConfigError(f"device: {name!r} cannot be used: {reason}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
     return device
 
 

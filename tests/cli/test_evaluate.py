@@ -20,7 +20,8 @@ def test_files_are_measured_one_by_one_and_together(call, checkpoint, text, tmp_
     first, second, both = out.splitlines()
     assert first.startswith(text) and "perplexity " in first and "loss 5." in first
     assert second.startswith(str(other)) and second.endswith("2 targets")
-    assert both.startswith("all files ")
+    counts = [int(line.split()[-2].replace(",", "")) for line in out.splitlines()]
+    assert both.startswith("all files ") and counts[2] == counts[0] + counts[1]
     code, out, _ = call("evaluate", checkpoint, "--files", text, *SMALL, "--json")
     found = json.loads(out)["files"]
     assert list(found) == [text] and 0 < found[text]["targets"] < found[text]["tokens"]
