@@ -307,7 +307,7 @@ def _steps(
         else:
             hidden = model(**inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
             logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
-        if step == 0 and max_new_tokens > 2:
+        if step == 0 and max_new_tokens > 4:  # Fewer steps take less time than a capture.
             decoder = decoder_of(model, cache, mask_BS, set(inputs))
         broken_B = ~logits_BV.amax(-1).isfinite()
         if repetition is not None:
@@ -348,7 +348,7 @@ class _Flags:
             self.values = torch.empty(2, dtype=torch.bool, pin_memory=True)
             self.values.copy_(made, non_blocking=True)
             self.event = torch.cuda.Event()
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(made.device))
         else:
             self.values = made
 

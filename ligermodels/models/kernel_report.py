@@ -78,6 +78,8 @@ def decoding_obstacle(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if not has_plain_call(module, type(module)):
             return f"{name or 'the model'} has hooks or another forward"
+        if module._compiled_call_impl is not None:
+            return f"{name or 'the model'} is compiled"
     if unknown := _unknown_types(model):
         return f"the code of {', '.join(unknown)} is unknown"
     return None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.adapters.adapted_model import add_adapters
+from ligermodels.adapters.adapted_model import add_adapters, quantize
 from ligermodels.generation import generate
 from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.layers.kv_cache import KVCache
@@ -69,8 +69,25 @@ def test_a_graph_reads_the_weights_of_today():
     check(found)
 
 
+@pytest.mark.parametrize("load_in", ["4bit", "8bit"])
+def test_quantized_weights_and_two_gpus(load_in):
+    """The second GPU is not the current one."""
+    expected = None
+    for device in range(torch.cuda.device_count()):
+        torch.manual_seed(0)
+        model = random_model("llama", **SIZES)
+        quantize(model.to(f"cuda:{device}"), load_in)
+        assert model.kernels()["decoding"] == "CUDA graph of a step"
+        found = generate(model, [5, 9, 3], max_new_tokens=12, eos_token_id=1).cpu()
+        assert expected is None or torch.equal(found, expected)
+        expected = found
+
+
 def test_the_report_says_what_decodes():
     model = random_model("llama", **SIZES).to("cuda")
     assert model.kernels()["decoding"] == "CUDA graph of a step"
+    model.layers[0].compile()
+    assert model.kernels()["decoding"] == "eager (layers.0 is compiled)"
+    model = random_model("llama", **SIZES).to("cuda")
     model.layers[1].register_forward_hook(lambda *_: None)
     assert model.kernels()["decoding"] == "eager (layers.1 has hooks or another forward)"
