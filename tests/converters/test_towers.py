@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerGemma3
-from ligermodels.converters.hf_config import fields_from_hf, text_config, unknown_keys
+from ligermodels.converters.hf_config import text_config, unknown_keys
 from ligermodels.converters.inspect import describe
 from ligermodels.converters.verify import verify
 from ligermodels.models.gemma3 import Gemma3Config
 from tests.models import hf_models, zoo
+
+from . import conftest
 
 PUBLISHED = {"vision_tower.": 32, "multi_modal_projector.": 2}
 TRANSFORMERS_5 = {f"model.{tower}": count for tower, count in PUBLISHED.items()}
@@ -115,40 +118,37 @@ def test_the_round_trip_of_the_text_model_is_bitwise(checkpoint) -> None:
     assert report.ok, str(report)
 
 
-def damaged(saved: Path, folder: Path, change) -> Path:
-    tensors = load_file(saved / "model.safetensors")
-    change(tensors)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
-    return folder
+def shorten(tensors, name):
+    tensors[name] = torch.zeros(3)
 
 
-def test_messages_name_tensors_as_the_file_does(saved: Path, tmp_path: Path) -> None:
+def spoil(tensors, name):
+    tensors[name][0] = float("nan")
+
+
+def double(tensors, name):
+    tensors["model.norm.weight"] = tensors[name].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shorten, r"'{}' has shape \[3\]"),
+        (spoil, "'{}' holds NaN"),
+        (double, "two spellings of"),
+    ],
+)
+def test_a_damaged_tensor_is_named_as_in_the_file(saved: Path, tmp_path: Path, damage, message):
     name = "language_model.model.norm.weight"
-
-    def shorten(tensors):
-        tensors[name] = torch.zeros(3)
-
-    def spoil(tensors):
-        tensors[name][0] = float("nan")
-
-    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[3\]"):
-        load(damaged(saved, tmp_path / "short", shorten))
-    with pytest.raises(CheckpointError, match=f"'{name}' holds NaN"):
-        load(damaged(saved, tmp_path / "nan", spoil))
+    tensors = load_file(saved / "model.safetensors")
+    damage(tensors, name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=message.format(name)):
+        load(tmp_path)
 
 
-def test_one_tensor_in_two_spellings_is_refused(saved: Path, tmp_path: Path) -> None:
-    def double(tensors):
-        tensors["model.norm.weight"] = tensors["language_model.model.norm.weight"].clone()
-
-    with pytest.raises(CheckpointError, match="two spellings of one tensor"):
-        load(damaged(saved, tmp_path / "double", double))
-
-
-def parse(raw: dict[str, Any]) -> Gemma3Config:
-    return Gemma3Config(**fields_from_hf(raw, Gemma3Config))
+parse = partial(conftest.parse, config_class=Gemma3Config)
 
 
 def test_the_wrappers_keys_override_its_text_config() -> None:
