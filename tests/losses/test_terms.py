@@ -18,13 +18,12 @@ from ligermodels.losses.distillation import hidden_cosine
 from ligermodels.losses.reference_free import CPO_LOSS_TYPES
 from ligermodels.losses.terms import (
     Mean,
-    check_shapes,
     divided,
     mean_of,
     token_metrics,
 )
 from ligermodels.losses.weighting import SFT_LOSS_TYPES
-from tests.losses.batches import assert_metrics, assert_refused
+from tests.losses.batches import assert_metrics
 
 
 def test_means_add_up() -> None:
@@ -60,15 +59,6 @@ def test_metrics_of_tokens() -> None:
     logits = {"logits/chosen": 2.0, "logits/rejected": 5.0}
     assert_metrics(metrics, {"mean_token_accuracy": 0.5, **logits})
     assert len(metrics) == 3 and token_metrics(mask) == {}
-
-
-def test_shapes_are_checked() -> None:
-    one = torch.ones(2, 3)
-    assert_refused(
-        (r"mask: the shape is \(3,\); expected \(batch", lambda: check_shapes(one[0])),
-        (r"x: the shape is \(2, 1\); expected \(2, 3\)", lambda: check_shapes(one, x=one[:, :1])),
-    )
-    check_shapes(one, x=None)
 
 
 Loss = Callable[..., Tensor | losses.LossOutput]
