@@ -69,14 +69,14 @@ def test_a_graph_reads_the_weights_of_today():
     check(found)
 
 
-@pytest.mark.parametrize("load_in", ["4bit", "8bit"])
-def test_quantized_weights_and_two_gpus(load_in):
-    """The second GPU is not the current one."""
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_weights_on_each_gpu(bits):
+    """A second GPU is not the current one."""
     expected = None
     for device in range(torch.cuda.device_count()):
         torch.manual_seed(0)
         model = random_model("llama", **SIZES)
-        quantize(model.to(f"cuda:{device}"), load_in)
+        quantize(model, bits, torch.device(f"cuda:{device}"))
         assert model.kernels()["decoding"] == "CUDA graph of a step"
         found = generate(model, [5, 9, 3], max_new_tokens=12, eos_token_id=1).cpu()
         assert expected is None or torch.equal(found, expected)
