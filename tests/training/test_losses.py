@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ligermodels import AutoLiger
 from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import ConfigError
-from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, orpo_loss
+from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
@@ -235,6 +235,7 @@ def test_a_step_has_the_loss_of_its_formula(folder: Path, tmp_path: Path) -> Non
         ("sft", {"loss_type": "dft", "seq_len": 64}),
         ("dpo", {"loss_type": "ipo", "beta": 0.3}),
         ("dpo", {"loss_type": "robust", "label_smoothing": 0.2}),
+        ("kto", {"beta": 0.5, "undesirable_weight": 1.5}),
         ("orpo", {"beta": 0.5}),
         ("cpo", {"loss_type": "hinge"}),
         ("simpo", {"simpo_gamma": 1.1, "beta": 2.0}),
@@ -243,16 +244,26 @@ def test_a_step_has_the_loss_of_its_formula(folder: Path, tmp_path: Path) -> Non
         (batch,) = trainer.micro_batches(0)
         inputs = batch.input_ids, batch.labels
         with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(0.8)  # A flatter distribution, so that the KL is more than 0.
             log_probs = token_log_probs(trainer.model, *inputs, position_ids=batch.position_ids)
         if loss == "sft":
             valid = log_probs[log_probs != 0]
             assert len(valid) == batch.num_targets
             expected = (-valid * valid.exp()).mean()
-        elif loss == "dpo":
+        elif loss in ("dpo", "kto"):
             reference = AutoLiger.from_hf(folder / "model")
             with torch.no_grad():
                 ref = token_log_probs(reference, *inputs, position_ids=batch.position_ids)
-            expected = dpo_loss(log_probs, ref, batch.mask, **options).loss
+            given = log_probs, ref, batch.mask
+            if loss == "dpo":
+                expected = dpo_loss(*given, **options).loss
+            else:  # The second half of the rows are other completions, for the KL alone.
+                first, second = zip(*(x.chunk(2) for x in given))
+                labels = torch.tensor([group.label for group in batch.groups])
+                kl = kto_kl(*second, normalizer=len(labels))
+                assert kl > 0.01
+                expected = kto_loss(*first, labels, kl, **options).loss
         elif loss == "orpo":
             # The likelihood covers the chosen rows up to their padding.
             every = torch.nn.functional.pad(batch.labels[:, 1:] != -100, (0, 1))
