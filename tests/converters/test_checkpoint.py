@@ -125,46 +125,31 @@ def test_a_stored_tied_head_is_fine_when_equal_and_refused_when_not(make):
         load_weights(folder, config, torch.bfloat16)
 
 
-def test_nonfinite_weights_are_refused_unless_allowed(make, subtests):
-    for value in (float("nan"), float("inf"), float("-inf")):
-        with subtests.test(str(value)):
-            bad = torch.zeros(16, 16)
-            bad[7, 7] = value
-            folder, config = make(str(value), add={Q: bad})
-            with pytest.raises(
-                CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"
-            ):
-                load_weights(folder, config, torch.bfloat16)
-            weights = load_weights(folder, config, torch.bfloat16, allow_nonfinite=True)
-            got = weights["layers.1.self_attn.qkv_proj.weight"][7, 7]
-            assert torch.equal(got.isnan(), torch.tensor(value != value)) and not got.isfinite()
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nonfinite_weights_are_refused_unless_allowed(make, value):
+    bad = torch.zeros(16, 16)
+    bad[7, 7] = value
+    folder, config = make(add={Q: bad})
+    with pytest.raises(CheckpointError, match=f"model.safetensors: '{Q}' holds NaN or infinite"):
+        load_weights(folder, config, torch.bfloat16)
+    weights = load_weights(folder, config, torch.bfloat16, allow_nonfinite=True)
+    got = weights["layers.1.self_attn.qkv_proj.weight"][:16]
+    assert got.float().equal(bad) or (value != value and got[7, 7].isnan())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_value_of_16_bits_is_finite_or_not_as_torch_says(dtype):
-    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    finite = values.isfinite()
-    assert is_finite(values[finite])
-    for value in values[~finite]:
-        assert not is_finite(value.expand(1, 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_least_infinite_and_the_largest_finite_value(dtype):
-    most = torch.finfo(dtype).max
-    values = torch.tensor([[most, -most, 0.0], [-0.0, 5e-324, -torch.finfo(dtype).tiny]]).to(dtype)
-    values[0, :2] = torch.tensor([most, -most], dtype=dtype)
-    assert is_finite(values) and is_finite(values.T) and is_finite(values[:0])
-    for bad in (torch.inf, -torch.inf, torch.nan, -torch.nan):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_values_are_finite_or_not_as_torch_says(dtype):
+    """At the bit patterns around the zeros and the infinities, among them the nearest NaNs."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype).view(integers)
+    values = (edges + torch.arange(-4, 5, dtype=integers)[:, None]).view(dtype).flatten()
+    finite = values[values.isfinite()].view(2, -1)
+    assert is_finite(finite) and is_finite(finite.T) and is_finite(finite[:0])
+    for value in values[~values.isfinite()]:
         for place in ((0, 0), (1, 2)):
-            changed = values.clone()
-            changed[place] = bad
+            changed = finite.clone()
+            changed[place] = value
             assert not is_finite(changed) and not is_finite(changed.T)
-    # The bits of the NaNs nearest to the infinities.
-    integers = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
-    for infinity in (torch.inf, -torch.inf):
-        bits = torch.tensor([infinity], dtype=dtype).view(integers)
-        assert not is_finite((bits + 1).view(dtype)) and is_finite((bits - 1).view(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

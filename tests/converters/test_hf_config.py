@@ -34,32 +34,13 @@ def test_dtype_spellings(subtests):
             assert parse({**BASE, **keys}).dtype == dtype
 
 
-def test_every_key_comes_out_unchanged_with_both_spellings_beside(subtests):
-    for keys in (
-        {},
-        {"rope_theta": 5e5, "rope_scaling": LLAMA3, "torch_dtype": "bfloat16"},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "dtype": "bfloat16"},
-        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 10000},
-        {"head_dim": None, "num_key_value_heads": None, "mine": {"nested": [1, 2.0, None]}},
-        {"eos_token_id": [2, 3], "pad_token_id": None, "pretraining_tp": 1, "use_cache": False},
-    ):
-        with subtests.test(str(keys)):
-            raw = {**BASE, **keys}
-            config = parse(raw)
-            exported = to_hf(config)
-            assert {k: exported[k] for k in raw} == raw
-            assert json.dumps({k: exported[k] for k in raw}) == json.dumps(raw)  # 1 != 1.0
-            added = set(exported) - set(raw)
-            assert added <= {
-                "rope_theta",
-                "rope_scaling",
-                "rope_parameters",
-                "dtype",
-                "torch_dtype",
-            }
-            assert {"rope_theta", "rope_scaling", "rope_parameters"} <= set(exported)
-            assert exported.get("dtype") == exported.get("torch_dtype")
-            assert config.extra == raw
+def test_both_spellings_are_written_and_no_other_key():
+    for keys in ({}, {"rope_theta": 5e5, "rope_scaling": LLAMA3, "torch_dtype": "bfloat16"}):
+        exported = to_hf(parse({**BASE, **keys}))
+        ropes = {"rope_theta", "rope_scaling", "rope_parameters"}
+        dtypes = {"dtype", "torch_dtype"} if keys else set()
+        assert exported.keys() == BASE.keys() | ropes | dtypes
+        assert exported.get("dtype") == exported.get("torch_dtype") == keys.get("torch_dtype")
 
 
 def test_changed_fields_are_written_in_every_spelling():
@@ -79,10 +60,7 @@ def test_bad_values_are_refused_with_file_and_key(tmp_path, subtests):
     for key, value, message in (
         ("model_type", "mistral", "'model_type' is 'mistral'; this class reads 'llama'"),
         ("quantization_config", {"quant_method": "gptq"}, r"quantised checkpoints \('gptq'\)"),
-        ("attention_dropout", 0.1, "'attention_dropout' is 0.1, .* where it is 0 or null"),
         ("partial_rotary_factor", 0.5, "'partial_rotary_factor' is 0.5"),
-        ("use_bidirectional_attention", True, "'use_bidirectional_attention' is True"),
-        ("final_logit_softcapping", 30.0, "'final_logit_softcapping' is 30.0"),
         ("attention_bias", "no", "'attention_bias' is 'no', expected true or false"),
         ("hidden_size", "16", "'hidden_size' is '16', expected an integer"),
         ("eos_token_id", [2, "x"], "'eos_token_id' is .*, expected an integer or a list"),

@@ -26,6 +26,8 @@ TOKENS = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
 
 EVERY: dict[str, dict[str, Any]] = {
     "nothing given": {},
+    "keys of others": {"mine": {"nested": [1, 2.0, None]}, "pretraining_tp": 1, "use_cache": False},
+    "dtype": {"torch_dtype": "bfloat16"},
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
     "tokens": TOKENS,
@@ -143,6 +145,7 @@ def test_a_config_means_what_it_means_to_transformers(
             exported = to_hf(config)
             assert json.dumps({key: exported[key] for key in raw}) == json.dumps(raw)
             assert ours(read(exported)) == reading(exported) == reading(raw)
+            assert config.extra == raw
 
 
 @pytest.mark.parametrize("family", OWN)

@@ -75,19 +75,15 @@ def test_a_file_of_another_format_is_told_and_not_opened(tmp_path, content, mess
 
 
 def test_tensors_of_no_size_and_of_no_dimension(tmp_path):
-    tensors = {
-        "a": torch.zeros(0, 3),
-        "b": torch.tensor(2.5),
-        "c": torch.ones(2),
-        "d": torch.ones(0),
-    }
+    tensors = {"a": torch.zeros(0, 3), "b": torch.tensor(2.5), "c": torch.ones(2)}
     save_file(tensors, tmp_path / "w.safetensors")
     file = SafetensorsFile(tmp_path / "w.safetensors")
-    assert {name: info.shape for name, info in file.tensors.items()} == {
-        name: tuple(tensor.shape) for name, tensor in tensors.items()
-    }
-    assert next(file.read("b")).item() == 2.5
-    assert list(file.read("a")) == []
+    for name, tensor in tensors.items():
+        assert file.tensors[name].shape == tensor.shape
+        assert torch.equal(
+            torch.cat([tensor.flatten()[:0], *map(torch.flatten, file.read(name))]),
+            tensor.flatten(),
+        )
 
 
 def test_any_rows_in_pieces_of_any_size(tmp_path, monkeypatch, subtests):
