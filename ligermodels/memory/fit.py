@@ -338,8 +338,8 @@ def _smallest_on_all_ranks(budgets: tuple[int, int]) -> tuple[int, int]:
         return budgets
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, budgets)
-    first, second = zip(*given)
-    return min(first), min(second)
+    budget, host_budget = map(min, zip(*given))
+    return budget, host_budget
 
 
 def _from_rank_0(compute: Callable[[], Any]) -> Any:

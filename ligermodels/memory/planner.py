@@ -11,7 +11,7 @@ difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import product
 
@@ -35,56 +35,8 @@ _MORE = (1, 2, 4, 8, 16, 32, 64)  # GiB
 Simulate = Callable[[MemoryPlan], Simulation]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The costs of the choices for all layers, from which a search chooses.
-
-    Attributes:
-        plans: the choices, none of them in host memory.
-        kept: bytes from a layer's forward to its backward, (choices, layers).
-        beside: the most bytes that exist, while a layer runs forward or backward, besides what it
-            and the layers before it keep, (choices, layers).
-        forward, backward: seconds of the passes, (choices, layers).
-        at_head: the most bytes that exist between the layers' forward and their backward, besides
-            what the layers keep.
-        seconds: of the step outside the layers.
-        host_bytes: bytes/s to or from host memory.
-        unit: all kept bytes are multiples of it.
-    """
-
-    plans: list[LayerPlan]
-    kept: Array
-    beside: Array
-    forward: Array
-    backward: Array
-    at_head: int
-    seconds: float
-    host_bytes: float = 1.0
-    unit: int = 1
-
-    def choices(self, plans: Sequence[LayerPlan]) -> Choices:
-        """Return what some plans of a layer cost in each layer. They may be in host memory."""
-        at = [self.plans.index(replace(plan, host=False)) for plan in plans]
-        return Choices(
-            self.kept[at],
-            self.beside[at],
-            self.forward[at],
-            self.backward[at],
-            np.array([plan.host for plan in plans]),
-            self.at_head,
-            self.host_bytes,
-        )
-
-    def costs(self, layers: Sequence[LayerPlan]) -> tuple[float, int]:
-        """Return the seconds of a step and its peak in bytes, as a search counts them."""
-        plans = list(dict.fromkeys(layers))
-        numbers = np.array([plans.index(layer) for layer in layers])
-        seconds, peak, _ = self.choices(plans).costs(numbers)
-        return self.seconds + float(seconds), int(peak)
-
-
-def problem(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Problem:
-    """Return the problem that simulations of uniform plans describe.
+def choices_of(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Choices:
+    """Return the choices that simulations of uniform plans describe.
 
     Args: simulations: the plan of every layer -> the step, for each policy, and for "input" with
         each size of tiles. Where gate_up is computed again, tiles make the same difference.
@@ -105,17 +57,9 @@ def problem(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Proble
     kept, beside, forward, backward = (np.array(costs) for costs in zip(*found.values()))
     unit = max(1, -(-int(kept.max(0).sum()) // _STEPS))
     outside = rates.seconds(_outside(simulations[whole]))
-    return Problem(
-        [*found],
-        -(-kept // unit) * unit,
-        beside,
-        forward,
-        backward,
-        at_head,
-        outside,
-        rates.host_bytes,
-        unit,
-    )
+    rounded = -(-kept // unit) * unit
+    others = at_head, rates.host_bytes, outside, unit
+    return Choices([*found], rounded, beside, forward, backward, *others)
 
 
 def _outside(simulation: Simulation) -> Work:
@@ -136,7 +80,7 @@ def _passes(simulation: Simulation) -> list[tuple[Phase, Phase]]:
 
 
 def _layer_costs(simulation: Simulation, rates: Rates) -> tuple[Array, ...]:
-    """Return the first four costs of `Problem` for each layer."""
+    """Return the first four costs of `Choices` for each layer."""
     passes = _passes(simulation)
     kept = np.array([max(0, forward.after - forward.before) for forward, _ in passes])
     peaks = np.array([max(forward.peak, backward.peak) for forward, backward in passes])
@@ -154,7 +98,7 @@ def step_seconds(simulation: Simulation, rates: Rates) -> float:
     return float(seconds) + rates.seconds(_outside(simulation))
 
 
-def search(task: Problem, budget: int) -> list[LayerPlan] | None:
+def search(task: Choices, budget: int) -> list[LayerPlan] | None:
     """Return the fastest choice for each layer that fits `budget` bytes, or None if none fits."""
     steps: Array = task.kept // task.unit
     seconds = task.forward + task.backward
@@ -185,7 +129,7 @@ def search(task: Problem, budget: int) -> list[LayerPlan] | None:
     row = int(fitting.argmin())
     chosen = []
     for layer in reversed(range(len(chosen_at))):
-        number = chosen_at[layer][row]
+        number = int(chosen_at[layer][row])
         chosen.append(task.plans[number])
         row -= int(steps[number, layer])
     return chosen[::-1]
@@ -252,17 +196,17 @@ class Space:
         return step_seconds(self.simulate(plan), self.rates)
 
     @cached_property
-    def task(self) -> Problem:
+    def task(self) -> Choices:
         """The options of all layers."""
         simulations = {choice: self.simulate(plan) for choice, plan in self.uniform.items()}
-        return problem(simulations, self.rates)
+        return choices_of(simulations, self.rates)
 
     def searched(self, budget: int) -> MemoryPlan | None:
         """Return the plan that a search finds, or None."""
         layers = search(self.task, budget)
         if self.uses_host:
             layers = self._with_host(layers or self._least_layers, budget)
-        if layers is None or self.task.costs(layers)[1] > budget:
+        if layers is None or self.task.step(layers)[1] > budget:
             return None
         return self.plan(layers)
 
@@ -270,7 +214,7 @@ class Space:
         """Return a plan with host memory, or the given one if no better one is found."""
         here = list(dict.fromkeys([*map(LayerPlan, POLICIES), *layers]))
         plans = [replace(plan, host=host) for host in (False, True) for plan in here]
-        choices = self.task.choices(plans)
+        choices = self.task.only(plans)
         # A search ends where no small change helps, so it begins in several places.
         starts = [[LayerPlan()] * len(layers), layers]
         starts += [
@@ -332,7 +276,7 @@ class Space:
                 fitting.append(plan)
                 low = allowed
             else:
-                high = self.task.costs(plan.layers)[1]
+                high = self.task.step(plan.layers)[1]
             if high - low <= budget // 400 or low == budget:
                 break
             # The plan may need more than the search counts, so the search gets as much less.
@@ -345,11 +289,11 @@ class Space:
         """Yield (further bytes, seconds of a step) where more bytes make a plan's step faster."""
         if plan == self.uniform[LayerPlan()]:
             return
-        seconds, peak = self.task.costs(plan.layers)
+        seconds, peak = self.task.step(plan.layers)
         for more in _MORE:
             found = self.searched(peak + more * GIB)
             assert found is not None
-            faster, _ = self.task.costs(found.layers)
+            faster, _ = self.task.step(found.layers)
             if faster < seconds * 0.999:
                 seconds = faster
                 yield more * GIB, seconds

@@ -3,12 +3,14 @@
 The last dimension of all arrays is the layers. Earlier dimensions hold plans that are compared.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ligermodels.memory.offload import HOLD
+from ligermodels.memory.plan import LayerPlan
 
 Array = np.ndarray[Any, Any]
 
@@ -51,24 +53,44 @@ def layer_seconds(forward: Array, backward: Array, copies: Array) -> Array:
 
 @dataclass(frozen=True)
 class Choices:
-    """The costs of the choices for each layer.
+    """The costs of the choices for all layers, from which a search chooses.
 
     Attributes:
+        plans: the choices. Their kept tensors may be in host memory.
         kept: bytes from a layer's forward to its backward, (choices, layers).
-        beside: bytes that exist besides while the layer runs, (choices, layers).
+        beside: the most bytes that exist, while a layer runs forward or backward, besides what it
+            and the layers before it keep, (choices, layers).
         forward, backward: seconds of the passes, (choices, layers).
-        host: whether the kept tensors are in host memory, (choices,).
-        at_head: bytes that exist besides between forward and backward.
+        at_head: the most bytes that exist between the layers' forward and their backward, besides
+            what the layers keep.
         host_bytes: bytes/s to or from host memory.
+        outside: seconds of the step outside the layers.
+        unit: all kept bytes are multiples of it.
     """
 
+    plans: Sequence[LayerPlan]
     kept: Array
     beside: Array
     forward: Array
     backward: Array
-    host: Array
     at_head: int
-    host_bytes: float
+    host_bytes: float = 1.0
+    outside: float = 0.0
+    unit: int = 1
+
+    def only(self, plans: Sequence[LayerPlan]) -> "Choices":
+        """Return some choices, which may now be in host memory."""
+        at = [self.plans.index(replace(plan, host=False)) for plan in plans]
+        costs = {
+            name: getattr(self, name)[at] for name in ("kept", "beside", "forward", "backward")
+        }
+        return replace(self, plans=plans, **costs)
+
+    def step(self, layers: Sequence[LayerPlan]) -> tuple[float, int]:
+        """Return the seconds of a step and its peak in bytes, as a search counts them."""
+        choices = self.only(list(dict.fromkeys(layers)))
+        seconds, peak, _ = choices.costs(np.array([*map(choices.plans.index, layers)]))
+        return self.outside + float(seconds), int(peak)
 
     def costs(self, plans: Array) -> tuple[Array, Array, Array]:
         """Return the seconds of the layers, the peak and the bytes in host memory, all (...).
@@ -76,7 +98,7 @@ class Choices:
         Args: plans: the numbers of the choices, (..., layers).
         """
         layers = np.arange(plans.shape[-1])
-        kept, host = self.kept[plans, layers], self.host[plans]
+        kept, host = self.kept[plans, layers], np.array([x.host for x in self.plans])[plans]
         moved = np.where(host, kept, 0)
         here = (kept - moved).cumsum(-1)
         # In backward the tensors of a layer and of the one below are on the GPU.

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -152,23 +151,6 @@ def test_the_other_ranks_get_an_answer_if_rank_0_is_interrupted(
     assert isinstance(sent[0], Exception)
 
 
-def test_the_smallest_budgets_of_all_ranks_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(fit, "_distributed", lambda: True)
-    monkeypatch.setattr(fit.dist, "get_world_size", lambda: 2)
-
-    def gather(given: list[Any], own: Any) -> None:
-        given[:] = own, (10**9, 2**20)
-
-    monkeypatch.setattr(fit.dist, "all_gather_object", gather)
-    for budget, host_budget, smallest in (
-        ("2GB", "1GiB", (10**9, 2**20)),
-        ("1MB", 0, (10**6, 0)),
-    ):
-        planner = Planner(small(1), budget, host_budget, device="cuda")
-        assert (planner.budget, planner.host_budget) == smallest
-
-
 class Around(torch.nn.Module):
     """Holds the model, and makes something of its loss."""
 
@@ -229,16 +211,6 @@ def test_a_gpu_is_planned_for_by_its_number_and_with_triton(
     monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
         small(1).plan_memory(1, 8, 10**9, device="cuda")
-
-
-def test_numpy_integers_are_integers() -> None:
-    model = tiny_model()
-    plan = model.plan_memory(1, 16, 2**30, optimizer_bytes=5)
-    assert plan == model.plan_memory(
-        np.int64(1), np.int32(16), np.int64(2**30), np.int64(0), optimizer_bytes=np.uint8(5)
-    )
-    assert json.loads(json.dumps(plan.to_dict()))["prediction"]["batch"] == 1
-    assert model.largest_batch(np.int64(16), "10kB") == model.largest_seq(np.int64(1), "10kB") == 0
 
 
 def test_the_memory_of_cross_attention_is_counted() -> None:

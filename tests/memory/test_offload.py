@@ -174,10 +174,6 @@ def test_tensors_leave_when_the_next_layer_ends() -> None:
     assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4]] and chain.on_device() == [4]
     loss.backward()
     assert offloader.stats().in_use == 0
-    seen.clear()
-    later = make_offloader(hold=2)
-    chain(X, later)
-    assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
 
 
 def test_each_storage_leaves_once_and_returns_a_layer_ahead() -> None:
@@ -476,10 +472,3 @@ def test_gradients_of_models_are_bitwise_equal(
                 found = run_with(model, plan, offloader, **inputs)
                 assert_equal(list(found.values()), list(expected.values()))
             assert offloader.stats().in_use == 0 < offloader.stats().peak
-
-
-def test_a_model_on_meta_tensors() -> None:
-    for plan in PLANS:
-        offloader = Offloader("meta", 2 * MIB)
-        run_with(make("llama").to("meta"), plan, offloader)
-        assert offloader.stats().in_use == 0 < offloader.stats().peak

@@ -14,42 +14,40 @@ from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.planner import (
-    Problem,
     Space,
     find_plan,
     largest,
-    least_budget,
     search,
-    usable_bytes,
 )
 from ligermodels.memory.rates import Rates
 from ligermodels.memory.simulate import Simulation
+from ligermodels.memory.timeline import Choices
 from ligermodels.memory.tracker import Phase, Work
 
 RATES = Rates(products=1.0, attention=1.0, memory=1.0, host_bytes=1.0, source="a test")
 
 
-def random_problem(draw: np.random.Generator) -> Problem:
+def random_choices(draw: np.random.Generator) -> Choices:
     shape = len(POLICIES), int(draw.integers(1, 5))
     kept, beside = draw.integers(0, 31, shape), draw.integers(20, 61, shape)
     backward = draw.integers(1, 31, shape)
     at_head = int(draw.integers(20, 61))
-    return Problem([*map(LayerPlan, POLICIES)], kept, beside, 0 * kept, backward, at_head, 1.0)
+    return Choices([*map(LayerPlan, POLICIES)], kept, beside, 0 * kept, backward, at_head)
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
     draw = np.random.default_rng(0)
     found = 0
     for _ in range(120):
-        task, budget = random_problem(draw), int(draw.integers(30, 130))
+        task, budget = random_choices(draw), int(draw.integers(30, 130))
         every = itertools.product(task.plans, repeat=task.kept.shape[1])
-        costs = [task.costs(layers) for layers in every]
+        costs = [task.step(layers) for layers in every]
         possible = [seconds for seconds, peak in costs if peak <= budget]
         layers = search(task, budget)
         assert (layers is None) == (not possible)
         if layers is not None:
             found += 1
-            seconds, peak = task.costs(layers)
+            seconds, peak = task.step(layers)
             assert seconds == min(possible) and peak <= budget
     assert 20 < found < 120
 
@@ -131,12 +129,6 @@ def test_a_block_as_large_as_the_largest_is_left_free() -> None:
             find_plan(made, budget=needed - 1, **given)
 
 
-def test_the_least_budget_is_exact() -> None:
-    for peak in range(1, 3000, 7):
-        needed = least_budget(peak, 11, 0.03)
-        assert usable_bytes(needed, 11, 0.03) >= peak > usable_bytes(needed - 1, 11, 0.03)
-
-
 def test_only_the_layers_that_set_the_peak_have_tiles() -> None:
     """That is the first one here, whose backward runs when most gradients exist."""
     less = fake(KEPT | {"input": 4}, COST)
@@ -205,5 +197,5 @@ def test_host_memory_makes_a_plan_faster_within_its_budget() -> None:
         plan = here.searched(here.task.at_head + 110 * MIB)
         assert plan is not None and plan.uses_host == (host > 0)
         assert sum(sizes[layer.policy] for layer in plan.layers if layer.host) <= host
-        times.append(here.task.costs(plan.layers)[0])
+        times.append(here.task.step(plan.layers)[0])
     assert times[0] > times[1] > times[2]

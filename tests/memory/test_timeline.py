@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.offload import HOLD
+from ligermodels.memory.plan import LayerPlan
 from ligermodels.memory.timeline import Choices, layer_seconds
 
 
@@ -38,7 +40,7 @@ def test_the_costs_are_those_of_the_layers_one_after_the_other(layers: int) -> N
     choices = random_choices(draw, layers)
     for plan in draw.integers(0, 8, (40, layers)):
         at = plan, np.arange(layers)
-        kept, beside, moves = choices.kept[at], choices.beside[at], choices.host[plan]
+        kept, beside, moves = choices.kept[at], choices.beside[at], plan >= 4
 
         # The bytes up to layer i; of those that move only what has not left, or has returned.
         def present(i: int, first: int, kept=kept, moves=moves) -> int:
@@ -57,11 +59,11 @@ def random_choices(draw: np.random.Generator, layers: int) -> Choices:
     kept = np.sort(draw.integers(5, 60, (4, layers)), axis=0)[::-1]
     backward = np.sort(draw.integers(10, 30, (4, layers)), axis=0)
     return Choices(
+        [LayerPlan(policy, host) for host in (False, True) for policy in POLICIES],
         kept=np.tile(kept, (2, 1)),
         beside=draw.integers(20, 40, (1, layers)) * np.ones((8, 1), int),
         forward=np.full((8, layers), 0.01),
         backward=np.tile(backward, (2, 1)) / 1000,
-        host=np.arange(8) >= 4,
         at_head=30,
         host_bytes=2000.0,
     )

@@ -1,4 +1,4 @@
-"""What PyTorch allocates by itself; test_sharding.py and test_buckets.py compare real steps."""
+"""What PyTorch allocates by itself; test_sharding.py compares real steps."""
 
 from __future__ import annotations
 
