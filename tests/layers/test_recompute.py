@@ -221,17 +221,14 @@ def test_a_forward_without_backward_leaves_nothing(
     assert all(output.expired() for output in outputs)
 
 
-COMPILED = [("llama", policy, i % 2 == 1) for i, policy in enumerate(RECOMPUTED)]
-COMPILED += [(family, MIXED, per_block) for family in OWN for per_block in (False, True)]
-
-
 @pytest.mark.parametrize(
-    ("family", "keeps", "per_block"),
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] is MIXED)) for case in COMPILED],
+    "family",
+    [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.long]) for name in OWN],
 )
-def test_compiled(family: str, keeps: Any, per_block: bool) -> None:
-    plan = MemoryPlan.of([keeps] * 2 if isinstance(keeps, str) else keeps)
-    model = make(family, num_hidden_layers=len(plan.layers))
+@pytest.mark.parametrize("per_block", [False, True])
+def test_compiled(per_block: bool, family: str) -> None:
+    plan = MemoryPlan.of(RECOMPUTED)
+    model = make(family)
     _, expected = run(model, None)
     ids, labels = batch()
     model.zero_grad()
