@@ -12,15 +12,6 @@ from ligermodels.models.llama import LlamaConfig
 from .conftest import BASE, CONFIG, LLAMA3, YARN, llama_config, parse
 
 
-def test_layer_types_of_a_family_with_one_type():
-    raw = {**BASE, "num_hidden_layers": 2}
-    for types in (["full_attention"], ["full_attention", "x"], "full", 2):
-        with pytest.raises(ConfigError, match=r"layer_types is .* but the layers of this .llama."):
-            parse({**raw, "layer_types": types})
-    good = {**raw, "layer_types": ["full_attention"] * 2}
-    assert to_hf(parse(good))["layer_types"] == good["layer_types"]
-
-
 def test_dtype_spellings(subtests):
     for keys, dtype in (
         ({}, None),
@@ -178,18 +169,18 @@ def test_the_name_of_the_architecture_in_a_new_export():
     assert to_hf(Gemma3Config())["architectures"] == ["Gemma3ForCausalLM"]
 
 
-def test_an_export_names_no_shell():
+WRAPPER = "modeling_ligermodels.LigerLlamaForCausalLM"
+
+
+@pytest.mark.parametrize("name", [WRAPPER, f"someone/llama--{WRAPPER}", "modeling.Model"])
+def test_an_export_names_no_wrapper_of_ours(name):
     """transformers writes the hub id of a checkpoint before the module's name."""
-    shell = "modeling_ligermodels.LigerLlamaForCausalLM"
     other = {"AutoConfig": "configuration.Config"}
-    for name in (shell, f"someone/llama--{shell}"):
-        for more in ({}, other):
-            auto_map = {"AutoModelForCausalLM": name, **more}
-            architectures = ["LigerLlamaForCausalLM"]
-            raw = {**CONFIG, "architectures": architectures, "auto_map": auto_map}
-            exported = to_hf(parse(raw))
-            assert exported["architectures"] == ["LlamaForCausalLM"]
-            assert exported.get("auto_map", {}) == more
-    kept = {**CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
-    exported = to_hf(parse(kept))
-    assert exported["auto_map"] == kept["auto_map"]
+    architectures = ["LigerLlamaForCausalLM"]
+    auto_map = {"AutoModelForCausalLM": name, **other}
+    exported = to_hf(llama_config(architectures=architectures, auto_map=auto_map))
+    assert exported["auto_map"] == (other if WRAPPER in name else auto_map)
+    if WRAPPER in name:
+        assert exported["architectures"] == ["LlamaForCausalLM"]
+        config = llama_config(auto_map={"AutoModelForCausalLM": name})
+        assert "auto_map" not in to_hf(config)

@@ -64,6 +64,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "kv heads null": {"num_key_value_heads": None, "num_attention_heads": 8},
         "head_dim null": {"head_dim": None},
+        "layer_types": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
         "biases": {"attention_bias": True, "mlp_bias": True},
         "flat rope_parameters": {"rope_parameters": {**YARN, "rope_theta": 7e5}},
     },
@@ -209,6 +210,7 @@ def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
         *((family, {"per_layer_config": {"0": {}}}, "'per_layer_config' is") for family in OWN),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
         ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is .* but the layers"),
+        ("llama", {"layer_types": "full"}, "layer_types is 'full', but the layers of this 'llama'"),
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu', but hidden_act"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not implemented"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, expected num"),

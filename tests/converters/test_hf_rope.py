@@ -91,15 +91,6 @@ ROPES = {
         | {"original_max_position_embeddings": 32},
     ),
 }
-PLACES = {
-    "rope_scaling": (LigerLlama, lambda rope: {"rope_scaling": rope}),
-    "rope_parameters": (LigerLlama, lambda rope: {"rope_parameters": rope}),
-    "gemma3 rope_scaling": (LigerGemma3, lambda rope: {"rope_scaling": rope}),
-    "gemma3 full_attention": (
-        LigerGemma3,
-        lambda rope: {"rope_parameters": {"full_attention": rope}},
-    ),
-}
 
 
 def all_angles(model_class, keys):
@@ -114,34 +105,45 @@ def all_angles(model_class, keys):
     return torch.cat([torch.cat(rope(each), 1) for rope in ropes for each in positions], 1)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("rope_type", ROPES)
-def test_every_field_in_every_place_changes_the_angles(rope_type, place):
-    (model_class, keys_of), (fields, others) = PLACES[place], ROPES[rope_type]
-    fields = {name: value for name, value in fields.items() if name != "rope_type"}
-    rope = {**fields, "rope_type": rope_type}
-    expected = all_angles(model_class, keys_of(rope))
-    if place != "gemma3 rope_scaling":  # in which transformers does not read the old name
-        old = all_angles(model_class, keys_of({**fields, "type": rope_type}))
-        assert torch.equal(old, expected)
-    changed = {f"{name} in the rope": {**rope, name: other} for name, other in others.items()}
-    changed["rope_theta in the rope"] = {**rope, "rope_theta": 5e5}
-    at_top = {"rope_theta": 5e5}
-    if "original_max_position_embeddings" in fields and model_class is LigerLlama:
-        at_top["original_max_position_embeddings"] = 48
+def changes(rope_type, rope, model_class):
+    """Return keys at config.json's top, and keys of the rope, that change its angles."""
+    top = {"rope_theta": 5e5}
     if rope_type == "dynamic":
-        at_top["max_position_embeddings"] = 32
-    raws = {name: keys_of(other) for name, other in changed.items()}
-    raws |= {f"{name} at the top": {**keys_of(rope), name: x} for name, x in at_top.items()}
+        top["max_position_embeddings"] = 32
     if model_class is LigerGemma3:
-        sliding = {"rope_parameters": {**keys_of(rope).get("rope_parameters", {})}}
-        sliding["rope_parameters"]["sliding_attention"] = {"rope_theta": 5e5}
-        raws["rope_theta of the sliding layers"] = {**keys_of(rope), **sliding}
-        raws["rope_local_base_freq"] = {**keys_of(rope), "rope_local_base_freq": 5e5}
-    if rope_type != "default":
-        raws["rope_type"] = keys_of({**rope, "rope_type": "default"})
-    for name, raw in raws.items():
-        assert not torch.equal(all_angles(model_class, raw), expected), name
+        top["rope_local_base_freq"] = 5e5
+    elif "original_max_position_embeddings" in rope:
+        top["original_max_position_embeddings"] = 48
+    inside = {"rope_theta": 5e5, **ROPES[rope_type][1]}
+    return top, inside if rope_type == "default" else inside | {"rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "place"),
+    [
+        (LigerLlama, ("rope_scaling",)),
+        (LigerLlama, ("rope_parameters",)),
+        (LigerGemma3, ("rope_scaling",)),
+        (LigerGemma3, ("rope_parameters", "full_attention")),
+    ],
+)
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_every_field_in_every_place_changes_the_angles(rope_type, model_class, place):
+    def angles(rope, **top):
+        for key in reversed(place):
+            rope = {key: rope}
+        return all_angles(model_class, rope | top)
+
+    rope = {**ROPES[rope_type][0], "rope_type": rope_type}
+    expected = angles(rope)
+    if (model_class, place) != (LigerGemma3, ("rope_scaling",)):  # where transformers ignores it
+        old = {("type" if name == "rope_type" else name): value for name, value in rope.items()}
+        assert torch.equal(angles(old), expected)
+    top, inside = changes(rope_type, rope, model_class)
+    for name, value in top.items():
+        assert not torch.equal(angles(rope, **{name: value}), expected), f"{name} at the top"
+    for name, value in inside.items():
+        assert not torch.equal(angles({**rope, name: value}), expected), f"{name} in the rope"
 
 
 def assert_transformers_agrees(raw, original):

@@ -6,7 +6,7 @@ import random
 import re
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import huggingface_hub
 import pytest
@@ -45,17 +45,7 @@ def hub(remote, tmp_path):
         yield found
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """A context in which huggingface_hub is offline."""
-
-    @contextlib.contextmanager
-    def context():
-        with monkeypatch.context() as patch:
-            patch.setattr(constants, "HF_HUB_OFFLINE", True)
-            yield
-
-    return context
+offline = partial(patch.object, constants, "HF_HUB_OFFLINE", True)
 
 
 def test_local_folders_are_taken_as_they_are(make, monkeypatch):
@@ -108,7 +98,7 @@ def test_only_needed_files_come_all_from_one_commit_once(hub, remote, monkeypatc
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
-def test_the_cache_serves_without_a_connection(hub, offline, monkeypatch, caplog, revision):
+def test_the_cache_serves_without_a_connection(hub, monkeypatch, caplog, revision):
     hub.files[HEADS] = File.honest(HEADS, b"heads")
     folder = resolve(REPO, revision=revision)
     hub.asked.clear()
@@ -120,7 +110,7 @@ def test_the_cache_serves_without_a_connection(hub, offline, monkeypatch, caplog
     assert "no connection" in caplog.text and "using the cached copy" in caplog.text
 
 
-def test_an_incomplete_cache_does_not_count_as_the_whole(hub, offline):
+def test_an_incomplete_cache_does_not_count_as_the_whole(hub):
     hub.files[HEADS] = File.honest(HEADS, b"heads")
     with offline():
         with pytest.raises(CheckpointError, match=r"is set, and nothing .* unset .* local folder"):

@@ -17,6 +17,7 @@ def test_tensors_go_out_and_come_back() -> None:
         for i, entry in enumerate(weight_map)
     }
     tensors = dict(hf_tensors(weight_map, weights))
+    assert weight_map.source_shapes() == {"q": (3, 2), "k": (2, 2), "u": (4, 2)}
     assert list(tensors) == ["q", "k", "u"]
     assert torch.equal(tensors["k"], weights["qk"][3:])
     assert tensors["q"].data_ptr() == weights["qk"].data_ptr()

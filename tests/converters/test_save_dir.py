@@ -22,19 +22,16 @@ from ligermodels.converters.save_dir import read_one_version, replace_dir
 from ligermodels.errors import CheckpointError
 from tests import sandbox
 
-OLD = {"config.json": "old", "weights": "old", "notes": "mine", "runs/deep/log": "mine, too"}
-NEW = OLD | {"config.json": "new", "weights": "new"}
+from .conftest import contents
+
+OLD = {"config.json": b"old", "weights": b"old", "notes": b"mine", "runs/deep/log": b"mine, too"}
+NEW = OLD | {"config.json": b"new", "weights": b"new"}
 
 
 def fill(folder, content=OLD):
-    for name, text in content.items():
+    for name, data in content.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
-def content(folder):
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return {str(path.relative_to(folder)): path.read_text() for path in files}
+        (folder / name).write_bytes(data)
 
 
 def owned(name):
@@ -83,12 +80,12 @@ def test_what_is_not_the_saves_own_stays(target, tmp_path, way):
     target.chmod(0o750)
     inode = (target / "notes").stat().st_ino
     replace(target)
-    assert content(target) == NEW and os.listdir(tmp_path) == ["out"]
-    assert os.readlink(target / "link") == "nowhere" and (target / "pipe").is_fifo()
+    assert contents(target) == NEW | {"link": "nowhere"} and (target / "pipe").is_fifo()
+    assert os.listdir(tmp_path) == ["out"]
     assert target.stat().st_mode & 0o777 == 0o750
     assert (target / "notes").stat().st_ino == inode
     replace(tmp_path / "another")
-    assert set(content(tmp_path / "another")) == {"config.json", "weights"}
+    assert set(contents(tmp_path / "another")) == {"config.json", "weights"}
 
 
 @pytest.mark.filterwarnings("ignore:what is not of")  # a subfolder waits for the next save
@@ -112,10 +109,10 @@ def test_after_ctrl_c_the_folder_is_old_or_new_and_nothing_is_lost(
             patch.setattr(os, name, interrupt(getattr(os, name)))
         patch.setattr(save_dir, "_exchange_names", interrupt(save_dir._exchange_names))
         replace(target)
-    now = content(target)
+    now = contents(target)
     assert now["config.json"] == now["weights"]
     replace(target)
-    assert content(target) == NEW and os.listdir(tmp_path) == ["out"]
+    assert contents(target) == NEW and os.listdir(tmp_path) == ["out"]
 
 
 def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):
@@ -141,9 +138,9 @@ def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):
 
 def test_what_killed_saves_left_goes_and_subfolders_that_were_not_moved_come_home(target, tmp_path):
     (tmp_path / ".out.saving-0123456789abcdef").mkdir()  # it had not got its name yet
-    fill(tmp_path / f".out.saving-{'0' * 16}", {"weights": "older", "data/a": "mine"})
+    fill(tmp_path / f".out.saving-{'0' * 16}", {"weights": b"older", "data/a": b"mine"})
     replace(target)
-    assert content(target) == NEW | {"data/a": "mine"} and os.listdir(tmp_path) == ["out"]
+    assert contents(target) == NEW | {"data/a": b"mine"} and os.listdir(tmp_path) == ["out"]
 
 
 def test_what_others_write_just_before_the_exchange_is_not_removed(
@@ -160,7 +157,7 @@ def test_what_others_write_just_before_the_exchange_is_not_removed(
 
     monkeypatch.setattr(save_dir, "_exchange", late)
     replace(target)
-    assert content(target) == NEW | {"late": "late", "notes": "replaced"}
+    assert contents(target) == NEW | {"late": b"late", "notes": b"replaced"}
     assert (target / "folder").is_dir() and os.listdir(tmp_path) == ["out"]
 
 
@@ -197,7 +194,7 @@ def test_threads_that_replace_one_folder_each_succeed(target, tmp_path, way):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    assert content(target).keys() == OLD.keys() and os.listdir(tmp_path) == ["out"]
+    assert contents(target).keys() == OLD.keys() and os.listdir(tmp_path) == ["out"]
     assert (target / "config.json").read_text() == (target / "weights").read_text()
 
 
@@ -205,10 +202,10 @@ def test_another_save_inside_the_folder_is_refused(target):
     inner, lock = save_dir._new_folder(target / "runs" / "model")
     with pytest.raises(OSError, match=r"another save is at work in .*runs; try again later"):
         replace(target)
-    assert content(target) == OLD and inner.is_dir()
+    assert contents(target) == OLD and inner.is_dir()
     lock.close()
     replace(target)
-    assert content(target) == NEW
+    assert contents(target) == NEW
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two users")
@@ -221,7 +218,7 @@ def test_what_belongs_to_another_user_is_left_to_them(target, tmp_path, request,
         else:
             (target / "notes").unlink()
             match = "runs cannot be moved: there is no permission to write to it"
-        before = content(target)
+        before = contents(target)
         for folder in (tmp_path, target):
             folder.chmod(0o777)
         for parent in [*tmp_path.parents][:3]:
@@ -230,14 +227,14 @@ def test_what_belongs_to_another_user_is_left_to_them(target, tmp_path, request,
         with pytest.raises(OSError, match=match):
             replace(target)
         os.seteuid(0)
-        assert content(target) == before and os.listdir(tmp_path) == ["out"]
+        assert contents(target) == before and os.listdir(tmp_path) == ["out"]
 
     in_a_fork(test)
 
 
 def test_files_are_copied_where_links_are_not_possible(target, tmp_path, no_links):
     replace(target)
-    assert content(target) == NEW
+    assert contents(target) == NEW
     os.mkfifo(target / "pipe")
     with pytest.raises(OSError, match="Bad file descriptor"):
         replace(target)  # a copy would read from the pipe
@@ -249,7 +246,7 @@ def test_a_save_waits_for_another_and_then_fails(target, tmp_path, monkeypatch):
     with save_dir._Lock(tmp_path):
         with pytest.raises(TimeoutError, match=r"another save in .* has not ended"):
             replace(target)
-    assert content(target) == OLD and os.listdir(tmp_path) == ["out"]
+    assert contents(target) == OLD and os.listdir(tmp_path) == ["out"]
 
 
 def test_without_locks_a_save_works_and_removes_nothing_of_others(
@@ -258,7 +255,7 @@ def test_without_locks_a_save_works_and_removes_nothing_of_others(
     monkeypatch.setattr(save_dir.fcntl, "flock", lambda *_: os.close(10**6))  # as on NFS
     left, _ = save_dir._new_folder(target)
     replace(target)
-    assert content(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
+    assert contents(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
 
 
 def test_one_version_is_read(target, tmp_path):
@@ -310,4 +307,4 @@ def test_systems_without_a_table_of_mounts_or_an_exchange_of_names(target, monke
     monkeypatch.chdir(here)
     shutil.rmtree(here)  # a current directory that is gone is no error
     replace(target)
-    assert content(target) == NEW
+    assert contents(target) == NEW

@@ -4,7 +4,6 @@ import torch
 from ligermodels.converters.weight_map import (
     Entry,
     Span,
-    Towers,
     WeightMap,
     linear_entries,
     norm_entries,
@@ -13,29 +12,14 @@ from ligermodels.converters.weight_map import (
 from ligermodels.errors import ConfigError
 
 
-def test_a_source_that_is_split_among_entries_has_the_size_of_all_its_parts():
-    low = Entry("low", (2, 3), (Span("whole", 0, 0, 2),))
-    high = Entry("high", (4, 3), (Span("whole", 2, 0, 4),))
-    weight_map = WeightMap((high, low))
-    assert weight_map.source_shapes() == {"whole": (6, 3)}
-    assert [entry.name for entry, _ in weight_map.parts()["whole"]] == ["low", "high"]
-
-
-def test_the_first_spelling_that_fits_is_replaced():
-    towers = Towers(spellings=(("a.b.", "c."), ("a.", "")), left_out=())
-    assert [towers.text_name(name) for name in ("a.b.x", "a.x", "b.a.x")] == ["c.x", "x", "b.a.x"]
-
-
 def test_a_module_has_a_bias_where_it_is_asked_for():
-    (weight,) = linear_entries("n", 5, ("a", 2), ("b", 3))
+    weight, bias = linear_entries("n", 5, ("a", 2), ("b", 3), bias=True)
     assert weight == packed_entry("n.weight", (5,), ("a.weight", 2), ("b.weight", 3))
-    assert weight.shape == (5, 5)
-    bias = packed_entry("n.bias", (), ("a.bias", 2), ("b.bias", 3))
-    assert linear_entries("n", 5, ("a", 2), ("b", 3), bias=True) == (weight, bias)
-    weight = packed_entry("n.weight", (), ("hf.n.weight", 4))
-    bias = packed_entry("n.bias", (), ("hf.n.bias", 4))
+    assert bias == packed_entry("n.bias", (), ("a.bias", 2), ("b.bias", 3))
+    assert linear_entries("n", 5, ("a", 2), ("b", 3)) == (weight,)
+    weight, bias = norm_entries("n", "hf.n", 4, bias=True)
+    assert bias == packed_entry("n.bias", (), ("hf.n.bias", 4))
     assert norm_entries("n", "hf.n", 4) == (weight,)
-    assert norm_entries("n", "hf.n", 4, bias=True) == (weight, bias)
 
 
 SHAPES = {"a": (4, 3), "b": (2, 3)}
@@ -48,13 +32,6 @@ def test_a_map_that_tiles_passes_the_check():
     # The spans of an entry may be in any order, and one tensor may fill several entries.
     split = Entry("a", (4, 3), (Span("t", 2, 2, 2), Span("t", 0, 0, 2)))
     WeightMap((split, Entry("b", (2, 3), (Span("t", 4, 0, 2),)))).check("Family", SHAPES)
-
-
-def test_a_constant_that_is_also_a_source_is_refused() -> None:
-    entry = packed_entry("a", (), ("hf.a", 2))
-    table = WeightMap((entry,), constants={"hf.a": torch.zeros(2)})
-    with pytest.raises(ConfigError, match=r"Own: weight map: constant 'hf\.a' is also a source"):
-        table.check("Own", {"a": (2,)})
 
 
 def test_a_map_that_does_not_tile_is_refused_by_family_and_entry(subtests):
@@ -85,6 +62,8 @@ def test_a_map_that_does_not_tile_is_refused_by_family_and_entry(subtests):
         WeightMap((GOOD[0], single)).check("Family", SHAPES | {"b": ()})
     with pytest.raises(ConfigError, match=r"ignored is 'w'; give a tuple"):
         WeightMap(GOOD, ignored="w").check("Family", SHAPES)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="constant 's' is also a source"):
+        WeightMap(GOOD, constants={"s": torch.zeros(2)}).check("Family", SHAPES)
     for aliases in ({"t": "s"}, {"u": "v"}):
         with pytest.raises(ConfigError, match="alias"):
             WeightMap(GOOD, aliases=aliases).check("Family", SHAPES)
