@@ -117,22 +117,21 @@ def test_is_number_refuses_other_values(subtests):
             assert not is_number(value)
 
 
-def test_a_file_that_fails_or_changes_while_it_is_opened(tmp_path, monkeypatch):
-    path, folder = tmp_path / "file", tmp_path / "folder"
-    folder.mkdir()
-    path.write_bytes(b"12345")
-    fails = OSError(errno.EIO, os.strerror(errno.EIO))
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "message"),
+    [
+        (files.io, "BufferedReader", errno.EIO, "the file cannot be read: Input/output error"),
+        (os, "stat", errno.ENOENT, "the file cannot be read: No such file"),  # it comes afterwards
+        (os, "open", None, "this is not a regular file but a folder"),  # which takes its place
+    ],
+)
+def test_a_file_that_fails_or_changes_while_it_is_opened(
+    tmp_path, monkeypatch, place, name, fault, message
+):
+    (path := tmp_path / "file").touch()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    effect = OSError(fault, os.strerror(fault)) if fault else None
     with monkeypatch.context() as patch:
-        patch.setattr(files.io, "BufferedReader", Mock(side_effect=fails))
-        with pytest.raises(ConfigError, match="file: the file cannot be read: Input/output error"):
-            read_if_present(path, ConfigError)
-    opened = os.open
-    with monkeypatch.context() as patch:  # A folder takes the file's place.
-        patch.setattr(os, "open", lambda _, flags: opened(folder, flags))
-        with pytest.raises(ConfigError, match="file: this is not a regular file but a folder"):
-            read_if_present(path, ConfigError)
-    absent = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    with monkeypatch.context() as patch:  # The file comes just after the first look.
-        patch.setattr(os, "stat", Mock(side_effect=absent))
-        with pytest.raises(ConfigError, match="file: the file cannot be read: No such file"):
+        patch.setattr(place, name, Mock(side_effect=effect, return_value=folder))
+        with pytest.raises(ConfigError, match=f"file: {message}"):
             read_if_present(path, ConfigError)

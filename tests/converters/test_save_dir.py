@@ -89,25 +89,26 @@ def test_what_is_not_the_saves_own_stays(target, tmp_path, way):
 
 
 @pytest.mark.filterwarnings("ignore:what is not of")  # a subfolder waits for the next save
+@pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), KeyboardInterrupt()])
 @pytest.mark.parametrize("call", range(1, 7))
-def test_after_ctrl_c_the_folder_is_old_or_new_and_nothing_is_lost(
-    target, tmp_path, way, monkeypatch, call
+def test_after_a_fault_the_folder_is_old_or_new_and_nothing_is_lost(
+    target, tmp_path, way, monkeypatch, call, fault
 ):
-    """It comes at a call that makes or moves a path; test_export_kills.py has failing calls."""
+    """The faulty call is one that makes or moves a path."""
     calls = itertools.count(1)
 
-    def interrupt(original):
+    def fails(original):
         def watched(*args, **kwargs):
             if next(calls) == call:
-                raise KeyboardInterrupt
+                raise fault
             return original(*args, **kwargs)
 
         return watched
 
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patch, contextlib.suppress(type(fault)):
         for name in ("mkdir", "rename", "replace"):
-            patch.setattr(os, name, interrupt(getattr(os, name)))
-        patch.setattr(save_dir, "_exchange_names", interrupt(save_dir._exchange_names))
+            patch.setattr(os, name, fails(getattr(os, name)))
+        patch.setattr(save_dir, "_exchange_names", fails(save_dir._exchange_names))
         replace(target)
     now = contents(target)
     assert now["config.json"] == now["weights"]
