@@ -63,11 +63,15 @@ def random_tensors(config, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
     return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
 
 
+def write_files(folder: Path, content: dict[str, bytes]) -> Path:
+    for name, data in content.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
 def write_checkpoint(folder: Path, tensors: dict, config: dict, shards: int = 1) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    for name, content in TOKENIZER.items():
-        (folder / name).write_bytes(content)
+    write_files(folder, TOKENIZER | {"config.json": json.dumps(config).encode()})
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return folder

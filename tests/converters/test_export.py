@@ -25,6 +25,7 @@ from .conftest import (
     random_tensors,
     resave,
     save_weights,
+    write_files,
 )
 
 
@@ -97,52 +98,36 @@ def test_saving_again_removes_stale_files_and_keeps_the_users(make, prefix):
 
 
 @pytest.mark.parametrize(
-    "index",
-    [
-        '{"weight_map": {"a": "notes.txt", "b": "../hf", "c": 5, "d": "sub/x.safetensors"}}',
-        '{"weight_map": ["notes.txt"]}',
-        '{"weight_map": ',
-    ],
-    ids=["hostile", "list", "cut"],
+    "shard_of",
+    ['{"a": "notes.txt", "b": "../hf", "c": 5, "d": "sub/x.safetensors"}', '["notes.txt"]', ""],
 )
-def test_a_damaged_index_is_replaced_and_names_none_of_the_users_files(make, index):
+def test_a_damaged_index_is_replaced_and_names_none_of_the_users_files(make, shard_of):
     folder, config = make()
-    (folder / "notes.txt").write_text("mine")
-    weights = load_weights(folder, config)
-    (folder / "model.safetensors.index.json").write_text(index)
+    weights, before = load_weights(folder, config), contents(folder)
+    damaged = b'{"weight_map": %s}' % shard_of.encode()
+    write_files(folder, {"notes.txt": b"mine", "model.safetensors.index.json": damaged})
     save_weights(folder, config, weights)
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert not (folder / "model.safetensors.index.json").exists()
+    assert contents(folder).keys() == before.keys() | {"notes.txt"}
 
 
-def test_a_tokenizer_of_another_model_does_not_stay(make, tmp_path):
+def test_tokenizer_files_replace_those_of_another_model(make, tmp_path):
+    """Also where the target is the source."""
     folder, config = make()
     (folder / "tokenizer.json").unlink()
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "tokenizer.json").write_text("another model's")
+    tool, rag, notes = (f"additional_chat_templates/{name}" for name in ("a.jinja", "b.jinja", "n"))
+    other = {"tokenizer.json": b"another model's", rag: b"another model's"}
+    out = write_files(tmp_path / "out", other)
+    write_files(folder, {tool: b"{{ tools }}\r\n", notes: b"the user's"})
     resave(folder, config, out, source_files=None)
-    assert (out / "tokenizer.json").read_text() == "another model's"  # no source
-    resave(folder, config, out)
-    assert not (out / "tokenizer.json").exists()
-    assert (out / "tokenizer.model").read_bytes() == TOKENIZER["tokenizer.model"]
-
-
-def test_additional_chat_templates_are_copied_also_onto_themselves(make, tmp_path):
-    folder, config = make()
-    templates = folder / "additional_chat_templates"
-    templates.mkdir()
-    (templates / "tool_use.jinja").write_bytes(b"{{ tools }}\r\n")
-    (templates / "notes.txt").write_text("the user's")
-    out = tmp_path / "out"
-    (out / templates.name).mkdir(parents=True)
-    (out / templates.name / "rag.jinja").write_text("another model's")
+    assert other.items() <= contents(out).items()
+    brought = {tool: b"{{ tools }}\r\n", notes: b"the user's", **TOKENIZER}
+    del brought["tokenizer.json"]
     for target in (out, folder):
         resave(folder, config, target)
-        copies = {p.name: p.read_bytes() for p in (target / templates.name).iterdir()}
-        assert copies == {"tool_use.jinja": b"{{ tools }}\r\n", "notes.txt": b"the user's"}
+        found = contents(target)
+        assert brought.items() <= found.items() and not other.keys() & found.keys()
     report = verify(folder, LigerLlama)
-    assert report.ok and "additional_chat_templates/tool_use.jinja" in report.files
+    assert report.ok and tool in report.files
 
 
 INT8 = dict.fromkeys([e.name for e in LigerLlama.weight_map(llama_config())], torch.int8)

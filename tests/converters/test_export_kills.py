@@ -13,7 +13,7 @@ from ligermodels.converters.checkpoint_files import copied_files
 from ligermodels.errors import SaveError
 from tests import system_calls
 
-from .conftest import contents, load_weights, save_weights, write_checkpoint
+from .conftest import contents, load_weights, save_weights, write_checkpoint, write_files
 
 pytestmark = pytest.mark.skipif(not system_calls.AVAILABLE, reason="needs ptrace on x86-64 Linux")
 
@@ -52,10 +52,8 @@ class Place:
         if self.existing:
             tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(6)}
             write_checkpoint(self.target, tensors, {"old": True}, shards=3)
-            (self.target / "notes.txt").write_text("mine")
+            write_files(self.target, {"notes.txt": b"mine", "runs/deep/log": b"mine, too"})
             (self.target / "link").symlink_to("notes.txt")
-            (self.target / "runs" / "deep").mkdir(parents=True)
-            (self.target / "runs" / "deep" / "log").write_text("mine, too")
 
     def save(self):
         source_files = copied_files(self.source)

@@ -22,16 +22,10 @@ from ligermodels.converters.save_dir import read_one_version, replace_dir
 from ligermodels.errors import CheckpointError
 from tests import sandbox
 
-from .conftest import contents
+from .conftest import contents, write_files
 
 OLD = {"config.json": b"old", "weights": b"old", "notes": b"mine", "runs/deep/log": b"mine, too"}
 NEW = OLD | {"config.json": b"new", "weights": b"new"}
-
-
-def fill(folder, content=OLD):
-    for name, data in content.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
 
 
 def owned(name):
@@ -47,8 +41,7 @@ def replace(target, text="new"):
 
 @pytest.fixture
 def target(tmp_path):
-    fill(tmp_path / "out")
-    return tmp_path / "out"
+    return write_files(tmp_path / "out", OLD)
 
 
 @pytest.fixture
@@ -139,7 +132,7 @@ def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):
 
 def test_what_killed_saves_left_goes_and_subfolders_that_were_not_moved_come_home(target, tmp_path):
     (tmp_path / ".out.saving-0123456789abcdef").mkdir()  # it had not got its name yet
-    fill(tmp_path / f".out.saving-{'0' * 16}", {"weights": b"older", "data/a": b"mine"})
+    write_files(tmp_path / f".out.saving-{'0' * 16}", {"weights": b"older", "data/a": b"mine"})
     replace(target)
     assert contents(target) == NEW | {"data/a": b"mine"} and os.listdir(tmp_path) == ["out"]
 
@@ -275,7 +268,7 @@ def test_one_version_is_read(target, tmp_path):
     link.symlink_to("out")
     assert read_one_version(link, read) == ("new", "new")
     assert reads == ["old", "new", "new"]
-    fill(other)
+    write_files(other, OLD)
 
     def flip(folder):
         """A link that leads elsewhere meanwhile changes nothing."""
