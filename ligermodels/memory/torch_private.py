@@ -360,9 +360,13 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     inner = getattr(optimizer, "inner_optimizers", [])
     held = [value for state in optimizer.state.values() for value in state.values()]
     found = sum(x.nbytes for x in _plain(held) if x.device.type != "cpu" or _on_cpu(optimizer))
-    if found or not inner:
-        return found or sum(_expected(optimizer))
-    return sum(map(state_bytes, inner))
+    if inner and not found:
+        return sum(map(state_bytes, inner))
+    return found or sum(
+        _expected_of(optimizer, group, local(parameter))
+        for group in optimizer.param_groups
+        for parameter in _trained(group)
+    )
 
 
 def adam_bytes(model: nn.Module) -> int:
@@ -385,13 +389,6 @@ def _plain(values: list[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield from plain(local(value))
-
-
-def _expected(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Yield the bytes of the states of each parameter that is trained."""
-    for group in optimizer.param_groups:
-        for parameter in _trained(group):
-            yield _expected_of(optimizer, group, local(parameter))
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:
