@@ -99,7 +99,8 @@ class Run:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
 
     def checkpoints(self) -> list[Path]:
-        return sorted((self.out / "checkpoints").glob("step-*"))
+        """Return those that have been written to their end: what comes later is under a hash."""
+        return sorted((self.out / "checkpoints").glob("step-" + "?" * 8))
 
     def weights(self) -> bytes | None:
         file = self.out / "model" / "model.safetensors"
