@@ -350,9 +350,9 @@ def load(mesh: DeviceMesh, tied: bool, rank: int, folder: Path) -> dict[str, flo
     whole = AutoLiger.from_hf(folder / "model")
     fill, read = SafetensorsFile._fill, []
 
-    def counted(file: Any, opened: Any, name: str, offset: int, rest: memoryview) -> None:
+    def counted(file: Any, name: str, offset: int, rest: memoryview) -> None:
         read.append(len(rest))
-        fill(file, opened, name, offset, rest)
+        fill(file, name, offset, rest)
 
     with mock.patch.object(SafetensorsFile, "_fill", counted):
         sharded = AutoLiger.from_hf(folder / "model", device="meta")
