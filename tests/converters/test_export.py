@@ -75,7 +75,7 @@ def test_mixed_dtypes_and_strided_parameters(make, tmp_path):
     weights = load_weights(folder, config)
     weights["norm.weight"] = torch.arange(16, dtype=torch.float64)
     weights["embed_tokens.weight"] = torch.randn(16, 24).half().t()
-    odd = {"mask": StoredTensor("U8", (3,), b"abc")}
+    odd = {"a": StoredTensor("U8", (3,), b"abc"), "b": StoredTensor("F64", (1,), bytes(8))}
     save_weights(tmp_path / "out", config, weights, constants=odd)
     exported = hf_tensors(tmp_path / "out")
     file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
