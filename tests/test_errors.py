@@ -3,14 +3,6 @@ import pytest
 from ligermodels import errors
 
 
-def test_each_error_is_ours_and_the_builtin_kind() -> None:
-    kinds = {"ConfigError": ValueError, "CheckpointError": ValueError, "SaveError": OSError}
-    for name, builtin in kinds.items():
-        error = getattr(errors, name)
-        assert issubclass(error, errors.LigerError) and issubclass(error, builtin)
-        assert str(error("a message")) == "a message"
-
-
 def test_listing_stops_at_ten_and_counts_the_rest() -> None:
     assert errors.listing(["a", "b"]) == "  a\n  b"
     lines = errors.listing(f"name{i}" for i in range(13)).splitlines()

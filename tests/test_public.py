@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -78,31 +77,3 @@ def test_a_name_that_does_not_exist() -> None:
         _ = ligermodels.LigerLama
     with pytest.raises(ImportError, match="LigerLama"):
         from ligermodels import LigerLama  # noqa: F401
-
-
-@pytest.mark.long
-def test_type_checkers_know_the_names(tmp_path: Path) -> None:
-    file = tmp_path / "use.py"
-    file.write_text(
-        "import ligermodels\n"
-        "from ligermodels import LigerLlama, LlamaConfig\n"
-        "reveal_type(LigerLlama(LlamaConfig()))\n"
-        "reveal_type(ligermodels.finetune)\n"
-        "ligermodels.LigerLama\n"
-    )
-    options = ["--strict", "--follow-imports=silent"]
-    command = [sys.executable, "-m", "mypy", *options, str(file)]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
-    assert 'Revealed type is "ligermodels.models.llama.LigerLlama"' in said
-    assert "FinetuneConfig" in said and "get_peft_model" not in said
-    assert 'has no attribute "LigerLama"' in said and "Found 1 error" in said
-
-
-def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ligermodels.__version__ == metadata.version("ligermodels")
-
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", absent)
-    assert ligermodels.__version__ == "0+unknown"

@@ -295,9 +295,10 @@ class Checkpoint:
     def _rows(
         self, name: str, first: int, last: int, columns: tuple[int, int] | None = None
     ) -> Iterator[Tensor]:
-        begin, end = columns or (None, None)
-        for rows in self._opened(name).read(self._name_in_file(name), first, last):
-            yield rows if columns is None else rows[:, begin:end]
+        file, stored = self._opened(name), self._name_in_file(name)
+        if columns is not None:
+            return file.read_columns(stored, first, last, columns)
+        return file.read(stored, first, last)
 
     def _opened(self, name: str) -> SafetensorsFile:
         return self._file_of[self._name_in_file(name)]

@@ -166,6 +166,28 @@ class SafetensorsFile:
             pass
         return out
 
+    def read_columns(
+        self, name: str, first: int, last: int, columns: tuple[int, int]
+    ) -> Iterator[Tensor]:
+        """Yield the given columns of the rows `first` to `last` of a matrix, as `read` does.
+
+        Only these columns are read from the file.
+        """
+        info, (begin, end) = self.tensors[name], columns
+        dtype = READABLE[info.dtype]
+        row_bytes, size = info.shape[1] * dtype.itemsize, (end - begin) * dtype.itemsize
+        buffer = torch.empty(
+            min(last - first, max(1, _PIECE // max(1, size))), end - begin, dtype=dtype
+        )
+        memory = byte_view(buffer).data
+        start = self._data + info.begin + begin * dtype.itemsize
+        for row in range(first, last, len(buffer)):
+            rows = buffer[: last - row]
+            for at in range(len(rows)):
+                offset = start + (row + at) * row_bytes
+                self._fill(name, offset, memory[at * size : (at + 1) * size])
+            yield rows
+
     def _fill(self, name: str, offset: int, rest: memoryview) -> None:
         try:
             while rest and (count := self._file.read_at(offset, rest)):

@@ -15,7 +15,6 @@ from benchmarks import memory_plot, plots
 from benchmarks.cases import OPS, Absent, Case, Random
 from benchmarks.cases.token_losses import LOSSES
 from benchmarks.common import RESULTS
-from benchmarks.losses import loss_table, size_of
 from benchmarks.ops import as_tuple, differentiable, training_call
 from ligermodels import kernels
 from tests import markdown
@@ -135,43 +134,3 @@ def test_every_peer_computes_the_same(op: str) -> None:
 def test_the_pages_are_those_of_the_results() -> None:
     for name, page in (("ops", plots.markdown), ("memory", memory_plot.page)):
         assert page(result(name)) == (RESULTS / f"{name}.md").read_text(), name
-
-
-def test_the_figures_of_the_losses() -> None:
-    page = (DOCS / "losses.md").read_text(encoding="utf-8")
-    rows = result("losses")["rows"]
-    shown = [loss_table(rows, size) in page for size in dict.fromkeys(map(size_of, rows))]
-    assert sum(shown) == 2
-
-
-def test_the_figures_of_memory() -> None:
-    """Rows of the docs' tables with figures are rows of memory.md."""
-    measured = memory_plot.page(result("memory")).splitlines()
-    _, _, section = (DOCS / "memory.md").read_text(encoding="utf-8").partition("\n## Measured\n")
-    shown = [line.strip() for line in section.splitlines() if line.strip().startswith("|")]
-    assert shown and not set(shown) - set(measured)
-
-
-def test_the_figures_of_qlora() -> None:
-    page = (DOCS / "adapters.md").read_text(encoding="utf-8")
-    for row in [row for name in ("qlora", "qlora_h100") for row in result(name)["rows"]]:
-        ms = row["ms"] / row.get("micro-batches of a step", 1)
-        shown = f"{ms:.0f} | {row['tokens/s']:,.0f} | {row['peak GiB']:.1f}"
-        assert f"| {row['row']} | {shown} |" in page
-    ours, theirs = result("dequantize")["rows"]
-    compared = f"takes {ours['ms']:.2f} ms, and {theirs['ms']:.2f} ms with bitsandbytes"
-    assert compared in " ".join(page.split())
-
-
-def test_the_figures_of_trl() -> None:
-    page = (DOCS / "trainers.md").read_text(encoding="utf-8")
-    names = {"llama-3-8b": "Llama-3-8B", "llama-3.2-1b": "Llama-3.2-1B"}
-    order = ("transformers", "transformers + liger", "ligermodels", "ligermodels, planned")
-    lines: dict[str, dict[str, str]] = {}
-    for row in result("trl")["rows"]:
-        start = f"| {row['trainer']} | {names[row['model']]} | {row['batch x seq']}"
-        shown = f"{row['ms']:.0f} / {row['peak GiB']:.1f}"
-        lines.setdefault(start, {})[row["implementation"]] = shown
-    for start, shown in lines.items():
-        cells = [start, *(shown.get(name, "not measured") for name in order)]
-        assert " | ".join(cells) + " |" in page

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal, is_finite
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 from tests.pairwise import pairwise
@@ -46,15 +47,20 @@ def test_plan_gives_the_stored_dtype_of_each_parameter(make):
 @pytest.mark.parametrize(
     "rows", [(0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)], ids=str
 )
-def test_a_block_of_rows_and_columns_is_that_of_the_whole(make, rows):
+def test_a_block_of_rows_and_columns_is_that_of_the_whole(make, monkeypatch, rows):
+    """Nothing else is read; the file has 2 bytes for each number."""
     folder, config = make()
     name = "layers.0.self_attn.qkv_proj.weight"
     whole = load_weights(folder, config, torch.float64)[name]
     entry = next(e for e in LigerLlama.weight_map(config) if e.name == name)
+    fill = Mock(wraps=SafetensorsFile._fill)
+    monkeypatch.setattr(SafetensorsFile, "_fill", lambda *args: fill(*args))
     for columns in ((0, 16), (4, 9)):
+        fill.reset_mock()
         out = torch.full((rows[1] - rows[0], columns[1] - columns[0]), -7.0).double()
         Checkpoint(folder).read(entry, out, start=rows[0], column=columns[0])
         assert torch.equal(out, whole[slice(*rows), slice(*columns)])
+        assert sum(len(call.args[-1]) for call in fill.call_args_list) == 2 * out.numel()
 
 
 def test_a_slice_touches_only_its_rows(make, monkeypatch):

@@ -40,17 +40,6 @@ def container(jobset: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unknown(given: Any, read: Any, where: str = "") -> list[str]:
-    """Return the places of a manifest that its schema does not have, or reads as another value."""
-    if isinstance(given, dict) and isinstance(read, dict):
-        pairs = [(f"{where}.{key}", given[key], read.get(key)) for key in given]
-    elif isinstance(given, list) and isinstance(read, list):
-        pairs = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(given, read, strict=True))]
-    else:
-        return [] if given == read else [where]
-    return [found for place, *pair in pairs for found in unknown(*pair, place)]
-
-
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a node that has no GPU and its Python's tools on the path."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -99,12 +88,6 @@ def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path, arguments: list[st
     variables["PATH"] = os.pathsep.join([str(tools), variables["PATH"]])
     subprocess.run([str(SLURM), *arguments], env=variables, check=True, timeout=SECONDS)
     assert (tmp_path / "run" / "model" / "config.json").is_file()
-
-
-def test_the_schema_of_jobset_has_every_key_of_the_manifest() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason=INSTALL)
-    given = manifest()
-    assert unknown(given, models.JobsetV1alpha2JobSet.from_dict(given).to_dict()) == []
 
 
 def test_the_manifest_names_its_nodes_and_volumes() -> None:

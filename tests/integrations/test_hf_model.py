@@ -180,15 +180,6 @@ def test_in_training_logits_are_made_for_tools_that_ask(folders: dict[str, Path]
     assert wrapper.train()(ids(), labels=ids(), skip_logits=True).logits is None
 
 
-def test_the_hidden_states_of_an_early_exit(folders: dict[str, Path]) -> None:
-    states = []
-    for model in (theirs(folders["llama"]), LigerForCausalLM.from_pretrained(folders["llama"])):
-        model.eval().config.num_hidden_layers = 1
-        states.append(model(input_ids=ids(), output_hidden_states=True).hidden_states)
-    assert len(states[0]) == len(states[1]) == 2
-    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-5)
-
-
 def test_copies_are_whole(folders: dict[str, Path]) -> None:
     wrapper = LigerForCausalLM.from_pretrained(folders["gemma"])
     for twin in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):

@@ -183,19 +183,6 @@ def test_a_loss_of_its_own_has_its_logits(tmp_path: Path) -> None:
         Trainer(model.native, arguments, **loss).evaluate(rows)
 
 
-def test_hidden_states_are_no_predictions(tmp_path: Path) -> None:
-    """Trainer itself would return them. Without predictions, it may evaluate anything."""
-    model = random_model("llama", vocab_size=131)
-    arguments = quiet(tmp_path)
-    rows = [{"input_ids": row["input_ids"]} for row in examples([12, 3])]
-    metrics = {"compute_metrics": lambda found: {}}
-    with pytest.raises(ConfigError, match=r"hidden states, .*LigerForCausalLM.from_native"):
-        Trainer(model, arguments, **metrics).evaluate(rows)
-    assert "eval_loss" not in Trainer(model, arguments).evaluate(rows)
-    wrapper = LigerForCausalLM.from_native(model)
-    assert Trainer(wrapper, arguments).predict(rows).predictions.shape == (2, 12, 131)
-
-
 PROBLEMS: dict[str, Any] = {
     "regression": (1, lambda i: [float(i)]),
     "single_label_classification": (3, lambda i: i % 3),

@@ -134,22 +134,6 @@ def test_method(method: str, folders: dict[str, Path]) -> None:
     compare(ours, expected, **CALLS.get(method, {}))
 
 
-@pytest.mark.parametrize("method", REFUSED)
-def test_a_method_that_does_not_work_is_refused(
-    method: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """Before anything is split, where an adapter is loaded, and by PEFT itself."""
-    words = f"^{method} of PEFT does not work on a native model: {REFUSED[method]}; use another"
-    config = REFUSED_CONFIGS[method]
-    config.save_pretrained(tmp_path)
-    wrapper = LigerForCausalLM.from_pretrained(folders["llama"])
-    names = {name for name, _ in wrapper.named_modules()}
-    for wrap, given in ((load_peft_model, str(tmp_path)), (peft.get_peft_model, config)):
-        with pytest.raises(ConfigError, match=words):
-            wrap(wrapper, given)
-    assert {name for name, _ in wrapper.named_modules()} == names
-
-
 PATTERNS: dict[str, Any] = {
     "target_modules": ["q_proj", "k_proj", "gate_proj"],
     "rank_pattern": {"k_proj": 3},

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from ligermodels.kernels.launch import Launch, Launches, launch_for, num_programs
+from ligermodels.kernels.launch import Launch, Launches, launch_for
 from tests.kernels.launches import launch_configs
 
 TABLE = ((100, Launch(0, 2)), (1000, Launch(64, 4, 3)), (None, Launch(128, 8)))
@@ -32,16 +31,3 @@ def test_norms_hold_a_whole_row(vendor) -> None:
         for width in (1, 576, 4096, 4097, 16384, 65536):
             block = launch_for(getattr(configs[op], vendor), width).block
             assert block >= width and block & (block - 1) == 0
-
-
-def test_programs_without_a_gpu() -> None:
-    assert num_programs(Launch(1, 4), 10**9, torch.device("cpu")) > 1
-    assert num_programs(Launch(1, 4, rows=4), 0, torch.device("cpu")) == 0
-
-
-@pytest.mark.gpu
-def test_programs_of_a_gpu() -> None:
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    setting, device = Launch(1, 4, rows=2, programs=3), torch.device("cuda", 0)
-    assert num_programs(setting, 10**9, device) == 3 * multiprocessors
-    assert num_programs(setting, 5, device) == 3

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -20,21 +19,6 @@ def test_only_meta_tensors_stand_for_a_device() -> None:
         assert real_device(CPU) == CPU
         assert simulator_of(CPU) is None
     assert real_device(META) == META
-
-
-def test_only_in_the_thread_that_simulates() -> None:
-    seen = []
-    with simulating(SIMULATOR):
-        thread = threading.Thread(target=lambda: seen.append(real_device(META)))
-        thread.start()
-        thread.join()
-    assert seen == [META]
-
-
-def test_an_error_ends_the_simulation() -> None:
-    with pytest.raises(KeyError), simulating(SIMULATOR):
-        raise KeyError
-    assert simulator_of(META) is None
 
 
 def test_launchers_of_the_simulated_gpu(monkeypatch) -> None:

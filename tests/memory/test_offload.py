@@ -410,12 +410,8 @@ def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="cuda has no pinned host memory"):
         Offloader("cuda", MIB)
-    with pytest.raises(ConfigError, match="cpu has no pinned host memory"):
-        Offloader("cpu", MIB)
     with pytest.raises(ConfigError, match="host_budget=1000 bytes"):
         make_offloader(1000)
-    with pytest.raises(ValueError, match="hold=0"):
-        make_offloader(hold=0)
 
 
 def run_with(
