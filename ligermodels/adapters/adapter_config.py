@@ -1,4 +1,4 @@
-"""What an adapter_config.json of PEFT says: which modules have a LoRA, its ranks and its scales.
+"""The content of PEFT's adapter_config.json: modules that have a LoRA, its ranks and scales.
 
 The rules by which names match are those of PEFT (`check_target_module_exists`, `get_pattern_key`).
 """

@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass
 class FamilyReport:
-    """What `check_family` found. `str` makes a table of the worst errors.
+    """The result of `check_family`. `str` makes a table of the worst errors.
 
     `ok` is True if every check passed.
 
@@ -424,7 +424,7 @@ class _Checks:
 
 
 class _LeftOut(Exception):
-    """Why a check is left out."""
+    """The reason why a check is left out."""
 
 
 def _randomize(model: nn.Module, seed: int) -> None:

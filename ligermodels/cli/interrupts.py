@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a command.
+"""The effect of Ctrl-C on a command.
 
 A KeyboardInterrupt may end in a traceback, become another error that somebody catches, or leave a
 lock locked, so that a thread never ends. Where nothing has to be undone, it is right to

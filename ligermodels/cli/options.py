@@ -1,4 +1,4 @@
-"""What the commands share: their options from dataclasses, by the library tyro, and loading.
+"""Parts that the commands share: options from dataclasses, by the library tyro, and loading.
 
 An option is a field of a dataclass of `ligermodels.training.options`, which has its help, type and
 limits. tyro finds the words of each option and shows the help; the option checks their value. A

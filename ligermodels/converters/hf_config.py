@@ -241,7 +241,7 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
         changed = names
     auto_map = raw.get("auto_map")
     if isinstance(auto_map, dict) and f"{SHELL_FILE}." in str(auto_map.get(AUTO_CLASS)):
-        # The checkpoint names a shell, and an export does not have the file with its class.
+        # The checkpoint names an HF wrapper, and an export does not have the file with its class.
         # transformers has written the hub id, if there is one, before the module's name.
         raw.pop("architectures", None)
         del auto_map[AUTO_CLASS]

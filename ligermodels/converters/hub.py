@@ -30,6 +30,7 @@ from ligermodels.converters.checkpoint_files import (
     weight_files,
 )
 from ligermodels.converters.files import open_if_present, read_json
+from ligermodels.converters.save_dir import recover_dir
 from ligermodels.errors import (
     CheckpointError,
     did_you_mean,
@@ -62,7 +63,7 @@ _MUST_BE_KNOWN = (
 
 
 class HubOptions(TypedDict, total=False):
-    """How the files of a hub id are fetched. They have no effect on a local folder.
+    """Options for fetching the files of a hub id. They have no effect on a local folder.
 
     Attributes:
         token: a token to log in with, or False for none. The default is that of `hf auth login`.
@@ -114,7 +115,7 @@ def resolve(
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
     folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):
+    if recover_dir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{name}: this is a local folder, so revision {revision!r} cannot apply; leave "

@@ -3,8 +3,8 @@
 A save writes a new folder beside the target, and flushes it. Then it locks their parent, links the
 files that are not its own into the new folder, exchanges the two folders, moves subfolders that are
 not its own to the new one, and removes the old one. On Linux, one system call exchanges two
-folders. On other systems, and on file systems that cannot do it, this takes two renames. If a
-process is killed between them, the old folder stays beside the target as `.NAME.replaced-...`.
+folders. On other systems, and on file systems that cannot do it, this takes two renames; if a
+process is killed between them, `recover_dir` undoes the first.
 
 The lock is flock on an open folder. The system releases it when the process dies. A new folder is
 locked while it is written, so that no other save takes it for what a killed one has left. Some
@@ -117,18 +117,42 @@ def replace_dir(target: Path, owned: Callable[[str], bool]) -> Iterator[Path]:
     check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
+        _undo_half(target)
         _remove_leftovers(target, owned)
         fresh, lock = _new_folder(target)
     try:
         yield fresh
         sync_folder(fresh)
         with _locked(target.parent):
+            _undo_half(target)
             _replace(target, fresh, owned)
             sync_folder(target.parent)
     finally:
         if _is_new(fresh):  # This is after an error.
             shutil.rmtree(fresh, ignore_errors=True)
         lock.close()
+
+
+def recover_dir(target: Path) -> bool:
+    """Return whether the folder exists, after undoing a replacement that was killed half way.
+
+    If another process is between the two renames of a replacement, this waits for it.
+    """
+    try:
+        target = Path(os.path.realpath(target))
+        if not os.path.lexists(target) and _beside(target, "replaced"):
+            with contextlib.suppress(OSError), _locked(target.parent):
+                _undo_half(target)
+    except ValueError:  # The path has a null byte, or characters that no path can have.
+        return False
+    return os.path.isdir(target)
+
+
+def _undo_half(target: Path) -> None:
+    """Rename the old folder back if a process was killed between two renames."""
+    aside = _beside(target, "replaced")
+    if aside and not os.path.lexists(target):
+        os.rename(max(aside, key=lambda path: path.stat().st_ctime_ns), target)
 
 
 def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
@@ -140,6 +164,7 @@ def read_one_version(folder: Path, read: Callable[[Path], T]) -> T:
         CheckpointError: the folder was replaced during each of many calls.
     """
     for _ in range(_ATTEMPTS):
+        recover_dir(folder)
         real = Path(os.path.realpath(folder))
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # Open, so that no new folder gets its inode number.

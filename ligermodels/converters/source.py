@@ -1,4 +1,4 @@
-"""What a model was loaded from."""
+"""The checkpoint that a model was loaded from."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -339,7 +339,7 @@ def _steps(
 
 
 class _Flags:
-    """Whether all rows have stopped and which have failed, on the way to the host."""
+    """Two flags on the way to the host: all rows have stopped, and a row has failed."""
 
     def __init__(self, stopped_B: Tensor, failed_B: Tensor) -> None:
         made = torch.stack([stopped_B.all(), failed_B.any()])

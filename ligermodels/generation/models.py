@@ -1,4 +1,4 @@
-"""What generation asks of a model and of heads that draft."""
+"""The interfaces that generation needs of a model and of heads that draft."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ class DraftHeads(Protocol):
 
     @property
     def num_drafts(self) -> int:
-        """How many tokens after the next one are drafted."""
+        """The number of tokens after the next one that are drafted."""
         ...
 
     def check_model(self, model: Any) -> None:

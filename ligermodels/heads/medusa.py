@@ -156,7 +156,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_drafts(self) -> int:
-        """How many tokens after the next one are predicted."""
+        """The number of tokens after the next one that are predicted."""
         return len(self.blocks)
 
     def check_model(self, model: DecoderModel) -> None:

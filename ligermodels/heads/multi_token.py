@@ -94,7 +94,7 @@ class MultiTokenModel(nn.Module):
 
     @property
     def num_drafts(self) -> int:
-        """How many tokens after the next one are predicted."""
+        """The number of tokens after the next one that are predicted."""
         return len(self.mtp)
 
     def check_model(self, model: DecoderModel) -> None:

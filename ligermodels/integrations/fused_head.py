@@ -29,7 +29,7 @@ _STATS = {
 
 @dataclass
 class FusedHeadOutput(ModelOutput):
-    """What TRL reads, under TRL's names.
+    """The fields that TRL reads, under TRL's names.
 
     The fields of tokens are (batch, seq - 1), or (batch, seq) with shift_labels. They are 0 where
     the label is -100, and None if they were not asked for.

@@ -16,7 +16,7 @@ from ligermodels.models.base import DecoderModel
 
 
 class ResumesWithWords:
-    """What the trainers of this package say where a checkpoint's optimizer states do not fit."""
+    """The error of this package's trainers if a checkpoint's optimizer states do not fit."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         try:

@@ -1,4 +1,4 @@
-"""How transformers loads and saves a wrapper's weights: HF's tensors, packed by the weight map.
+"""Loading and saving of a wrapper's weights: HF's tensors, packed by the weight map.
 
 In a wrapper, the parameters of the decoder are under `model.`, and the projection to the vocabulary
 is `lm_head`. All other names are native.

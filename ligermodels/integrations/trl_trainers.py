@@ -60,7 +60,7 @@ def use_loss_head(model: nn.Module) -> bool:
 
 
 class _OnLossHead(ResumesWithWords):
-    """What the trainers have in common; it comes before TRL's class."""
+    """The methods that the trainers have in common; it comes before TRL's class."""
 
     _model_class: Any = LigerForCausalLM
     _load_options: ClassVar[dict[str, Any]] = {}

@@ -38,9 +38,6 @@ class LossKeywords(TypedDict, total=False):
     top_k: int
 
 
-TOKEN_INPUTS = frozenset({"token_weights", "alternatives"})
-"""Its keywords that have a value for each token of one call."""
-
 LOSS_OPTIONS = LossKeywords.__optional_keys__
 
 LOG_PROB_OPTIONS = frozenset(
@@ -81,7 +78,7 @@ class DivergenceOptions(NamedTuple):
 
 
 class ChunkOptions(NamedTuple):
-    """How a loss head computes its loss. These options change the loss only by rounding."""
+    """Options of a loss head's computation, which change the loss only by rounding."""
 
     chunk_size: int | None = None
     max_scratch_bytes: int | None = None

@@ -79,7 +79,7 @@ class AppliedNorm(NamedTuple):
 
 
 PreNormed = PendingNorm | AppliedNorm
-"""What `pre_norm` returns. `Attention` and `GatedMLP` accept it instead of a tensor."""
+"""The type that `pre_norm` returns. `Attention` and `GatedMLP` take it instead of a tensor."""
 
 
 def _as_operand(y: Tensor) -> Tensor:

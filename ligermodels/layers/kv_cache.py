@@ -29,7 +29,7 @@ class CachedLayer:
 
 
 class DecodeStep(NamedTuple):
-    """Where the one new token of each row stands while a step of decoding runs.
+    """The position of the one new token of each row in a step of decoding.
 
     These numbers are on the device, so the same launches serve every step.
     """

@@ -1,4 +1,4 @@
-"""What layers and models ask of a part of each row, where several ranks have a row together."""
+"""The interface to a part of each row, where several ranks have a row together."""
 
 from typing import Protocol
 

@@ -41,7 +41,7 @@ class Teacher(NamedTuple):
 
 
 class HeadParameters(NamedTuple):
-    """What a divergence reads of a head whose projection is a plain nn.Linear."""
+    """The parameters of a head whose projection is a plain nn.Linear, for a divergence."""
 
     weight: Tensor  # (vocab, hidden)
     bias: Tensor | None  # (vocab)

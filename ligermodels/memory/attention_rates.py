@@ -1,4 +1,4 @@
-"""How fast a GPU computes attention, measured with the function that the layers call.
+"""The rates of attention on a GPU, measured with the function that the layers call.
 
 The kernels differ: FlexAttention with capped scores, or heads of 256, reach a fraction of the rate
 of cuDNN's attention, and each of them is slower in backward.

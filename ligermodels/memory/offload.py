@@ -27,7 +27,7 @@ from ligermodels.memory.pinned_pool import PinnedBlock, PinnedPool
 _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than it frees
 
 HOLD = 3
-"""How many layers may run before a layer's tensors leave GPU memory."""
+"""The number of layers that may run before a layer's tensors leave GPU memory."""
 
 
 class OffloadStats(NamedTuple):
@@ -186,7 +186,7 @@ class Offloader:
 
 
 class _Handle:
-    """What the autograd graph keeps instead of a tensor.
+    """The handle that the autograd graph keeps instead of a tensor.
 
     It refers to the tensor only without its grad_fn, since the graph must not refer to itself.
     """

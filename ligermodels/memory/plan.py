@@ -16,7 +16,7 @@ _RENAMED = {"keep": "policy"}  # in plans that were stored
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer keeps for backward.
+    """The tensors that one layer keeps for backward.
 
     Attributes:
         policy: the checkpointing policy; `ligermodels.layers.recompute` has a table of them.
@@ -80,7 +80,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What each layer keeps for backward.
+    """The tensors that each layer keeps for backward.
 
     No plan changes a gradient, but the order of two sums may change: with tiles, that of the weight
     gradients of a layer's MLP and of the norm before it; with a smaller chunk of the head, that of

@@ -1,4 +1,4 @@
-"""How fast a device computes and copies: measured on the device, or taken from its data sheet."""
+"""Rates of a device's products and copies, measured or taken from its data sheet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What PyTorch allocates by itself, and a simulation cannot see: copies of its private behaviour.
+"""Copies of PyTorch's private behaviour: what it allocates, and a simulation cannot see.
 
 A simulated step runs PyTorch's operators on tensors without data. This file adds what they, and
 PyTorch's wrappers of modules, allocate on a real device:

@@ -47,7 +47,7 @@ from ligermodels.models.planned import PlannedModel
 
 
 class DecoderContext(NamedTuple):
-    """What the layers of one forward share; `DecoderModel.prepare_context` makes it.
+    """Inputs that the layers of one forward share; `DecoderModel.prepare_context` makes them.
 
     Attributes:
         layers: the `AttentionContext` of each layer. Layers with the same rope have the same one.

@@ -1,4 +1,4 @@
-"""What a forward is given: checks of the tensors, the mask of the rows, and the targets."""
+"""The inputs of a forward: checks of the tensors, the mask of the rows, and the targets."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What loading and saving ask of a model that is divided over ranks."""
+"""The interface of loading and saving to a model that is divided over ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from ligermodels.layers.row_shard import RowShard
 
 
 class Layout(Protocol):
-    """How a model is divided over ranks; `ligermodels.parallel.layout` makes it.
+    """The division of a model over ranks; `ligermodels.parallel.layout` makes it.
 
     Attributes: rows: the part of each row that this rank computes, or None if it computes all.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint cannot hold: the checks of a model before a load and a save."""
+"""Checks of a model before a load and a save: a checkpoint cannot hold everything."""
 
 import os
 from collections.abc import Mapping

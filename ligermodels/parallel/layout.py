@@ -1,4 +1,4 @@
-"""How a model is divided over ranks, and the whole parameters again.
+"""The division of a model over ranks, and its whole parameters again.
 
 FSDP2 cuts a parameter into blocks of rows. Tensor parallelism gives a rank the rows of its own
 heads, which are several ranges of rows in a packed projection, or a range of columns. Both at once
@@ -45,7 +45,7 @@ class TensorSlice:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where it begins in each dimension of the whole parameter."""
+        """Its first index in each dimension of the whole parameter."""
         return (self.row, self.column, *(0 for _ in self.values.shape[2:]))[: self.values.dim()]
 
     def place_in(self, whole: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ Ranges = tuple[tuple[IndexRange, ...], ...]  # those that each rank of a group h
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How tensor parallelism cuts a parameter.
+    """The cut of a parameter by tensor parallelism.
 
     Attributes:
         shape: of the whole parameter.
@@ -222,7 +222,7 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass
 class ModelLayout:
-    """How one model is divided over ranks; it is the model's `layout`.
+    """The division of one model over ranks; it is the model's `layout`.
 
     Attributes:
         tensors: how tensor parallelism has cut parameters, by name; {} without it.

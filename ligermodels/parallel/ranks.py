@@ -1,4 +1,4 @@
-"""What the ranks of a distributed run do together: gather tensors, raise errors, take turns."""
+"""Common steps of the ranks of a run: they gather tensors, raise errors and take turns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ def error_on_all_ranks(kind: type[LigerError] = LigerError) -> Iterator[None]:
 
 
 class _Wanted(NamedTuple):
-    """What rank 0 says: the name of the next tensor, or the end, and an error if there was one."""
+    """A message of rank 0: the name of the next tensor, or the end, and any error."""
 
     name: str | None = None
     error: str | None = None

@@ -565,7 +565,7 @@ def _with_system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 class DataLibrary(Protocol):
-    """What the library `datasets` does for a run: `ligermodels.integrations.hub_data`."""
+    """The interface to the library `datasets`: `ligermodels.integrations.hub_data` has it."""
 
     def jsonl_of(self, name: str, config: str | None, split: str, *, progress: bool) -> Path:
         """Return a JSONL file with the rows of a data set of the hub."""

@@ -1,4 +1,4 @@
-"""What a run minimises, as computation: the base class, which is the loss of the next token.
+"""The computation of the loss that a run minimises. The base class is next-token prediction.
 
 An objective turns files into rows, and batches of rows into a loss. It calls the model through the
 trainer, which knows about devices and precision. The trainer knows no loss by name. `losses` has
@@ -88,7 +88,7 @@ class Objective:
 
     @property
     def row_multiple(self) -> int:
-        """What the width of rows is a multiple of: ranks that share a row cut it into chunks."""
+        """The width of rows is a multiple of this: ranks that share a row cut it into chunks."""
         ranks = self.config.parallel.context_parallel
         return 1 if ranks == 1 else 2 * ranks
 
@@ -134,12 +134,12 @@ class Objective:
 
     @property
     def batches_per_step(self) -> int:
-        """How many batches of the data a step reads."""
+        """The number of batches of the data that a step reads."""
         return self.config.schedule.gradient_accumulation_steps
 
     @property
     def batch_size(self) -> int:
-        """How many items of the data a batch holds."""
+        """The number of items of the data in a batch."""
         return self.config.schedule.batch_size
 
     def begin(

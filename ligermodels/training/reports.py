@@ -1,4 +1,4 @@
-"""What a run tells: metrics for loggers, samples, a profile, its result, and an upload."""
+"""Reports of a run: metrics for loggers, samples, a profile, its result, and an upload."""
 
 from __future__ import annotations
 

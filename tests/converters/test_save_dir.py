@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import pytest
 
 from ligermodels.converters import save_dir
 from ligermodels.converters.files import sync_file
-from ligermodels.converters.save_dir import read_one_version, replace_dir
+from ligermodels.converters.save_dir import read_one_version, recover_dir, replace_dir
 from ligermodels.errors import CheckpointError
 from tests import sandbox
 
@@ -184,7 +185,7 @@ def test_threads_that_replace_one_folder_each_succeed(target, tmp_path, way):
     def work(number):
         for _ in range(10):
             replace(target, f"of {number}")
-            assert way == "two renames" or target.is_dir()
+            assert recover_dir(target)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
@@ -250,6 +251,22 @@ def test_without_locks_a_save_works_and_removes_nothing_of_others(
     left, _ = save_dir._new_folder(target)
     replace(target)
     assert contents(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
+
+
+def test_a_replacement_that_was_killed_half_way_is_undone(target, tmp_path):
+    """By a load, which waits for a process that is between its two renames, and by a save."""
+    for undo in (recover_dir, replace):
+        os.rename(target, tmp_path / f".out.replaced-{'a' * 16}")
+        lock = save_dir._Lock(tmp_path)
+        waiting = threading.Thread(target=undo, args=(target,))
+        waiting.start()
+        time.sleep(0.02)
+        assert not target.exists()
+        lock.close()
+        waiting.join()
+        assert contents(target) == (OLD if undo is recover_dir else NEW)
+    for name in ("absent", "out/notes", "a\0b", "\ud800"):
+        assert not recover_dir(tmp_path / name)
 
 
 def test_one_version_is_read(target, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
-from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS, TOKEN_INPUTS
+from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOSS_OPTIONS
 from ligermodels.layers import LossHead
 from ligermodels.parallel.context import SequenceShard
 from tests.layers.heads import HIDDEN, SEQ, VOCAB, build, data, make
@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 def test_the_options_are_the_keywords_of_the_ops() -> None:
     ops = (
-        (linear_cross_entropy, LOSS_OPTIONS | TOKEN_INPUTS | {"vocab_shard"}),
+        (linear_cross_entropy, LOSS_OPTIONS | {"token_weights", "alternatives", "vocab_shard"}),
         (linear_log_probs, LOG_PROB_OPTIONS | {"entropy", "vocab_shard"}),
     )
     for op, options in ops:

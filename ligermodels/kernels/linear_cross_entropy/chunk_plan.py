@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """How a loss head splits its work.
+    """The division of a loss head's work.
 
     If `vocab_block` is None, `token_loop` sums the weight gradient over chunks of tokens. Otherwise
     `token_loop` runs without that gradient. `vocab_loop` then computes it for `vocab_block` classes

@@ -25,7 +25,7 @@ from ligermodels.kernels.loss_options import (
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a call needs, or one loop computes."""
+    """The gradients that a call needs, or that one loop computes."""
 
     hidden: bool = False
     weight: bool = False
