@@ -18,7 +18,7 @@ from ligermodels.models.kernel_report import decoding_obstacle
 def decoder_of(
     model: object, cache: KVCache, mask_BS: Tensor | None, given: set[str]
 ) -> StepDecoder | None:
-    """Return what decodes further tokens of a model, or None where its forward has to.
+    """Return a decoder of further tokens, or None if the model's forward must compute them.
 
     Args:
         cache: it holds the prompts.
@@ -68,7 +68,11 @@ class StepDecoder:
         """Return the float32 logits (batch, vocab) after these tokens (batch, 1).
 
         The next call may overwrite them.
+
+        Raises:
+            ValueError: the cache has no room for the tokens.
         """
+        self.cache.end_of(1)  # The kernel would write over the first tokens.
         self.ids_B1.copy_(ids_B1)
         if self.captures and self.is_warm and self.graph is None:
             self.graph = self._captured()

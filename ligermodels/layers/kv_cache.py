@@ -149,13 +149,7 @@ class KVCache:
             ValueError: the new tokens do not fit, their batch differs from the cache's, or a layer
                 is updated twice in one pass.
         """
-        new = k.shape[2]
-        end = self.length + new
-        if end > self.max_length:
-            raise ValueError(
-                f"KVCache: cannot put {end} tokens in a cache made for {self.max_length}; make the "
-                "cache with a larger max_length"
-            )
+        end = self.end_of(k.shape[2])
         if k.shape[0] != self.batch:
             raise ValueError(
                 f"KVCache: cannot put keys of batch {k.shape[0]} in a cache made for {self.batch} "
@@ -171,6 +165,20 @@ class KVCache:
             )
         self._written[slot] = end
         return self._append(self.keys, slot, k), self._append(self.values, slot, v)
+
+    def end_of(self, new: int) -> int:
+        """Return the number of tokens after `new` more.
+
+        Raises:
+            ValueError: the new tokens do not fit.
+        """
+        end = self.length + new
+        if end > self.max_length:
+            raise ValueError(
+                f"KVCache: cannot put {end} tokens in a cache made for {self.max_length}; make the "
+                "cache with a larger max_length"
+            )
+        return end
 
     def buffers(self, layer_index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer, (batch, kv heads, slots, head_dim).

@@ -77,6 +77,8 @@ def test_a_cache_goes_on_after_steps():
             decoder(ids[:, at : at + 1])
         found = model(ids[:, 12:], cache=cache)[:, -1]
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot put 21 tokens in a cache made for 20"):
+        decoder(ids[:, :1])
 
 
 def test_generate_decodes_by_steps(monkeypatch):
