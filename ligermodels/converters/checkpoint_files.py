@@ -161,7 +161,11 @@ def _why_no_weights(where: str, names: Collection[str]) -> str:
             "this is an adapter, not a model; merge it into its base model with peft "
             "(merge_and_unload, then save_pretrained)",
         ),
-        (SHARD_NAME.fullmatch, f"{SAFE_WEIGHTS_INDEX_NAME}, which names the shards, is missing"),
+        (
+            SHARD_NAME.fullmatch,
+            f"{SAFE_WEIGHTS_INDEX_NAME}, which names the shards, is missing; get it from the "
+            "source of the shards",
+        ),
         (
             re.compile("consolidated.safetensors").fullmatch,
             f"the file is not in the HF layout; get {' or '.join(right)}",
