@@ -85,7 +85,7 @@ def step(model: nn.Module, rows: int, context: int) -> float:
     for buffer in (*cache.keys, *cache.values):
         buffer.normal_()
     cache.advance(context - 1)
-    decoder = StepDecoder(model, cache, None)
+    decoder = StepDecoder(model, cache)
     return statistics.median(device_times(lambda: decoder(ids), repeats=20))
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     generation = import_module("ligermodels.generation.generate")
-    by_graph = generation.decoder_of
+    by_graph = generation.can_decode
     rows: list[dict[str, Any]] = []
     model, name = None, None
     for preset, batch, context, with_peer in WORKS:
@@ -137,9 +137,9 @@ def main() -> None:
                 model.generate(ids, max_new_tokens=new, eos_token_id=[])
 
             row["generate"] = milliseconds_a_token(ours)
-            generation.decoder_of = lambda *_: None
+            generation.can_decode = lambda *_: False
             row["eager"] = milliseconds_a_token(ours, 24)
-            generation.decoder_of = by_graph
+            generation.can_decode = by_graph
             if with_peer:
                 row |= theirs(transformers_model(model.config), ids)
         release_memory()

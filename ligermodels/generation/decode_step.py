@@ -1,4 +1,4 @@
-"""A step of decoding: the logits after one new token of each row, in a CUDA graph if possible.
+"""A step of decoding: one new token of each row, in a CUDA graph if possible.
 
 Only the device knows where the tokens stand in the cache, so all steps are the same launches.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ligermodels.generation.sampling import Sampler
 from ligermodels.kernels.autocast import autocast_is_on
 from ligermodels.layers import AttentionContext, AttentionMask
 from ligermodels.layers.kv_cache import DecodeStep, KVCache
@@ -15,31 +16,26 @@ from ligermodels.models.base import DecoderContext, DecoderModel
 from ligermodels.models.kernel_report import decoding_obstacle
 
 
-def decoder_of(
-    model: object, cache: KVCache, mask_BS: Tensor | None, given: set[str]
-) -> StepDecoder | None:
-    """Return a decoder of further tokens, or None if the model's forward must compute them.
+def can_decode(model: object, cache: KVCache, given: set[str]) -> bool:
+    """Return whether a StepDecoder can compute the tokens after the prompts.
 
     Args:
         cache: it holds the prompts.
-        mask_BS: (batch, tokens in the cache), 0 for padding on the left, or None.
         given: the names of the model's inputs.
     """
-    if (
-        not isinstance(model, DecoderModel)
-        or type(model).forward is not DecoderModel.forward
-        or type(cache) is not KVCache
-        or given - {"input_ids", "inputs_embeds", "prefix_lengths"}
-        or decoding_obstacle(model) is not None
-        or autocast_is_on(model.embed_tokens.weight)
-        or torch.cuda.is_current_stream_capturing()
-    ):
-        return None
-    return StepDecoder(model, cache, mask_BS)
+    return (
+        isinstance(model, DecoderModel)
+        and type(model).forward is DecoderModel.forward
+        and type(cache) is KVCache
+        and not given - {"input_ids", "inputs_embeds", "prefix_lengths"}
+        and decoding_obstacle(model) is None
+        and not autocast_is_on(model.embed_tokens.weight)
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 class StepDecoder:
-    """Computes the logits after one new token of each row, from a cache that holds the others.
+    """Computes one new token of each row, from a cache that holds the others.
 
     The second call captures a step in a CUDA graph, which the later ones launch. The graph belongs
     to this object, so it never outlives the weights that it reads: a change of their values in
@@ -48,43 +44,61 @@ class StepDecoder:
     Args:
         model: the model.
         cache: it holds the prompts, and has room for the new tokens.
+        sampler: chooses the tokens. Without one, the caller does.
         mask_BS: (batch, tokens in the cache), 0 for padding on the left, or None.
-        captures: whether to capture a graph; otherwise each call launches the step's kernels.
+        captures: whether to capture a graph on a GPU; otherwise each call launches the kernels.
     """
 
     def __init__(
-        self, model: DecoderModel, cache: KVCache, mask_BS: Tensor | None, captures: bool = True
+        self,
+        model: DecoderModel,
+        cache: KVCache,
+        sampler: Sampler | None = None,
+        mask_BS: Tensor | None = None,
+        captures: bool = True,
     ) -> None:
-        self.model, self.cache, self.captures = model, cache, captures
+        self.model, self.cache, self.sampler = model, cache, sampler
         device = model.rotary_emb.inv_freq.device
+        self.captures = captures and device.type == "cuda"
         self.ids_B1 = torch.zeros(cache.batch, 1, dtype=torch.int64, device=device)
         self.ends_B = torch.full((cache.batch,), cache.length, device=device)
         self.firsts_B = None if mask_BS is None else (mask_BS == 0).sum(-1)
         self.is_warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits_BV: Tensor
+        self.made: Tensor
 
-    def __call__(self, ids_B1: Tensor) -> Tensor:
-        """Return the float32 logits (batch, vocab) after these tokens (batch, 1).
+    def __call__(self, ids_B1: Tensor | None = None) -> Tensor:
+        """Return the next tokens (batch,), or without a sampler the float32 logits (batch, vocab).
 
         The next call may overwrite them.
 
+        Args: ids_B1: the last token of each row, (batch, 1). By default they are the tokens that
+            the sampler chose in the last call.
         Raises:
             ValueError: the cache has no room for the tokens.
         """
         self.cache.end_of(1)  # The kernel would write over the first tokens.
-        self.ids_B1.copy_(ids_B1)
+        if ids_B1 is not None:
+            self.ids_B1.copy_(ids_B1)
         if self.captures and self.is_warm and self.graph is None:
             self.graph = self._captured()
         if self.graph is None:
-            self.logits_BV = self._run()
+            self.made = self._run()
         else:
             self.graph.replay()
         self.is_warm = True
         self.cache.advance_decoded()
-        return self.logits_BV
+        return self.made
 
     def _run(self) -> Tensor:
+        logits_BV = self._logits()
+        if self.sampler is None:
+            return logits_BV
+        tokens_B = self.sampler(logits_BV)
+        self.ids_B1.copy_(tokens_B.unsqueeze(1))
+        return tokens_B
+
+    def _logits(self) -> Tensor:
         model, firsts_B = self.model, self.firsts_B
         self.ends_B.add_(1)
         if firsts_B is None:
@@ -107,11 +121,13 @@ class StepDecoder:
         # torch.cuda.graph would also collect garbage and empty the allocator's cache, which takes
         # longer than many steps.
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.ids_B1.device)
+        if self.sampler is not None and self.sampler.generator is not None:
+            graph.register_generator_state(self.sampler.generator)
         stream.wait_stream(torch.cuda.current_stream(self.ids_B1.device))
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.logits_BV = self._run()
+                self.made = self._run()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self.ids_B1.device).wait_stream(stream)

@@ -4,15 +4,15 @@ Shape legend: B batch, S prompt length, V vocabulary.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, cast, overload
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import LigerError, did_you_mean, short_repr
-from ligermodels.generation.decode_step import StepDecoder, decoder_of
+from ligermodels.generation.decode_step import StepDecoder, can_decode
 from ligermodels.generation.draft import DraftOptions, drafted_passes
 from ligermodels.generation.generation_config import (
     checked_generation_config,
@@ -22,11 +22,14 @@ from ligermodels.generation.generation_config import (
 )
 from ligermodels.generation.models import DraftHeads, LanguageModel
 from ligermodels.generation.prompts import Prompts, batch_prompts
-from ligermodels.generation.sampling import RepetitionPenalty, Sampling
+from ligermodels.generation.sampling import Sampler, Sampling
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.text.streaming import Decoder, TextStream
+from ligermodels.models.base import DecoderModel
+from ligermodels.text.streaming import Decoder, StopStrings, TextStream
 
+# From the tokens so far (batch, seq + new) and the float32 logits (batch, vocab), other logits.
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 # A row cannot be longer: no machine has the memory for its cache.
 MAX_NEW_TOKENS = 10**9
 
@@ -43,12 +46,42 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logits_processor: LogitsProcessor | None
     eos_token_id: int | Iterable[int] | None
+    stop_strings: Sequence[str]
     pad_token_id: int | None
     attention_mask: Tensor | None
-    repetition_penalty: float | None
     generator: torch.Generator | None
     cache: KVCache | None
+
+
+@overload
+def generate(
+    model: LanguageModel,
+    input_ids: Prompts | None = None,
+    *,
+    callback: Callable[[Tensor], object] | None = None,
+    heads: DraftHeads | None = None,
+    tokenizer: Decoder | None = None,
+    return_log_probs: Literal[False] = False,
+    **options: Unpack[GenerateOptions],
+) -> Tensor: ...
+
+
+@overload
+def generate(
+    model: LanguageModel,
+    input_ids: Prompts | None = None,
+    *,
+    callback: Callable[[Tensor], object] | None = None,
+    tokenizer: Decoder | None = None,
+    return_log_probs: Literal[True],
+    **options: Unpack[GenerateOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def generate(
@@ -57,8 +90,10 @@ def generate(
     *,
     callback: Callable[[Tensor], object] | None = None,
     heads: DraftHeads | None = None,
+    tokenizer: Decoder | None = None,
+    return_log_probs: bool = False,
     **options: Unpack[GenerateOptions],
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
 
     Args:
@@ -77,22 +112,30 @@ def generate(
             Generation ends earlier if every row has stopped.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
             otherwise.
-        temperature, top_k, top_p: as in `Sampling`, with its defaults. They need do_sample.
+        tokenizer: the tokenizer of the model, for stop_strings.
+        return_log_probs: whether to return the log-probabilities of the new tokens, too.
+        temperature, top_k, top_p, min_p: as in `Sampling`, with its defaults. They need do_sample.
+        repetition_penalty: as in `Sampling`, at most 10^6. The default is that of
+            generation_config.json, then 1.
+        presence_penalty, logit_bias: as in `Sampling`, with its defaults.
+        logits_processor: a function of the tokens so far (batch, seq + new) and of the float32
+            logits (batch, vocab), which returns the logits to use instead.
         eos_token_id: the tokens that end a row. The default is that of generation_config.json, then
             that of the config. With an empty list no token ends a row.
+        stop_strings: texts that end a row, too. The token that completes one is kept. They need
+            the tokenizer.
         pad_token_id: the token that fills rows after their stop token. The default is found in the
             same order; if there is none, it is the first stop token.
         attention_mask: (batch, seq), 0 for padding, which must be on the left.
-        repetition_penalty: a positive number of at most 10^6. Above 1, the tokens of the prompt and
-            the new tokens become less likely to appear again (arXiv:1909.05858, section 4.1). The
-            default is that of generation_config.json, then 1.
         generator: the random generator for the draws, on the model's device.
         cache: a KV cache for batch rows of seq + new - 1 tokens. The default is a new `KVCache`.
             If it holds tokens, they are the first columns of input_ids and are not computed again.
 
     Returns:
         (batch, seq + new) int64 on the model's device, or (batch, new) for inputs_embeds. The stop
-        token is kept. Padding follows it.
+        token is kept. Padding follows it. With return_log_probs, also the log-probabilities of the
+        new tokens, (batch, new) float32, of the logits divided by the temperature, without biases,
+        penalties and filters; 0 for padding.
 
     Raises:
         ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
@@ -104,15 +147,21 @@ def generate(
     """
     _check_names("generate", options)
     if heads is not None:
-        prompt_BS, steps = _passes(model, heads, input_ids, options)
+        if return_log_probs:
+            raise ValueError("return_log_probs: heads that draft return no log-probabilities")
+        prompt_BS, passes = _passes(model, heads, input_ids, options)
+        steps: Iterator[tuple[Tensor, Tensor | None]] = ((tokens, None) for tokens in passes)
     else:
-        prompt_BS, steps = _start(model, input_ids, **options)
-    columns = [prompt_BS]
-    for tokens in steps:  # (batch,), or with heads (new,) of one row
+        prompt_BS, steps = _start(model, input_ids, tokenizer, return_log_probs, **options)
+    columns, log_probs = [prompt_BS], []
+    for tokens, log_probs_B in steps:  # (batch,), or with heads (new,) of one row
         columns.append(tokens.view(len(prompt_BS), -1))
+        if log_probs_B is not None:
+            log_probs.append(log_probs_B)
         if callback is not None:
             callback(tokens)
-    return torch.cat(columns, dim=1)
+    found = torch.cat(columns, dim=1)
+    return (found, torch.stack(log_probs, dim=1)) if return_log_probs else found
 
 
 def _check_names(function: str, options: GenerateOptions) -> None:
@@ -143,11 +192,12 @@ def stream(
     input_ids: Prompts | None = None,
     *,
     heads: DraftHeads | None = None,
+    tokenizer: Decoder | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
-    Args: the arguments of `generate`, except `callback`.
+    Args: the arguments of `generate`, except `callback` and `return_log_probs`.
     Raises:
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
@@ -155,13 +205,13 @@ def stream(
     if heads is not None:
         _, passes = _passes(model, heads, input_ids, options)
         return (token for new in passes for token in new.tolist())
-    prompt_BS, steps = _start(model, input_ids, **options)
+    prompt_BS, steps = _start(model, input_ids, tokenizer, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
             f"stream: got {prompt_BS.shape[0]} prompts, expected one; for a batch, call "
             "generate(callback=...)"
         )
-    return (int(tokens_B) for tokens_B in steps)
+    return (int(tokens_B) for tokens_B, _ in steps)
 
 
 def stream_text(
@@ -178,7 +228,7 @@ def stream_text(
 
     Args: the arguments of `stream`, and the tokenizer that decodes the tokens.
     """
-    tokens = stream(model, input_ids, heads=heads, **options)
+    tokens = stream(model, input_ids, heads=heads, tokenizer=tokenizer, **options)
     context = [] if input_ids is None else torch.as_tensor(input_ids).flatten().tolist()
     return _text_of(tokens, TextStream(tokenizer, context))
 
@@ -194,29 +244,30 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
 def _start(
     model: LanguageModel,
     input_ids: Prompts | None,
+    tokenizer: Decoder | None,
+    with_log_probs: bool = False,
     *,
     inputs_embeds: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     memory: Tensor | None = None,
     memory_mask: Tensor | None = None,
     max_new_tokens: int = 64,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    logits_processor: LogitsProcessor | None = None,
     eos_token_id: int | Iterable[int] | None = None,
+    stop_strings: Sequence[str] = (),
     pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
-    repetition_penalty: float | None = None,
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
-) -> tuple[Tensor, Iterator[Tensor]]:
-    """Check the arguments. Return the padded prompts (B, S) and an iterator over the steps' tokens.
+    **rule: Any,
+) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor | None]]]:
+    """Check the arguments. Return the padded prompts (B, S) and an iterator over the steps.
 
-    For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,).
+    For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,), and
+    its log-probability, (B,), or None.
     """
     config = model.config
-    sampling = Sampling(do_sample, temperature, top_k, top_p)
     if check_count("generate", "max_new_tokens", max_new_tokens, 1) > MAX_NEW_TOKENS:
         raise ValueError(
             f"max_new_tokens={short_repr(max_new_tokens)}: the number must be at most "
@@ -225,13 +276,14 @@ def _start(
     if pad_token_id is not None:
         check_count("generate", "pad_token_id", pad_token_id, 0)
     defaults = checked_generation_config(model)
+    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
+    sampling = Sampling(**rule, repetition_penalty=penalty)
     stops = resolve_eos_token_ids(eos_token_id, defaults, config)
     if beyond := [token for token in stops if abs(token) >= 2**63]:
         raise ValueError(
             f"eos_token_id={short_repr(beyond[0])}: expected a token id of at most 64 bits"
         )
     pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
-    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids and inputs_embeds: pass one of them")
     if inputs_embeds is not None:
@@ -267,14 +319,30 @@ def _start(
     inputs = {name: x.to(device)[:, cache.length :] for name, x in inputs.items()}
     more = {"prefix_lengths": prefix_lengths, "memory": memory, "memory_mask": memory_mask}
     inputs |= {name: x.to(device) for name, x in more.items() if x is not None}
-    repetition = None
-    if penalty != 1.0:
-        counted_BS = mask_BS if inputs_embeds is None else torch.zeros_like(ids_BS)
-        repetition = RepetitionPenalty(penalty, ids_BS, counted_BS, config.vocab_size)
-    steps = _steps(
-        model, inputs, mask_BS, max_new_tokens, sampling, repetition, stops, pad, generator, cache
+    sampler = Sampler(
+        sampling,
+        batch,
+        config.vocab_size,
+        device,
+        stops=stops,
+        pad=pad,
+        generator=generator,
+        with_log_probs=with_log_probs,
     )
-    return ids_BS if inputs_embeds is None else ids_BS[:, :0], steps
+    if penalty != 1 and inputs_embeds is None:
+        for row, ids_S in enumerate(ids_BS):
+            sampler.read(row, ids_S if mask_BS is None else ids_S[mask_BS[row] == 1])
+    if inputs_embeds is not None:
+        ids_BS = ids_BS[:, :0]
+    texts = None
+    if stop_strings:
+        if tokenizer is None or isinstance(stop_strings, str):
+            raise ValueError("stop_strings: pass a list of strings, and the model's tokenizer")
+        texts = StopStrings(tokenizer, stop_strings, ids_BS.tolist())
+    steps = _steps(
+        model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, logits_processor, texts, cache
+    )
+    return ids_BS, steps
 
 
 # This is not inference_mode, because its tensors cannot be the input of a training forward.
@@ -282,83 +350,99 @@ def _start(
 def _steps(
     model: LanguageModel,
     inputs: dict[str, Tensor],
+    ids_BS: Tensor,
     mask_BS: Tensor | None,
     max_new_tokens: int,
-    sampling: Sampling,
-    repetition: RepetitionPenalty | None,
-    stops: list[int],
-    pad: int,
-    generator: torch.Generator | None,
+    sampler: Sampler,
+    processor: LogitsProcessor | None,
+    texts: StopStrings | None,
     cache: KVCache,
-) -> Iterator[Tensor]:
-    batch, device = len(next(iter(inputs.values()))), model.rotary_emb.inv_freq.device
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    on_cpu = ids_BS.device.type == "cpu"
     positions_BS = None
     if mask_BS is not None:
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
-    stop_ids = torch.tensor(stops, device=device)
-    stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
-    failed_B = stopped_B
-    on_cpu = device.type == "cpu"
+    kept = {name: x for name, x in inputs.items() if name in ("memory", "memory_mask")}
     decoder: StepDecoder | None = None
-    flags: _Flags | None = None  # of the last step whose end the host has not seen
+    look: _Look | None = None  # at the last step whose end the host has not seen
     for step in range(max_new_tokens):
-        if decoder is not None:
-            logits_BV = decoder(inputs["input_ids"])
+        if decoder is not None and processor is None:
+            tokens_B = decoder(inputs["input_ids"] if step == 1 else None).clone()
         else:
-            hidden = model(**inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=cache)
-            logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
-        if step == 0 and max_new_tokens > 4:  # Fewer steps take less time than a capture.
-            decoder = decoder_of(model, cache, mask_BS, set(inputs))
-        broken_B = ~logits_BV.amax(-1).isfinite()
-        if repetition is not None:
-            logits_BV = repetition(logits_BV)
-        if sampling.do_sample:  # A draw from NaN would end the process on a GPU.
-            logits_BV = logits_BV.masked_fill(broken_B.unsqueeze(1), 0.0)
-        tokens_B = sampling.next_tokens(logits_BV, generator)
-        if repetition is not None:
-            repetition.add(tokens_B)
-        failed_B = failed_B | (broken_B & ~stopped_B)
-        if stops:
-            tokens_B = tokens_B.masked_fill(stopped_B, pad)
-            stopped_B = stopped_B | torch.isin(tokens_B, stop_ids)
-        # A GPU waits only if stop tokens need it, and then for the step before this one, so that it
+            if decoder is not None:
+                logits_BV = decoder(inputs["input_ids"])
+            else:
+                where = {"position_ids": positions_BS, "attention_mask": mask_BS, "cache": cache}
+                hidden = model(**inputs, **where)
+                logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+            if processor is not None:
+                logits_BV = processor(ids_BS, logits_BV)
+            tokens_B = sampler(logits_BV)
+        # Fewer steps take less time than a capture.
+        if step == 0 and max_new_tokens > 4 and can_decode(model, cache, set(inputs)):
+            chooses = sampler if processor is None else None
+            decoder = StepDecoder(cast(DecoderModel, model), cache, chooses, mask_BS)
+        log_probs_B = None if sampler.log_probs_B is None else sampler.log_probs_B.clone()
+        # A GPU waits only if the rows can end, and then for the step before this one, so that it
         # always has a step to run.
-        before, flags = flags, _Flags(stopped_B, failed_B) if on_cpu or stops else None
-        if before is not None and not on_cpu and before.all_stopped(step - 1):
+        before, look = look, None
+        if on_cpu or sampler.stops or texts is not None:
+            look = _Look(sampler, tokens_B if texts is not None else None)
+        if before is not None and not on_cpu:
+            if before.all_stopped(step - 1):
+                return
+            if texts is not None and (ended := texts.push(before.tokens)):
+                sampler.stopped_B[ended] = True
+                if bool(sampler.stopped_B.all()):
+                    return
+                tokens_B[ended] = sampler.pad
+                if log_probs_B is not None:
+                    log_probs_B[ended] = 0.0
+        over = on_cpu and look is not None and look.all_stopped(step)
+        if on_cpu and texts is not None and look is not None:
+            sampler.stopped_B[texts.push(look.tokens)] = True
+            over = bool(sampler.stopped_B.all())
+        yield tokens_B, log_probs_B
+        if over:
             return
-        ended = on_cpu and flags is not None and flags.all_stopped(step)
-        yield tokens_B
-        if ended:
-            return
-        kept = {name: x for name, x in inputs.items() if name in ("memory", "memory_mask")}
         inputs = {"input_ids": tokens_B.unsqueeze(1), **kept}
+        if processor is not None:
+            ids_BS = torch.cat([ids_BS, tokens_B.unsqueeze(1)], dim=1)
         if mask_BS is not None and decoder is None:
-            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(batch, 1)], dim=1)
+            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(mask_BS), 1)], dim=1)
         positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1
-    _Flags(stopped_B, failed_B).all_stopped(max_new_tokens - 1)
+    _Look(sampler).all_stopped(max_new_tokens - 1)
 
 
-class _Flags:
-    """Two flags on the way to the host: all rows have stopped, and a row has failed."""
+class _Look:
+    """Two flags on the way to the host, all rows have ended and a row has failed, and tokens.
 
-    def __init__(self, stopped_B: Tensor, failed_B: Tensor) -> None:
-        made = torch.stack([stopped_B.all(), failed_B.any()])
-        self.failed_B, self.event = failed_B, None
-        if made.is_cuda:
-            self.values = torch.empty(2, dtype=torch.bool, pin_memory=True)
-            self.values.copy_(made, non_blocking=True)
+    Args: tokens_B: the tokens to look at, or None.
+    """
+
+    def __init__(self, sampler: Sampler, tokens_B: Tensor | None = None) -> None:
+        self.sampler, self.event = sampler, None
+        made = [sampler.flags] if tokens_B is None else [sampler.flags, tokens_B]
+        self.values = made
+        if sampler.flags.is_cuda:
+            self.values = [torch.empty_like(x, device="cpu", pin_memory=True) for x in made]
+            for value, x in zip(self.values, made):
+                value.copy_(x, non_blocking=True)
             self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(made.device))
-        else:
-            self.values = made
+            self.event.record(torch.cuda.current_stream(sampler.flags.device))
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the rows. Call `all_stopped` first, which waits for them."""
+        return self.values[1].tolist()
 
     def all_stopped(self, step: int) -> bool:
-        """Return whether all rows have stopped. Raise LigerError if one has failed."""
+        """Return whether all rows have ended. Raise LigerError if one has failed."""
         if self.event is not None:
             self.event.synchronize()
-        all_stopped, failed = self.values.tolist()
+        all_stopped, failed = self.values[0].tolist()
         if failed:
-            raise _no_token(self.failed_B, step)
+            raise _no_token(self.sampler.failed_B, step)
         return all_stopped
 
 

@@ -1,9 +1,10 @@
-"""Choose the next token from logits.
+"""Choose the next token from logits. All of it is on the device, so a CUDA graph can hold it.
 
 Shape legend: B batch, S sequence, V vocabulary.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 
@@ -21,12 +22,22 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampling:
     """The rule by which the next token is chosen: the likeliest one, or a random draw.
 
+    The steps are in this order: bias, penalties, temperature, top-k, top-p, min-p.
+
     Attributes:
         do_sample: whether to draw the token. If False, the likeliest token is taken.
         temperature: the number that divides the logits. Close to 0, a draw takes the likeliest
             token.
         top_k: how many of the likeliest tokens a draw may choose from. None means all.
         top_p: the sum of probabilities up to which the likeliest tokens are kept. None means all.
+        min_p: a draw leaves out tokens that are less likely than min_p times the likeliest one
+            (arXiv:2407.01082). None means that it leaves out none.
+        repetition_penalty: the number that divides the positive logits and multiplies the negative
+            ones of tokens that the row already contains (arXiv:1909.05858, section 4.1).
+        presence_penalty: the number that is subtracted from the logits of tokens that were already
+            generated in the row.
+        logit_bias: numbers that are added to the logits of tokens, {token id: number}. With -inf, a
+            token is never chosen.
     Raises:
         ValueError: a number is out of range, or it has no effect because the choice is greedy.
     """
@@ -35,6 +46,10 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, Real) and 0 < self.temperature < math.inf):
@@ -44,28 +59,35 @@ class Sampling:
             )
         if self.top_k is not None:
             check_count("generate", "top_k", self.top_k, 1)
-        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Real) and 0 < value <= 1):
+                raise ValueError(
+                    f"{name}={value!r}: the number must be above 0 and at most 1, or None for all "
+                    "tokens"
+                )
+        if not (isinstance(self.presence_penalty, Real) and math.isfinite(self.presence_penalty)):
+            raise ValueError(f"presence_penalty={self.presence_penalty!r}: expected a number")
+        filters = (self.temperature, self.top_k, self.top_p, self.min_p)
+        if not self.do_sample and filters != (1.0, None, None, None):
             raise ValueError(
-                f"top_p={self.top_p!r}: the number must be above 0 and at most 1, or None for all "
-                "tokens"
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}, "
+                f"min_p={self.min_p}: these have no effect on a greedy choice; pass do_sample=True"
             )
-        filters = (self.temperature, self.top_k, self.top_p)
-        if not self.do_sample and filters != (1.0, None, None):
-            raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: these "
-                "have no effect on a greedy choice; pass do_sample=True"
-            )
+
+    def tempered(self, logits_BV: Tensor) -> Tensor:
+        """Return the logits (B, V) divided by the temperature."""
+        temperature = min(max(self.temperature, _LEAST_TEMPERATURE), _LARGEST)
+        logits_BV = logits_BV / float(temperature)
+        return logits_BV.clamp(max=_LARGEST) if temperature < 1 else logits_BV
 
     def filter(self, logits_BV: Tensor) -> Tensor:
         """Return the logits (B, V) divided by the temperature, with -inf for excluded tokens.
 
-        Top-k is applied first. Top-p then keeps the likeliest tokens, up to and including the one
-        with which the sum of their probabilities reaches `top_p` (arXiv:1904.09751).
+        Top-p keeps the likeliest tokens, up to and including the one with which the sum of their
+        probabilities reaches `top_p` (arXiv:1904.09751).
         """
-        temperature = min(max(self.temperature, _LEAST_TEMPERATURE), _LARGEST)
-        logits_BV = logits_BV / float(temperature)
-        if temperature < 1:
-            logits_BV = logits_BV.clamp(max=_LARGEST)
+        logits_BV = self.tempered(logits_BV)
         if self.top_k is not None:
             kept = torch.topk(logits_BV, min(self.top_k, logits_BV.shape[-1])).values
             logits_BV = logits_BV.masked_fill(logits_BV < kept[:, -1:], -torch.inf)
@@ -74,6 +96,9 @@ class Sampling:
             below = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
             below[:, -1] = False
             logits_BV = logits_BV.masked_fill(below.scatter(-1, order, below), -torch.inf)
+        if self.min_p is not None:
+            least = logits_BV.amax(-1, keepdim=True) + math.log(self.min_p)
+            logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
         return logits_BV
 
     def next_tokens(self, logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -81,36 +106,120 @@ class Sampling:
         if not self.do_sample:
             return logits_BV.argmax(-1)
         probabilities = self.filter(logits_BV).softmax(-1)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        # The same draw as torch.multinomial's, which would wait for the device.
+        waits = torch.empty_like(probabilities).exponential_(generator=generator)
+        return probabilities.div_(waits).argmax(-1)
 
 
-class RepetitionPenalty:
-    """A penalty on the tokens that a row already contains (arXiv:1909.05858, section 4.1).
+class Sampler:
+    """The choice of tokens for the rows of a batch, with what it must remember of each row.
+
+    Its tensors are changed in place, so that a CUDA graph that holds a call goes on where the last
+    replay stopped.
 
     Args:
-        penalty: the number that divides a positive logit and multiplies a negative logit.
-        prompt_BS: the prompts.
-        mask_BS: 0 for padding. None means that there is no padding.
+        rule: how a token is chosen.
+        batch: B.
         vocab_size: V.
+        device: the logits' device.
+        stops: the tokens that end a row.
+        pad: the token of a row that has ended.
+        generator: the random generator of the draws.
+        with_log_probs: whether to compute the log-probabilities of the tokens.
+
+    Attributes:
+        stopped_B: which rows have ended.
+        failed_B: which rows had NaN or infinity among the logits before they ended.
+        flags: (2,) bool, whether all rows have ended, and whether one has failed.
+        log_probs_B: the log-probabilities of the last tokens, or None: float32, of the logits
+            divided by the temperature, before biases, penalties and filters; 0 for padding.
+    Raises:
+        ValueError: logit_bias has a token outside the vocabulary, or NaN or +inf.
     """
 
     def __init__(
-        self, penalty: float, prompt_BS: Tensor, mask_BS: Tensor | None, vocab_size: int
+        self,
+        rule: Sampling,
+        batch: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        stops: list[int],
+        pad: int,
+        generator: torch.Generator | None = None,
+        with_log_probs: bool = False,
     ) -> None:
-        self.penalty = penalty
-        # The additional column is for padding.
-        seen = prompt_BS.new_zeros(len(prompt_BS), vocab_size + 1, dtype=torch.bool)
-        if mask_BS is not None:
-            prompt_BS = prompt_BS.masked_fill(mask_BS == 0, vocab_size)
-        self.seen_BV = seen.scatter_(1, prompt_BS, True)[:, :vocab_size]
+        self.rule, self.stops, self.pad, self.generator = rule, stops, pad, generator
+        self.stop_ids = torch.tensor(stops, device=device, dtype=torch.int64)
+        self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.failed_B = torch.zeros_like(self.stopped_B)
+        self.flags = self.stopped_B.new_zeros(2)
+        self.log_probs_B = torch.zeros(batch, device=device) if with_log_probs else None
+        self.bias_V = None if not rule.logit_bias else _bias(rule.logit_bias, vocab_size, device)
+        # The tokens of a row, and those of them that were generated.
+        seen = self.stopped_B.new_zeros(batch, vocab_size)
+        self.seen_BV = seen if rule.repetition_penalty != 1 else None
+        self.new_BV = seen.clone() if rule.presence_penalty else None
+
+    def read(self, row: int, prompt_S: Tensor) -> None:
+        """Forget what was in a row, and remember the tokens of a new prompt (S,)."""
+        self.stopped_B[row] = False
+        self.failed_B[row] = False
+        if self.new_BV is not None:
+            self.new_BV[row] = False
+        if self.seen_BV is not None:
+            self.seen_BV[row] = False
+            self.seen_BV[row, prompt_S] = True
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Return the logits with the penalty on the tokens that were seen."""
-        penalised = torch.where(logits_BV > 0, logits_BV / self.penalty, logits_BV * self.penalty)
-        if self.penalty < 1:
-            penalised = penalised.clamp(max=_LARGEST)
-        return torch.where(self.seen_BV, penalised, logits_BV)
+        """Return the next token of each row, (B,), from float32 logits.
 
-    def add(self, tokens_B: Tensor) -> None:
-        """Record the tokens that were chosen as seen."""
-        self.seen_BV.scatter_(1, tokens_B.unsqueeze(1), True)
+        A row whose logits hold NaN or infinity gets some token, and is in `failed_B`.
+        """
+        broken_B = ~logits_BV.amax(-1).isfinite()
+        self.failed_B |= broken_B & ~self.stopped_B
+        changed_BV = self.changed(logits_BV)
+        if self.rule.do_sample:  # A draw from NaN would have no end.
+            changed_BV = changed_BV.masked_fill(broken_B.unsqueeze(1), 0.0)
+        tokens_B = self.rule.next_tokens(changed_BV, self.generator)
+        if self.log_probs_B is not None:
+            tempered_BV = self.rule.tempered(logits_BV)
+            chosen_B = tempered_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+            found_B = chosen_B - tempered_BV.logsumexp(-1)
+            self.log_probs_B.copy_(found_B.masked_fill(self.stopped_B, 0.0))
+        for given_BV in (self.seen_BV, self.new_BV):
+            if given_BV is not None:
+                given_BV.scatter_(1, tokens_B.unsqueeze(1), True)
+        tokens_B = tokens_B.masked_fill(self.stopped_B, self.pad)
+        if self.stops:
+            self.stopped_B |= torch.isin(tokens_B, self.stop_ids)
+        torch.stack((self.stopped_B.all(), self.failed_B.any()), out=self.flags)
+        return tokens_B
+
+    def changed(self, logits_BV: Tensor) -> Tensor:
+        """Return the logits with biases and penalties."""
+        rule = self.rule
+        if self.bias_V is not None:
+            logits_BV = logits_BV + self.bias_V
+        if self.seen_BV is not None:
+            penalty = rule.repetition_penalty
+            penalised = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+            if penalty < 1:
+                penalised = penalised.clamp(max=_LARGEST)
+            logits_BV = torch.where(self.seen_BV, penalised, logits_BV)
+        if self.new_BV is not None:
+            logits_BV = logits_BV - self.new_BV * float(rule.presence_penalty)
+        return logits_BV
+
+
+def _bias(given: Mapping[int, float], vocab_size: int, device: torch.device) -> Tensor:
+    """Return the numbers that are added to the logits, (V,) float32."""
+    bias = torch.zeros(vocab_size)
+    for token, number in given.items():
+        if not 0 <= token < vocab_size or not number < math.inf:
+            raise ValueError(
+                f"logit_bias={{{token!r}: {number!r}}}: expected a token id below {vocab_size} "
+                "and a number below infinity"
+            )
+        bias[token] = number
+    return bias.to(device)

@@ -58,7 +58,11 @@ def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, s
             else "the replaced head.proj is called chunk by chunk"
         )
         obstacle = decoding_obstacle(model)
-        report["decoding"] = "CUDA graph of a step" if obstacle is None else f"eager ({obstacle})"
+        report["decoding"] = (
+            "CUDA graph of a step with its sampling; a logits_processor runs outside of it"
+            if obstacle is None
+            else f"eager ({obstacle})"
+        )
     return report
 
 

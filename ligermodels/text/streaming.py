@@ -1,6 +1,6 @@
 """Decode tokens that arrive one at a time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -53,3 +53,31 @@ class TextStream:
         new = self._decode()[self.shown_length :]
         self._mark_shown()
         return new
+
+
+class StopStrings:
+    """Finds strings at which the texts of rows end.
+
+    Args:
+        tokenizer: the object whose `decode` is called.
+        strings: the strings.
+        contexts: the ids of each row before the first pushed token.
+    """
+
+    def __init__(
+        self, tokenizer: Decoder, strings: Sequence[str], contexts: Iterable[Iterable[int]]
+    ) -> None:
+        self.strings, self.longest = tuple(strings), max(map(len, strings))
+        self.streams = [TextStream(tokenizer, context) for context in contexts]
+        self.tails = ["" for _ in self.streams]
+        self.ended: set[int] = set()
+
+    def push(self, tokens: Iterable[int]) -> list[int]:
+        """Take the next token of each row. Return the rows whose texts have ended so far."""
+        for row, token in enumerate(tokens):
+            if row not in self.ended:
+                self.tails[row] += self.streams[row].push(token)
+                if any(each in self.tails[row] for each in self.strings):
+                    self.ended.add(row)
+                self.tails[row] = self.tails[row][-self.longest :]
+        return sorted(self.ended)

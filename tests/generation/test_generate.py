@@ -254,3 +254,66 @@ def test_a_row_that_has_stopped_may_be_anything():
     found = generate(model, [[3, 4], [7, other]], **options)
     assert found[0].tolist() == [3, 4, int(first), *[0] * (found.shape[1] - 3)]
     assert found.shape[1] > 3
+
+
+def test_log_probabilities_of_the_new_tokens():
+    """They are those of the loss head at the temperature, whatever else changes the choice."""
+    model = random_model("gemma2")
+    prompts = [[5, 9, 3], [11, 2, 40, 41, 8, 77, 31, 90]]
+    rule = {"do_sample": True, "temperature": 0.7, "top_k": 9, "presence_penalty": 1.0}
+    options = {"max_new_tokens": 10, "generator": torch.Generator().manual_seed(1), **rule}
+    free, _ = generate(model, prompts, return_log_probs=True, eos_token_id=[], **options)
+    options["generator"].manual_seed(1)
+    found, log_probs = generate(
+        model, prompts, return_log_probs=True, eos_token_id=int(free[0, 10]), **options
+    )
+    assert torch.equal(found[:, :11], free[:, :11]) and log_probs.shape == (2, 10)
+    for prompt, row, made in zip(prompts, found, log_probs):
+        stops = (row[8:] == free[0, 10]).nonzero()
+        new = int(stops[0]) + 1 if len(stops) else 10
+        ids = torch.cat([torch.tensor(prompt), row[8 : 8 + new]])[None]
+        with torch.no_grad():
+            expected, _ = model.head.log_probs(
+                model(ids)[:, len(prompt) - 1 : -1], ids[:, len(prompt) :], temperature=0.7
+            )
+        torch.testing.assert_close(made[:new], expected[0], rtol=1e-5, atol=1e-5)
+        assert (made[new:] == 0).all()
+
+
+def test_a_logits_processor_sees_the_tokens_so_far():
+    model = random_model("llama")
+    seen = []
+
+    def odd_tokens(ids, logits):
+        seen.append(ids)
+        return logits.index_fill(1, torch.arange(0, VOCAB, 2), -torch.inf)
+
+    found = generate(
+        model, [[5, 9], [4, 3]], max_new_tokens=6, logits_processor=odd_tokens, eos_token_id=[]
+    )
+    assert (found[:, 2:] % 2 == 1).all()
+    assert all(torch.equal(ids, found[:, : 2 + step]) for step, ids in enumerate(seen))
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter, if there is one."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def test_stop_strings_end_rows():
+    """A row ends with the token that completes a string, also if it began in an earlier token."""
+    model = random_model("llama")
+    prompts = [[5, 9], [4, 3]]
+    free = generate(model, prompts, max_new_tokens=9, eos_token_id=[])
+    texts = [Letters().decode(row, True) for row in free[:, 2:].tolist()]
+    first = texts[0][2:4]
+    ends = [text.index(first) + 2 if first in text else 9 for text in texts]
+    options = {"max_new_tokens": 9, "eos_token_id": [], "pad_token_id": 0}
+    found = generate(model, prompts, stop_strings=["..", first], tokenizer=Letters(), **options)
+    assert ends[0] <= 4 and found.shape[1] == 2 + max(ends)
+    for row, expected, end in zip(found[:, 2:], free[:, 2:], ends):
+        assert torch.equal(row[:end], expected[:end]) and (row[end:] == 0).all()
+    with pytest.raises(ValueError, match="stop_strings"):
+        generate(model, prompts, stop_strings=[first])

@@ -6,11 +6,13 @@ import torch
 from ligermodels.adapters.adapted_model import add_adapters, quantize
 from ligermodels.generation import generate
 from ligermodels.generation.decode_step import StepDecoder
+from ligermodels.generation.sampling import Sampler, Sampling
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
 from tests.tiny_models import VOCAB, random_model
 
 pytestmark = pytest.mark.gpu
+GRAPH = "CUDA graph of a step with its sampling; a logits_processor runs outside of it"
 SIZES = {"hidden_size": 64, "head_dim": 16}
 
 
@@ -28,7 +30,7 @@ def test_a_graph_computes_what_launched_steps_do(family, padded):
         for captures in (False, True):
             cache = KVCache.of(model, 2, 20)
             model(ids[:, :6], attention_mask=given, cache=cache)
-            decoder = StepDecoder(model, cache, given, captures)
+            decoder = StepDecoder(model, cache, None, given, captures)
             logits = [decoder(ids[:, at : at + 1]).clone() for at in range(6, 9)]
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -38,6 +40,38 @@ def test_a_graph_computes_what_launched_steps_do(family, padded):
             found[captures] = torch.stack(logits)
     assert decoder.graph is not None
     assert torch.equal(found[True], found[False])
+
+
+def test_draws_in_a_graph_are_those_of_launched_steps():
+    """Tokens and log-probabilities, with every rule, and no step waits for the device."""
+    model = random_model("llama", **SIZES, initializer_range=0.3).to("cuda", torch.bfloat16)
+    ids = torch.randint(3, VOCAB, (4, 6), device="cuda")
+    greedy = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {7: -torch.inf}}
+    drawn = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
+    for seed, rule in ((None, greedy), (3, drawn), (3, drawn | greedy)):
+        found = {}
+        for captures in (False, True):
+            generator = None if seed is None else torch.Generator("cuda").manual_seed(seed)
+            sampler = Sampler(
+                *(Sampling(**rule), 4, VOCAB, ids.device),
+                stops=[],
+                pad=0,
+                generator=generator,
+                with_log_probs=True,
+            )
+            cache = KVCache.of(model, 4, 30)
+            with torch.no_grad():
+                logits = model.head.logits(model(ids, cache=cache)[:, -1]).float()
+                decoder = StepDecoder(model, cache, sampler, captures=captures)
+                tokens, made = decoder(sampler(logits)[:, None]), []
+                for step in range(16):
+                    if step == 2:
+                        torch.cuda.set_sync_debug_mode("error")
+                    tokens = decoder()
+                    made += [tokens.double(), sampler.log_probs_B.double()]
+                torch.cuda.set_sync_debug_mode("default")
+            found[captures] = torch.stack(made)
+        assert torch.equal(found[True], found[False])
 
 
 def test_a_graph_reads_the_weights_of_today():
@@ -77,7 +111,7 @@ def test_quantized_weights_on_each_gpu(bits):
         torch.manual_seed(0)
         model = random_model("llama", **SIZES)
         quantize(model, bits, torch.device(f"cuda:{device}"))
-        assert model.kernels()["decoding"] == "CUDA graph of a step"
+        assert model.kernels()["decoding"] == GRAPH
         found = generate(model, [5, 9, 3], max_new_tokens=12, eos_token_id=1).cpu()
         assert expected is None or torch.equal(found, expected)
         expected = found
@@ -85,7 +119,7 @@ def test_quantized_weights_on_each_gpu(bits):
 
 def test_the_report_says_what_decodes():
     model = random_model("llama", **SIZES).to("cuda")
-    assert model.kernels()["decoding"] == "CUDA graph of a step"
+    assert model.kernels()["decoding"] == GRAPH
     model.layers[0].compile()
     assert model.kernels()["decoding"] == "eager (layers.0 is compiled)"
     model = random_model("llama", **SIZES).to("cuda")
