@@ -270,7 +270,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         return out if isinstance(x, Tensor) else (out, total)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: DecodeStep) -> Tensor:
-        """Attend from the one new token of each row to the cache, in a step of decoding."""
+        """Attend from the new tokens of each row to the cache, in a step of decoding."""
         owner = self.layer_index if self.kv_from is None else self.kv_from
         return decode_attention(
             q,

@@ -29,12 +29,12 @@ class CachedLayer:
 
 
 class DecodeStep(NamedTuple):
-    """The position of the one new token of each row in a step of decoding.
+    """Where the new tokens of each row stand in a step of decoding.
 
     These numbers are on the device, so the same launches serve every step.
     """
 
-    ends: Tensor  # (batch,) int64, how many tokens each row has, the new one among them
+    ends: Tensor  # (batch,) int64, how many tokens each row has, the new ones among them
     firsts: Tensor | None = None  # (batch,) int64, how many of them are padding on the left
 
 

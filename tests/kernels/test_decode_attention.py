@@ -1,4 +1,4 @@
-"""Attention of one token to a cache: values, and what is written, beside a plain loop."""
+"""Attention of few tokens to a cache: values, and what is written, beside a plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.pairwise import pairwise
 
 
 def expected_of(q, keys, values, first, window, softcap, scale):
-    """Return the attention of one row's last token, in float64: q (heads, d), keys (kv, n, d)."""
+    """Return the attention of a row's last token, in float64: q (heads, d), keys (kv, n, d)."""
     end, group = keys.shape[1], len(q) // len(keys)
     lowest = max(first, 0 if window is None else end - window)
     keys, values = (x.double().repeat_interleave(group, 0)[:, lowest:] for x in (keys, values))
@@ -22,6 +22,8 @@ def expected_of(q, keys, values, first, window, softcap, scale):
 
 
 @pairwise(
+    lambda queries, tokens: queries <= min(tokens[0]),
+    queries=[1, 3, 11],
     head_dim=[64, 80, 256],
     heads=[(8, 2), (4, 4), (6, 1)],
     # how many tokens each row has, and the slots of the cache
@@ -31,24 +33,27 @@ def expected_of(q, keys, values, first, window, softcap, scale):
     padded=[False, True],
     has_new=[True, False],
 )
-def test_values(place, head_dim, heads, tokens, window, softcap, padded, has_new) -> None:
+def test_values(place, queries, head_dim, heads, tokens, window, softcap, padded, has_new) -> None:
     """The cache has more slots than the row tokens, or is a ring that holds the last ones."""
     (ends, slots), (num_heads, kv_heads), longest = tokens, heads, max(tokens[0])
     draw = torch.Generator().manual_seed(0)
     shape = (2, kv_heads, longest, head_dim)
     keys, values = (torch.randn(shape, generator=draw).to(place.dtype) for _ in range(2))
-    q = torch.randn(2, num_heads, 1, head_dim, generator=draw).to(place.dtype)
-    firsts = [min(2, end - 1) for end in ends] if padded else [0, 0]
+    q = torch.randn(2, num_heads, queries, head_dim, generator=draw).to(place.dtype)
+    firsts = [min(2, end - queries) for end in ends] if padded else [0, 0]
     if any(end > slots for end in ends):  # a ring has the tokens of the window alone
-        window, firsts = min(window or slots, slots), [0, 0]
+        window, firsts = min(window or slots, slots - queries + 1), [0, 0]
     scale = 1 / math.sqrt(head_dim)
     # What no token was written to may hold anything.
     cache = [torch.full((2, kv_heads, slots, head_dim), torch.nan, dtype=place.dtype) for _ in "kv"]
     for row, end in enumerate(ends):
-        for at in range(end - has_new):
+        for at in range(end - has_new * queries):
             for held, x in zip(cache, (keys, values)):
                 held[row, :, at % slots] = x[row, :, at]
-    new = [torch.stack([x[r, :, e - 1 : e] for r, e in enumerate(ends)]) for x in (keys, values)]
+    new = [
+        torch.stack([x[row, :, end - queries : end] for row, end in enumerate(ends)])
+        for x in (keys, values)
+    ]
     k, v = (x.to(place.device) for x in cache)
     # Strides as those of a part of packed queries, keys and values.
     given = tuple(x.to(place.device).transpose(1, 2).contiguous().transpose(1, 2) for x in new)
@@ -65,20 +70,22 @@ def test_values(place, head_dim, heads, tokens, window, softcap, padded, has_new
     )
     bound = {torch.float32: 2e-6, torch.float64: 1e-12}.get(place.dtype, 1e-2)
     for row, end in enumerate(ends):
-        row_keys, row_values = keys[row, :, :end], values[row, :, :end]
-        options = firsts[row], window, softcap, scale
-        expected = expected_of(q[row, :, 0], row_keys, row_values, *options)
-        error = (found[row, :, 0].cpu().double() - expected).norm() / expected.norm()
-        assert error < bound
-        for held, x in ((k, keys), (v, values)):
-            assert torch.equal(held[row, :, (end - 1) % slots].cpu(), x[row, :, end - 1])
+        for query in range(queries):
+            at = end - queries + query
+            seen, options = [x[row, :, : at + 1] for x in (keys, values)], (window, softcap, scale)
+            expected = expected_of(q[row, :, query], *seen, firsts[row], *options)
+            error = (found[row, :, query].cpu().double() - expected).norm() / expected.norm()
+            assert error < bound
+            for held, x in ((k, keys), (v, values)):
+                assert torch.equal(held[row, :, at % slots].cpu(), x[row, :, at])
 
 
 def test_refusals() -> None:
     q, k = torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 5, 8)
     ends = torch.ones(2, dtype=torch.int64)
     wrong = {
-        "expected \\(batch, heads, 1": (q[:, :3], None, k, k, ends),
+        "expected \\(batch, heads, queries": (q[:, :3], None, k, k, ends),
+        "no more queries than slots": (q.expand(2, 4, 6, 8), None, k, k, ends),
         "new \\(2, 2, 5, 8\\)": (q, (k, k), k, k, ends),
         "expected one dtype": (q, None, k.double(), k.double(), ends),
         "ends \\(1,\\)": (q, None, k, k, ends[:1]),

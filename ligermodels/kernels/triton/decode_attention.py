@@ -1,4 +1,4 @@
-"""Attention of one query of each row: the keys are split over programs, whose parts are added."""
+"""Attention of few queries of each row: the keys are split over programs, whose parts are added."""
 
 import torch
 import triton
@@ -7,24 +7,44 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_sms
 
-# `block` is how many keys a program reads at once, `programs` how many there are for each
-# multiprocessor. The tables are by the size of a head, for 16-bit and for float32 caches.
+# `block` is how many keys a program reads at once, `rows` for how many queries at most, and
+# `programs` how many there are for each multiprocessor. The tables are by the size of a head, for
+# 16-bit and for float32 caches.
 SPLIT = Launches(
     nvidia=(
-        (64, Launch(32, 4, num_stages=3, programs=4)),
-        (128, Launch(64, 4, programs=8)),
-        (None, Launch(32, 4, programs=8)),
+        (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
+        (128, Launch(64, 4, rows=64, programs=8)),
+        (None, Launch(32, 4, rows=64, programs=8)),
     ),
-    amd=((128, Launch(32, 4, programs=4)), (None, Launch(16, 4, programs=4))),
+    amd=(
+        (128, Launch(32, 4, rows=32, programs=4)),
+        (None, Launch(16, 4, rows=32, programs=4)),
+    ),
 )
 SPLIT_WIDE = Launches(
-    nvidia=((64, Launch(32, 4, programs=4)), (None, Launch(16, 4, programs=4))),
-    amd=((None, Launch(16, 4, programs=4)),),
+    nvidia=((64, Launch(32, 4, rows=32, programs=4)), (None, Launch(16, 4, rows=32, programs=4))),
+    amd=((None, Launch(16, 4, rows=16, programs=4)),),
 )
 JOIN = Launches(nvidia=((None, Launch(0, 1)),), amd=((None, Launch(0, 1)),))
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LEAST_ROWS = 16  # of an operand of tl.dot
+LEAST_ROWS = 16  # of each operand of tl.dot
+
+
+@triton.jit
+def _add_keys(q, k, v, visible, highest, total, out, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Add some keys to the sums of an online softmax, and return its maximum and its sums."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap))))
+    scores = tl.where(visible, scores * LOG2_E, -float("inf"))
+    new = tl.maximum(highest, tl.max(scores, 1))
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    share = tl.exp2(scores - shift[:, None])
+    fall = tl.exp2(highest - shift)
+    total = total * fall + tl.sum(share, 1)
+    out = out * fall[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+    return new, total, out
 
 
 @triton.jit
@@ -32,16 +52,17 @@ def decode_attention_kernel(
     q_ptr,
     q_row,
     q_head,
+    q_token,
     new_k_ptr,
     new_k_row,
     new_k_head,
+    new_k_token,
     new_v_ptr,
     new_v_row,
     new_v_head,
+    new_v_token,
     k_ptr,
     v_ptr,
-    cache_row,
-    cache_head,
     ends_ptr,
     firsts_ptr,
     out_ptr,
@@ -54,34 +75,41 @@ def decode_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
+    NEW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one part of the keys of one key head, for its GROUP query heads.
+    """Each program handles one part of the keys of one key head, for up to ROWS queries.
 
-    The parts of the rows have equal lengths, of the keys that there are. With stats_ptr, the
-    program writes its part of the sum in float32, and the maximum of the scores (base 2) and the
-    sum of their powers; without, it has all keys and writes the output. The program whose part has
-    the new token's slot writes that token into the cache, and no other program reads it there.
+    These are of the QUERIES last tokens and the GROUP heads that share the keys. The parts of the
+    rows have equal lengths, of the keys that there are. With stats_ptr, the program writes its part
+    of the sum in float32, and the maximum of the scores (base 2) and the sum of their powers;
+    without, it has all keys and writes the output. With NEW 0, there is one new token at most: the
+    program whose part has its slot puts it among the keys of the cache. Otherwise the program of
+    the last part adds the new tokens first. Nobody reads them in the cache, and one writes them.
     """
-    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (GROUP * QUERIES + ROWS - 1) // ROWS
+    row, pair = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head, tile = pair // tiles, pair % tiles
     part, parts = tl.program_id(0), tl.num_programs(0)
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     column = tl.arange(0, WIDTH)
-    member = tl.arange(0, ROWS)
+    member = tile * ROWS + tl.arange(0, ROWS)  # heads x queries
     wide = column < HEAD_DIM
-    mine = member < GROUP
+    mine = member < GROUP * QUERIES
 
     end = tl.load(ends_ptr + row)
     last = end - 1
-    lowest = tl.cast(0, tl.int64)
+    padding = tl.cast(0, tl.int64)
     if firsts_ptr is not None:
-        lowest = tl.load(firsts_ptr + row)
+        padding = tl.load(firsts_ptr + row)
+    lowest = padding  # the first key that any query sees
     if HAS_WINDOW:
-        lowest = tl.maximum(lowest, end - window)
+        lowest = tl.maximum(padding, end - (QUERIES - 1) - window)
     # While a row is not longer than the cache, its tokens stand in order.
     first = tl.where(end <= slots, tl.maximum(lowest, 0), 0)
     stop = tl.minimum(end, slots)
@@ -90,61 +118,80 @@ def decode_attention_kernel(
     stop = tl.minimum(stop, first + size)
 
     q_ptr += row * q_row + head * GROUP * q_head
-    q_at = member[:, None].to(tl.int64) * q_head + column[None, :]
-    q = tl.load(q_ptr + q_at, mask=mine[:, None] & wide[None, :], other=0.0)
-    k_ptr += row * cache_row + head * cache_head
-    v_ptr += row * cache_row + head * cache_head
+    q_at = (member // QUERIES)[:, None] * q_head + (member % QUERIES)[:, None] * q_token
+    q = tl.load(q_ptr + q_at + column[None, :], mask=mine[:, None] & wide[None, :], other=0.0)
+    buffer = (row * (heads // GROUP) + head) * slots * HEAD_DIM
+    k_ptr += buffer
+    v_ptr += buffer
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, WIDTH), tl.float32)
+
     new_slot = last % slots
+    own = last - (QUERIES - 1) + member % QUERIES  # the position of each query
     if new_k_ptr is not None:
         dtype = k_ptr.dtype.element_ty
         new_k_ptr += row * new_k_row + head * new_k_head
         new_v_ptr += row * new_v_row + head * new_v_head
-        new_k = tl.load(new_k_ptr + column, mask=wide, other=0.0).to(dtype)
-        new_v = tl.load(new_v_ptr + column, mask=wide, other=0.0).to(dtype)
-        if (new_slot >= first) & (new_slot < stop):
-            tl.store(k_ptr + new_slot * HEAD_DIM + column, new_k, mask=wide)
-            tl.store(v_ptr + new_slot * HEAD_DIM + column, new_v, mask=wide)
+        if NEW == 0:
+            new_k = tl.load(new_k_ptr + column, mask=wide, other=0.0).to(dtype)
+            new_v = tl.load(new_v_ptr + column, mask=wide, other=0.0).to(dtype)
+            if (new_slot >= first) & (new_slot < stop) & (tile == 0):
+                tl.store(k_ptr + new_slot * HEAD_DIM + column, new_k, mask=wide)
+                tl.store(v_ptr + new_slot * HEAD_DIM + column, new_v, mask=wide)
+        elif part == parts - 1:
+            token = tl.arange(0, NEW).to(tl.int64)
+            given = (token < QUERIES)[:, None] & wide[None, :]
+            k_at = token[:, None] * new_k_token + column[None, :]
+            v_at = token[:, None] * new_v_token + column[None, :]
+            new_k = tl.load(new_k_ptr + k_at, mask=given, other=0.0).to(dtype)
+            new_v = tl.load(new_v_ptr + v_at, mask=given, other=0.0).to(dtype)
+            position = last - (QUERIES - 1) + token
+            at = (position % slots)[:, None] * HEAD_DIM + column[None, :]
+            tl.store(k_ptr + at, new_k, mask=given & (tile == 0))
+            tl.store(v_ptr + at, new_v, mask=given & (tile == 0))
+            seen = (position[None, :] <= own[:, None]) & (position[None, :] >= padding)
+            if HAS_WINDOW:
+                seen &= position[None, :] > own[:, None] - window
+            highest, total, out = _add_keys(
+                q, new_k, new_v, seen, highest, total, out, scale, softcap, HAS_SOFTCAP
+            )
 
-    highest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(first, stop, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         there = slot < stop
         position = last - (last - slot) % slots
-        visible = there & (position >= lowest)
-        at = slot[:, None] * HEAD_DIM + column[None, :]
+        visible = (there & (position >= lowest))[None, :]
         is_old = there
+        if QUERIES > 1:
+            visible &= position[None, :] <= own[:, None]
+            if HAS_WINDOW:
+                visible &= position[None, :] > own[:, None] - window
         if new_k_ptr is not None:
-            is_old = there & (slot != new_slot)
+            is_old = there & (position <= last - QUERIES)
+            if NEW > 0:
+                visible &= is_old[None, :]
+        at = slot[:, None] * HEAD_DIM + column[None, :]
         read = is_old[:, None] & wide[None, :]
         k = tl.load(k_ptr + at, mask=read, other=0.0)
         v = tl.load(v_ptr + at, mask=read, other=0.0)
-        if new_k_ptr is not None:
+        if NEW == 0 and new_k_ptr is not None:
             is_new = (slot == new_slot)[:, None]
             k = tl.where(is_new, new_k[None, :], k)
             v = tl.where(is_new, new_v[None, :], v)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap))))
-        scores = tl.where(visible[None, :], scores * LOG2_E, -float("inf"))
-        new = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(new == -float("inf"), 0.0, new)
-        share = tl.exp2(scores - shift[:, None])
-        fall = tl.exp2(highest - shift)
-        total = total * fall + tl.sum(share, 1)
-        out = out * fall[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
-        highest = new
+        highest, total, out = _add_keys(
+            q, k, v, visible, highest, total, out, scale, softcap, HAS_SOFTCAP
+        )
 
     written = mine[:, None] & wide[None, :]
     if stats_ptr is None:
-        out_ptr += (row * heads + head * GROUP) * HEAD_DIM
+        out_ptr += (row * heads + head * GROUP) * QUERIES * HEAD_DIM
         out = out / total[:, None]
         out_at = member[:, None] * HEAD_DIM + column[None, :]
         tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=written)
     else:
-        # (batch, heads, parts, ...)
-        index = (row * heads + head * GROUP + member) * parts + part
+        # (batch, heads, queries, parts, ...)
+        index = ((row * heads + head * GROUP) * QUERIES + member) * parts + part
         tl.store(out_ptr + index[:, None] * HEAD_DIM + column[None, :], out, mask=written)
         tl.store(stats_ptr + 2 * index, highest, mask=mine)
         tl.store(stats_ptr + 2 * index + 1, total, mask=mine)
@@ -160,7 +207,7 @@ def join_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program adds the parts of one query head of one row."""
+    """Each program adds the parts of one query of one head of one row."""
     query = tl.program_id(0).to(tl.int64)
     part, column = tl.arange(0, PARTS), tl.arange(0, BLOCK)
     there, wide = part < parts, column < HEAD_DIM
@@ -186,38 +233,38 @@ def decode_attention_forward(
     softcap: float | None,
 ) -> Tensor:
     """Launch the kernels for `reference.decode_attention_forward`."""
-    batch, heads, _, head_dim = q.shape
+    batch, heads, queries, head_dim = q.shape
     kv_heads, slots = k.shape[1:3]
     assert k.is_contiguous() and v.is_contiguous(), "a cache's buffers are contiguous"
     q = q if q.stride(-1) == 1 else q.contiguous()
     new_k = new_v = None
     if new is not None:
         new_k, new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in new)
-    out = q.new_empty(batch, heads, 1, head_dim)
+    out = q.new_empty(batch, heads, queries, head_dim)
     if out.numel() == 0:
         return out
     setting = launch(SPLIT if q.element_size() == 2 else SPLIT_WIDE, head_dim)
-    most = cdiv(setting.programs * num_sms(q.device), batch * kv_heads)
-    parts = max(1, min(most, cdiv(min(slots, window or slots), setting.block), 128))
+    group = heads // kv_heads
+    rows = min(setting.rows, max(LEAST_ROWS, triton.next_power_of_2(group * queries)))
+    pairs = kv_heads * cdiv(group * queries, rows)
+    most = cdiv(setting.programs * num_sms(q.device), batch * pairs)
+    keys = slots if window is None else min(slots, window + queries - 1)
+    parts = max(1, min(most, cdiv(keys, setting.block), 128))
+    # One new key takes its place among the keys of the cache; in float32 that spills registers.
+    apart = queries > 1 or q.element_size() > 2
     target, stats = out, None
     if parts > 1:
-        target = out.new_empty((batch, heads, parts, head_dim), dtype=torch.float32)
-        stats = out.new_empty((batch, heads, parts, 2), dtype=torch.float32)
-    group = heads // kv_heads
-    decode_attention_kernel[(parts, kv_heads, batch)](
+        target = out.new_empty((batch, heads, queries, parts, head_dim), dtype=torch.float32)
+        stats = out.new_empty((batch, heads, queries, parts, 2), dtype=torch.float32)
+    decode_attention_kernel[(parts, pairs, batch)](
         q,
-        q.stride(0),
-        q.stride(1),
+        *q.stride()[:3],
         new_k,
-        0 if new_k is None else new_k.stride(0),
-        0 if new_k is None else new_k.stride(1),
+        *((0, 0, 0) if new_k is None else new_k.stride()[:3]),
         new_v,
-        0 if new_v is None else new_v.stride(0),
-        0 if new_v is None else new_v.stride(1),
+        *((0, 0, 0) if new_v is None else new_v.stride()[:3]),
         k,
         v,
-        k.stride(0),
-        k.stride(1),
         ends,
         firsts,
         target,
@@ -230,7 +277,9 @@ def decode_attention_forward(
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         GROUP=group,
-        ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        QUERIES=queries,
+        ROWS=rows,
+        NEW=max(LEAST_ROWS, triton.next_power_of_2(queries)) if apart else 0,
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
         BLOCK=setting.block,
@@ -239,7 +288,7 @@ def decode_attention_forward(
     )
     if stats is not None:
         joining = launch(JOIN, head_dim)
-        join_kernel[(batch * heads,)](
+        join_kernel[(batch * heads * queries,)](
             target,
             stats,
             out,
