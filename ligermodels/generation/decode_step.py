@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ligermodels.generation.sampling import Sampler
 from ligermodels.kernels.autocast import autocast_is_on
-from ligermodels.layers import AttentionContext, AttentionMask
-from ligermodels.layers.kv_cache import DecodeStep, KVCache
-from ligermodels.models.base import DecoderContext, DecoderModel
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.models.base import DecoderModel
 from ligermodels.models.kernel_report import decoding_obstacle
 
 
@@ -34,19 +33,69 @@ def can_decode(model: object, cache: KVCache, given: set[str]) -> bool:
     )
 
 
-class StepDecoder:
-    """Computes one new token of each row, from a cache that holds the others.
+class Replayed:
+    """Work on the device that is the same launches each time: a CUDA graph after the first time.
 
-    The second call captures a step in a CUDA graph, which the later ones launch. The graph belongs
-    to this object, so it never outlives the weights that it reads: a change of their values in
-    place is seen, and the next generation captures a graph of its own.
+    The second call captures a graph, which the later ones launch. The graph belongs to this object,
+    so it never outlives the weights that it reads: a change of their values in place is seen, and
+    the next generation captures a graph of its own.
+
+    Args:
+        device: where the work is.
+        generator: the random generator that the work draws from, if it is not the default one.
+        captures: whether to capture a graph on a GPU; otherwise each call launches the kernels.
+    """
+
+    def __init__(
+        self, device: torch.device, generator: torch.Generator | None, captures: bool
+    ) -> None:
+        self.device, self.generator = device, generator
+        self.captures = captures and device.type == "cuda"
+        self.is_warm = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.made: Tensor
+
+    def run(self) -> Tensor:
+        """Launch the work, and return its result."""
+        raise NotImplementedError
+
+    def replay(self) -> Tensor:
+        """Do the work, and return its result, which the next call may overwrite."""
+        if self.captures and self.is_warm and self.graph is None:
+            self.graph = self._captured()
+        if self.graph is None:
+            self.made = self.run()
+        else:
+            self.graph.replay()
+        self.is_warm = True
+        return self.made
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        # torch.cuda.graph would also collect garbage and empty the allocator's cache, which takes
+        # longer than many steps.
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        if self.generator is not None:
+            graph.register_generator_state(self.generator)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.made = self.run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return graph
+
+
+class StepDecoder(Replayed):
+    """Computes one new token of each row, from a cache that holds the others.
 
     Args:
         model: the model.
         cache: it holds the prompts, and has room for the new tokens.
         sampler: chooses the tokens. Without one, the caller does.
         mask_BS: (batch, tokens in the cache), 0 for padding on the left, or None.
-        captures: whether to capture a graph on a GPU; otherwise each call launches the kernels.
+        captures: as in `Replayed`.
     """
 
     def __init__(
@@ -57,15 +106,12 @@ class StepDecoder:
         mask_BS: Tensor | None = None,
         captures: bool = True,
     ) -> None:
-        self.model, self.cache, self.sampler = model, cache, sampler
         device = model.rotary_emb.inv_freq.device
-        self.captures = captures and device.type == "cuda"
+        super().__init__(device, None if sampler is None else sampler.generator, captures)
+        self.model, self.cache, self.sampler = model, cache, sampler
         self.ids_B1 = torch.zeros(cache.batch, 1, dtype=torch.int64, device=device)
         self.ends_B = torch.full((cache.batch,), cache.length, device=device)
         self.firsts_B = None if mask_BS is None else (mask_BS == 0).sum(-1)
-        self.is_warm = False
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.made: Tensor
 
     def __call__(self, ids_B1: Tensor | None = None) -> Tensor:
         """Return the next tokens (batch,), or without a sampler the float32 logits (batch, vocab).
@@ -80,55 +126,18 @@ class StepDecoder:
         self.cache.end_of(1)  # The kernel would write over the first tokens.
         if ids_B1 is not None:
             self.ids_B1.copy_(ids_B1)
-        if self.captures and self.is_warm and self.graph is None:
-            self.graph = self._captured()
-        if self.graph is None:
-            self.made = self._run()
-        else:
-            self.graph.replay()
-        self.is_warm = True
+        made = self.replay()
         self.cache.advance_decoded()
-        return self.made
+        return made
 
-    def _run(self) -> Tensor:
-        logits_BV = self._logits()
+    def run(self) -> Tensor:
+        self.ends_B.add_(1)
+        with self.cache.step_at(self.ends_B, self.firsts_B):
+            context = self.model.prepare_context(self.ids_B1, cache=self.cache)
+            hidden, _ = self.model.run_layers(self.model.embed_tokens(self.ids_B1), context)
+        logits_BV = self.model.head.logits(hidden)[:, -1].float()
         if self.sampler is None:
             return logits_BV
         tokens_B = self.sampler(logits_BV)
         self.ids_B1.copy_(tokens_B.unsqueeze(1))
         return tokens_B
-
-    def _logits(self) -> Tensor:
-        model, firsts_B = self.model, self.firsts_B
-        self.ends_B.add_(1)
-        if firsts_B is None:
-            positions = self.ends_B[:1, None] - 1  # all rows are equally long
-        else:
-            positions = (self.ends_B - firsts_B)[:, None] - 1
-        mask, contexts = AttentionMask(1), {}
-        for name in sorted(set(model.ropes)):
-            cos, sin = getattr(model, name)(positions)
-            contexts[name] = AttentionContext(cos, sin, mask, self.cache)
-        context = DecoderContext([contexts[name] for name in model.ropes], None)
-        self.cache.step = DecodeStep(self.ends_B, firsts_B)
-        try:
-            hidden, _ = model.run_layers(model.embed_tokens(self.ids_B1), context)
-        finally:
-            self.cache.step = None
-        return model.head.logits(hidden)[:, -1].float()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph would also collect garbage and empty the allocator's cache, which takes
-        # longer than many steps.
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.ids_B1.device)
-        if self.sampler is not None and self.sampler.generator is not None:
-            graph.register_generator_state(self.sampler.generator)
-        stream.wait_stream(torch.cuda.current_stream(self.ids_B1.device))
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.made = self._run()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(self.ids_B1.device).wait_stream(stream)
-        return graph

@@ -1,7 +1,8 @@
 """The KV cache: keys and values of the tokens so far, or only of those in the window of a layer."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -213,6 +214,15 @@ class KVCache:
                 found = end - 1 - (end - 1 - slots) % size
             self._key_positions[size, new] = found
         return self._key_positions[size, new]
+
+    @contextmanager
+    def step_at(self, ends: Tensor, firsts: Tensor | None = None) -> Iterator[None]:
+        """Let the forward inside be a step of decoding, whose tokens stand there: `DecodeStep`."""
+        self.step = DecodeStep(ends, firsts)
+        try:
+            yield
+        finally:
+            self.step = None
 
     def advance(self, tokens: int) -> None:
         """Add the tokens that every layer has written to `length`; call it once per forward."""

@@ -24,7 +24,7 @@ from ligermodels.layers import (
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.kv_cache import DecodeStep, KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
 from ligermodels.layers.row_shard import RowShard
@@ -414,6 +414,10 @@ class DecoderModel(HFModel, PlannedModel):
         batch, seq = inputs.shape[:2]
         past = 0 if cache is None else cache.length
         shard = self.row_shard
+        # Another class with a cache's methods may have no steps.
+        step: DecodeStep | None = getattr(cache, "step", None)
+        if cache is not None and step is not None:
+            return self._step_context(seq, cache, step)
         mask, position_ids, document_ids = rows_mask(
             inputs,
             position_ids=position_ids,
@@ -439,6 +443,21 @@ class DecoderModel(HFModel, PlannedModel):
                 cos, sin = shard.split(cos), shard.split(sin)
             contexts[name] = AttentionContext(cos, sin, mask, cache, shared, memory, keys)
         return DecoderContext([contexts[name] for name in self.ropes], document_ids)
+
+    def _step_context(self, seq: int, cache: KVCache, step: DecodeStep) -> DecoderContext:
+        """Return the context of a step of decoding with `seq` new tokens of each row."""
+        if step.firsts is None:
+            ends = step.ends[:1]  # all rows are equally long
+        else:
+            ends = step.ends - step.firsts
+        positions = ends[:, None] + torch.arange(-seq, 0, device=ends.device)
+        # Angles that depend on the length are those of a step for each token.
+        length = None if seq == 1 else (positions.amax(0) + 1).unsqueeze(-1)
+        mask, contexts = AttentionMask(seq), {}
+        for name in sorted(set(self.ropes)):
+            cos, sin = getattr(self, name)(positions, length)
+            contexts[name] = AttentionContext(cos, sin, mask, cache)
+        return DecoderContext([contexts[name] for name in self.ropes], None)
 
     def _memory_keys(
         self, memory: Tensor | None, memory_mask: Tensor | None, inputs: Tensor
