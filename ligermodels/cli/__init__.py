@@ -18,7 +18,6 @@ with quit_on_interrupt():
     import sys
     import warnings
     from collections.abc import Sequence
-    from importlib import import_module
     from types import ModuleType
     from typing import Any
 
@@ -62,12 +61,9 @@ def _main(argv: list[str]) -> int:
     module: ModuleType | None = None
     try:
         module = _module(argv)
-        given = _parsed(module, argv)
-        import_module("ligermodels.training.finetune")  # It imports most of what is slow.
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
-            import_modules(given.modules)
-            module.run(given)
+            warnings.showwarning = lambda message, *_, **__: _say(str(message))
+            module.run(_parsed(module, argv))
         sys.stdout.flush()
     except SystemExit as stop:  # after --help, or after an error that was printed
         return stop.code if isinstance(stop.code, int) else 0
@@ -109,16 +105,17 @@ def _module(argv: list[str]) -> ModuleType:
 
 
 def _parsed(module: ModuleType, argv: list[str]) -> Any:
-    """Return the arguments of a command."""
+    """Return the arguments of a command, after it has imported the modules that they name."""
+    command, *words = argv
     if hasattr(module, "parse_arguments"):
-        return module.parse_arguments(argv)
-    subjects = {"arguments": module.Arguments}
-    found = parse(argv[0], subjects, argv[1:], description=module.DESCRIPTION)
+        return module.parse_arguments(words)
+    kind = module.Arguments
     try:
-        found["modules"] = found.pop("import")
-        return module.Arguments(**found)
+        given = kind.taken(parse(command, {command: kind}, words, description=module.DESCRIPTION))
     except LigerError as error:
-        complain(argv[0], first_line(error))
+        complain(command, first_line(error))
+    import_modules(given.modules)
+    return given
 
 
 def _described(error: BaseException, module: ModuleType | None) -> tuple[str, int]:
@@ -138,8 +135,3 @@ def _described(error: BaseException, module: ModuleType | None) -> tuple[str, in
 
 def _say(text: str) -> None:
     print(f"ligermodels: {text}", file=sys.stderr)
-
-
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    """Print a warning's message without its place in the code."""
-    _say(str(message))

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import MISSING, dataclass
 
-from ligermodels.cli.options import CommonOptions
+from ligermodels.cli.options import REVISION, CommonOptions
 from ligermodels.training.options import option
 
 HELP = "compare a family with transformers, on tiny random models"
@@ -29,7 +29,7 @@ class Arguments(CommonOptions):
         "checkpoint, of which only config.json is read",
         positional=True,
     )
-    revision: str | None = option(None, "branch, tag or commit of a hub checkpoint")
+    revision: str | None = option(None, REVISION)
     compile: bool = option(True, "check torch.compile")
     seed: int = option(0, "seed of weights and inputs", at_least=0)
     device: str = option("cpu", "where the models compute, for example cuda")
@@ -52,13 +52,8 @@ def run(given: Arguments) -> None:
         folder = resolve(given.family, given.revision, weights=False)
         family = family_of(folder)
         config = family.config_class.from_hf(folder)
-    report = check_family(
-        family,
-        config,
-        compile=given.compile,
-        seed=given.seed,
-        device=pick_device(given.device),
-    )
+    device = pick_device(given.device)
+    report = check_family(family, config, compile=given.compile, seed=given.seed, device=device)
     if given.json:
         print(json.dumps({**asdict(report), "ok": report.ok}, indent=2))
     else:

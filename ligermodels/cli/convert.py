@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
     from ligermodels.models.base import DecoderModel
 
-# Endings of files that users may expect as TARGET.
-_OF_FILES = (
-    *(".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx"),
-    *(".json", ".zip", ".tar", ".gz", ".h5", ".npz", ".pkl"),
-)
-_TO_GGUF = ", and make a GGUF file of the folder with llama.cpp's convert_hf_to_gguf.py"
 HELP = "change a checkpoint's dtype or shards, or verify its conversion"
 DESCRIPTION = (
     "Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and "
@@ -56,7 +50,6 @@ def run(given: Arguments) -> None:
     from pathlib import Path
 
     from ligermodels.converters.checkpoint_files import CONFIG_NAME, files_left_out, is_adapter
-    from ligermodels.converters.export import replaced_names
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.save_dir import read_one_version
     from ligermodels.converters.verify import compare, verify
@@ -65,79 +58,71 @@ def run(given: Arguments) -> None:
     from ligermodels.training.model import checkpoint_step, load_checkpoint
 
     target = None if given.target is None else Path(given.target)
-    if target is None and not given.verify:
-        raise LigerError("convert: give TARGET, --verify, or both")
-    if target is None and given.dtype:
-        raise LigerError("convert: --dtype needs TARGET")
+    if target is None and (given.dtype or not given.verify):
+        raise LigerError("convert: give TARGET, or --verify without --dtype, or both")
     if target is not None:
-        if target.suffix.lower() in _OF_FILES and not target.is_dir():
-            raise LigerError(
-                f"{given.target}: this is the name of a file, but convert writes a folder of "
-                "safetensors and JSON files; choose a name without "
-                f"{target.suffix!r}" + _TO_GGUF * (target.suffix.lower() == ".gguf")
-            )
-        if (present := replaced_names(target)) and not given.overwrite:
-            more = "" if len(present) == 1 else f" and {len(present) - 1} more files"
-            raise LigerError(
-                f"{given.target}: the folder holds {present[0]}{more} of a checkpoint; replace "
-                "them with --overwrite, or choose another folder"
-            )
-    dtype = given.loading()["dtype"]
+        _check_target(target, given.overwrite)
     place = checkpoint_step(given.source)
-    if place is not None and not Path(given.source).joinpath(CONFIG_NAME).exists():
-        if target is None or given.verify:
-            raise LigerError(
-                "convert: a checkpoint of a run cannot be verified; give TARGET, without --verify"
-            )
-        model, heads = load_checkpoint(*place)
-        model = model if dtype is None else model.to(dtype)
-        _write(given, model, None if heads is None else tensors_of(heads), target)
-        return
-    source = resolve(given.source, revision=given.revision)
-    adapter = is_adapter(source)
-    if adapter and (target is None or given.verify):
-        raise LigerError("convert: an adapter cannot be verified; give TARGET, without --verify")
-    family = None if adapter else family_of(source)
-    if left_out := files_left_out(source):
+    is_step = place is not None and not Path(given.source).joinpath(CONFIG_NAME).exists()
+    source = Path(given.source) if is_step else resolve(given.source, revision=given.revision)
+    is_whole = not is_step and not is_adapter(source)
+    if not is_whole and (target is None or given.verify):
+        raise LigerError(
+            "convert: a checkpoint of a run, or an adapter, cannot be verified; give TARGET, "
+            "without --verify"
+        )
+    if left_out := [] if is_step else files_left_out(source):
         print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)
-    if family is None:
-        assert target is not None
-        _write(given, AutoLiger.from_hf(source, **given.loading()), None, target)
-        return
+
+    def load(folder: Path) -> tuple[DecoderModel, dict[str, Tensor] | None]:
+        model = AutoLiger.from_hf(folder, **given.loading())
+        return model, read_heads(model, folder) if is_whole else None
+
     if target is None:
         read_heads(AutoLiger.from_hf(source, device="meta"), source)  # It checks them.
         with raise_on_interrupt():  # It removes its temporary folder.
             report = verify(
-                source,
-                family,
+                *(source, family_of(source)),
                 max_shard_size=given.max_shard_size,
                 allow_nonfinite=given.allow_nonfinite,
             )
+    elif is_step:
+        assert place is not None
+        model, heads = load_checkpoint(*place)
+        model.to(given.loading()["dtype"])
+        _write(given, model, None if heads is None else tensors_of(heads), target)
+        return
+    elif given.verify and target.exists() and target.samefile(source):
+        raise LigerError("convert: --verify compares two folders; choose another TARGET")
     else:
-        if given.verify and target.exists() and target.samefile(source):
-            raise LigerError(
-                "convert: SOURCE and TARGET are the same folder, so --verify would have nothing to "
-                "compare; choose another TARGET"
-            )
-
-        def load(folder: Path) -> tuple[DecoderModel, dict[str, Tensor] | None]:
-            model = AutoLiger.from_hf(folder, **given.loading())
-            return model, read_heads(model, folder)
-
         _write(given, *read_one_version(source, load), target)
         if not given.verify:
             return
-        report = compare(source, target, family, dtype=dtype)
+        report = compare(source, target, family_of(source), dtype=given.loading()["dtype"])
     print(report)
     if not report.ok:
         raise SystemExit(1)
 
 
+def _check_target(target: Path, overwrite: bool) -> None:
+    """Raise LigerError if the folder must not be written to."""
+    from ligermodels.converters.export import replaced_names
+
+    if target.suffix.lower() in (".gguf", ".safetensors", ".bin", ".pt") and not target.is_dir():
+        raise LigerError(
+            f"{target}: this is the name of a file, but convert writes a folder of safetensors and "
+            f"JSON files; choose a name without {target.suffix!r} (llama.cpp's "
+            "convert_hf_to_gguf.py makes a GGUF file of such a folder)"
+        )
+    if (present := replaced_names(target)) and not overwrite:
+        raise LigerError(
+            f"{target}: the folder holds {present[0]} of a checkpoint; replace it with "
+            "--overwrite, or choose another folder"
+        )
+
+
 def _write(
-    given: Arguments,
-    model: DecoderModel,
-    heads: dict[str, Tensor] | None,
-    target: Path,
+    given: Arguments, model: DecoderModel, heads: dict[str, Tensor] | None, target: Path
 ) -> None:
     """Save a model, and the tensors of its heads."""
     from ligermodels.heads.medusa_file import write_heads

@@ -47,19 +47,14 @@ def run(given: Arguments) -> None:
     if given.json:
         print(json.dumps({"families": found, "rope types": ROPE_TYPES}, indent=2))
         return
+    width = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 16, break_on_hyphens=False)
     for family, entries in found.items():
         print(family)
-        width = max(map(len, entries)) + 4
         for name, value in entries.items():
-            print(
-                textwrap.fill(
-                    value if isinstance(value, str) else ", ".join(value) or "none",
-                    shutil.get_terminal_size().columns,
-                    initial_indent=f"  {name}".ljust(width),
-                    subsequent_indent=" " * width,
-                    break_on_hyphens=False,
-                )
-            )
+            text = value if isinstance(value, str) else ", ".join(value) or "none"
+            wrapper.initial_indent = f"  {name:<14}"
+            print(wrapper.fill(text))
         print()
     print(f"rope types that every family supports: {', '.join(ROPE_TYPES)}")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ligermodels.cli.options import CommonOptions
+from ligermodels.cli.options import MODEL, REVISION, CommonOptions
 from ligermodels.errors import LigerError, printable
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.training.config import PRECISIONS
@@ -17,6 +18,8 @@ from ligermodels.training.options import option
 if TYPE_CHECKING:
     from ligermodels.training.model import Outlook
 
+UNUSED = "config keys that the model does not use (an export keeps them)"
+OTHER_TOWERS = "tensors that are not loaded (they belong to other towers)"
 HELP = "describe a checkpoint without loading its tensors"
 DESCRIPTION = (
     "Show a checkpoint's family, config, parameter count and memory needs. The command reads "
@@ -30,11 +33,11 @@ DESCRIPTION = (
 class Arguments(CommonOptions):
     """The options of `inspect`; the last five ask for a memory plan of training with AdamW."""
 
-    model: str = option(MISSING, "hub id or local folder of a checkpoint", positional=True)
-    revision: str | None = option(None, "branch, tag or commit of a hub checkpoint")
+    model: str = option(MISSING, MODEL, positional=True)
+    revision: str | None = option(None, REVISION)
     json: bool = option(False, "print JSON")
-    batch: int | None = option(None, "rows of a batch to plan for", at_least=1, at_most=2**31 - 1)
-    seq: int | None = option(None, "tokens of a row to plan for", at_least=1, at_most=2**31 - 1)
+    batch: int | None = option(None, "rows of a batch to plan for", at_least=1)
+    seq: int | None = option(None, "tokens of a row to plan for", at_least=1)
     budget: str | None = option(
         None, "memory to plan for, such as 80GiB (default: the GPU's)", metavar="SIZE"
     )
@@ -55,22 +58,17 @@ def run(given: Arguments) -> None:
     from ligermodels.models.auto import family_of
     from ligermodels.training import model
 
-    wants_plan = _wants_plan(given)
+    sizes = {name: getattr(given, name) for name in ("batch", "seq", "budget", "gpu", "precision")}
+    asked = [name for name, value in sizes.items() if value is not None]
+    if asked and not {"batch", "seq"} <= {*asked}:
+        raise LigerError(f"inspect: --{asked[0]}: a memory plan needs --batch and --seq")
     folder = resolve(given.model, revision=given.revision)
     family = family_of(folder)
     found = asdict(describe(folder, family))
     outlook: Outlook | None = None
-    if wants_plan:
-        assert given.batch is not None and given.seq is not None
-        outlook = model.outlook(
-            family,
-            family.config_class.from_hf(folder),
-            given.batch,
-            given.seq,
-            budget=given.budget,
-            gpu=given.gpu,
-            precision=given.precision or "bf16-mixed",
-        )
+    if asked:
+        sizes["precision"] = given.precision or "bf16-mixed"
+        outlook = model.outlook(family, family.config_class.from_hf(folder), **sizes)
     if given.json:
         if outlook is not None:
             values = None if outlook.plan is None else outlook.plan.to_dict()
@@ -78,24 +76,22 @@ def run(given: Arguments) -> None:
         print(json.dumps(found, indent=2, default=str))
         return
     print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")
-    for title, entries, show in (
-        ("config", found["config"], json.dumps),
-        (
-            "config keys that the model does not use (an export keeps them)",
-            found["unknown_keys"],
-            json.dumps,
-        ),
-        ("tensors that are not loaded (they belong to other towers)", found["left_out"], str),
-        ("stored bytes by dtype", found["dtype_bytes"], _bytes),
-        ("files", found["files"], _bytes),
-        ("estimated memory", found["memory"], _bytes),
-    ):
-        if entries:
-            print(f"\n{title}")
-            names = [printable(name) for name in entries]
-            width = max(map(len, names))
-            for name, value in zip(names, entries.values()):
-                print(f"  {name:<{width}}  {_cut(show(value))}")
+    sections: dict[str, tuple[dict[str, Any], Callable[[Any], str]]] = {
+        "config": (found["config"], json.dumps),
+        UNUSED: (found["unknown_keys"], json.dumps),
+        OTHER_TOWERS: (found["left_out"], str),
+        "stored bytes by dtype": (found["dtype_bytes"], _bytes),
+        "files": (found["files"], _bytes),
+        "estimated memory": (found["memory"], _bytes),
+    }
+    for title, (entries, show) in sections.items():
+        if not entries:
+            continue
+        print(f"\n{title}")
+        names = [printable(name) for name in entries]
+        width = max(map(len, names))
+        for name, value in zip(names, map(show, entries.values())):
+            print(f"  {name:<{width}}  {value[:500]}" + " ..." * (len(value) > 500))
     if outlook is not None:
         print(f"\ntraining with AdamW, {given.batch} x {given.seq} tokens ({outlook.rates})")
         plan = outlook.plan
@@ -106,18 +102,6 @@ def run(given: Arguments) -> None:
         limit = found["config"]["max_position_embeddings"]
         beyond = f" (max_position_embeddings is {limit})" if outlook.largest_seq > limit else ""
         print(f"  longest rows with batch {given.batch}: {outlook.largest_seq} tokens{beyond}")
-
-
-def _wants_plan(given: Arguments) -> bool:
-    """Return whether a memory plan is asked for; raise LigerError if a part is missing."""
-    wanted = [x for x in ("batch", "seq", "budget", "gpu", "precision") if getattr(given, x)]
-    if wanted and (given.batch is None or given.seq is None):
-        raise LigerError(f"inspect: --{wanted[0]}: a memory plan needs --batch and --seq")
-    return bool(wanted)
-
-
-def _cut(text: str, longest: int = 500) -> str:
-    return text if len(text) <= longest else text[:longest] + " ..."
 
 
 def _bytes(number: int) -> str:

@@ -1,7 +1,7 @@
 """Run a command in several processes, one for each GPU: `ligermodels finetune ... --gpus N`.
 
-The processes are those of `torchrun --nproc-per-node N -m ligermodels finetune ...`, started
-through the library behind torchrun. Of their errors only the first is printed, as one line.
+The processes are those of `torchrun --standalone --nproc-per-node N -m ligermodels finetune ...`.
+Of their errors only the first is printed, as one line.
 """
 
 from __future__ import annotations
@@ -10,36 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ligermodels.training.options import Options, option
-
 _LAUNCHED = "LIGERMODELS_LAUNCHED"  # set in the processes that this module starts
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch: where a process leaves its error
 # torch asks the other processes to end, and kills those that still run 30 seconds later. It notes
 # the time when all have ended, so that a long time after another's error means that it waited.
 _PATIENCE = 10
-
-
-@dataclass(kw_only=True)
-class LaunchOptions(Options):
-    """How many processes run: options of the command that no run keeps."""
-
-    gpus: int | None = option(
-        None,
-        "run on N GPUs of this machine, each with its own rows (with --device cpu, in N "
-        "processes); the model is spread over them (FSDP2)",
-        at_least=1,
-        at_most=1024,
-    )
-    max_restarts: int = option(
-        0,
-        "with --gpus, how often the run goes on from its last checkpoint by itself after a process "
-        "was killed",
-        at_least=0,
-    )
 
 
 def is_worker() -> bool:
@@ -54,7 +31,7 @@ def is_rank0() -> bool:
 
 def report_error(line: str) -> bool:
     """Leave an error for the process that has started this one to print; False if there is none."""
-    file = os.environ.get(_ERROR_FILE)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _LAUNCHED not in os.environ or not file:
         return False
     with open(file, "w", encoding="utf-8") as out:
@@ -69,33 +46,20 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
         SystemExit: a process failed; the code is that of the process with the first error.
     """
     import logging
-    import uuid
 
+    import torch
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # torch would log each failure with its own report.
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # has reports of its own
     os.environ[_LAUNCHED] = "1"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // gpus)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // gpus)))
     # An interrupted run writes a checkpoint before it ends.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=gpus,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=max_restarts,
-        monitor_interval=0.2,
-    )
-    arguments = ["-m", "ligermodels", *argv]
+    options = f"--standalone --nproc-per-node={gpus} --max-restarts={max_restarts} -m ligermodels"
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        torchrun.run(torchrun.parse_args(["--monitor-interval=0.2", *options.split(), *argv]))
     except SignalException as stop:
         raise SystemExit(128 + stop.sigval) from None
     except ChildFailedError as error:
@@ -104,15 +68,15 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
         raise SystemExit(code) from None
 
 
-def _first(failures: dict[int, Any]) -> tuple[str, int]:
+def _first(failures: Mapping[int, Any]) -> tuple[str, int]:
     """Return the line and the exit code of the failure that caused the others."""
-    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    told = [each for _, each in in_order if each.error_file_data["message"]]  # by `report_error`
-    killed = [x for x in in_order if x[1].exitcode < 0 and x[1].signal_name() != "SIGTERM"]
+    by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    told = [each for _, each in by_time if each.error_file_data["message"]]  # by `report_error`
+    killed = [x for x in by_time if x[1].exitcode < 0 and x[1].signal_name() != "SIGTERM"]
     if told and (not killed or killed[0][1].timestamp - told[0].timestamp >= _PATIENCE):
         return told[0].message, told[0].exitcode  # the launcher itself has killed the others
     if killed:
         rank, failure = killed[0]
         return f"rank {rank} was killed by {failure.signal_name()}", 1
-    rank, failure = next(iter(failures.items()))
+    rank, failure = by_time[0]
     return f"rank {rank} ended with exit code {failure.exitcode}; its error is above", 1

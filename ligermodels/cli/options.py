@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import shutil
 import sys
 import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
-from ligermodels.converters.files import open_regular
 from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 from ligermodels.training.config import EXPORT_DTYPES
 from ligermodels.training.options import OTHER_NAMES, Options, flat_name, option, types_of
+
+DEVICE = "cpu or cuda (default: cuda if there is a GPU)"
+MODEL = "hub id or local folder of a checkpoint"
+REVISION = "branch, tag or commit of a hub checkpoint"
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,7 @@ class CommonOptions(Options):
 class LoadingOptions(CommonOptions):
     """How a checkpoint is loaded."""
 
-    revision: str | None = option(None, "branch, tag or commit of a hub checkpoint")
+    revision: str | None = option(None, REVISION)
     dtype: str | None = option(
         None, "dtype of the weights (default: as stored)", choices=EXPORT_DTYPES
     )
@@ -61,61 +62,57 @@ def parse(
     subjects: Mapping[str, type[Options]],
     argv: Sequence[str],
     *,
-    description: str,
-    defaults: Mapping[str, Any] | None = None,
+    description: str = "",
     owners: Mapping[str, str] | None = None,
+    is_whole: bool = True,
 ) -> dict[str, Any]:
-    """Return the values of all options of some subjects, each by its own name.
+    """Return the values of the options that words give, each by its own name.
 
     Args:
-        defaults: values that replace the defaults of the options.
+        subjects: the groups of options, by the title of each.
         owners: what is said of options that belong elsewhere, by their names.
+        is_whole: whether these are all options that the words may give, so that others are
+            mistakes, and --help is answered.
     Raises:
         SystemExit: after --help, or after a mistake that was printed as one line.
     """
     import tyro
 
-    _check_names(command, subjects, argv, owners or {})
-    groups: list[Any] = []
-    values: dict[str, Any] = {}
-    for subject, kind in subjects.items():
-        types = types_of(kind)
-        inner = []
-        for each in fields(kind):
-            name = flat_name(each)
-            values[name] = (defaults or {}).get(name, each.default)
-            inner.append((each.name, *_described(each, types[each.name], values[name])))
-        groups.append((subject, make_dataclass(subject, inner, kw_only=True)))
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(shown), warnings.catch_warnings():
-            # An option that is not given has None, whatever its type.
-            warnings.simplefilter("ignore")
-            arguments: Any = make_dataclass("arguments", groups, kw_only=True)
-            given, more = tyro.cli(
-                arguments,
-                prog=f"ligermodels {command}",
-                description=description,
-                args=list(argv),
-                config=(tyro.conf.OmitArgPrefixes,),
-                return_unknown_args=True,
-            )
-    except SystemExit:
-        width = shutil.get_terminal_size().columns
-        for line in shown.getvalue().splitlines():  # The boxes have the width of the terminal.
-            print(line if len(line) <= width else textwrap.fill(line, width))
-        raise
-    if more:
-        complain(command, f"unrecognized arguments: {printable(' '.join(more))}")
-    for subject, kind in subjects.items():
-        types = types_of(kind)
-        for each in fields(kind):
-            name, found = flat_name(each), getattr(getattr(given, subject), each.name)
-            if found is not None and (each.type != "bool" or found != (values[name] is True)):
-                values[name] = _typed(types[each.name], found)
-            if values[name] is MISSING:
-                complain(command, f"{name.upper()} is missing")
-    return values
+    known = {flat_name(each): each for kind in subjects.values() for each in fields(kind)}
+    types = {name: kind for part in subjects.values() for name, kind in types_of(part).items()}
+    for word, after in zip(argv, [*argv[1:], "--"]):  # of which tyro says more than a line
+        name = word.removeprefix("--").replace("-", "_")
+        if word.startswith("--") and after.startswith("--") and types.get(name, bool) is not bool:
+            complain(command, f"{word}: its value is missing")
+    typed_dict: Any = TypedDict  # What is not given is not in the result.
+    groups = {
+        subject: typed_dict(
+            subject, {flat_name(x): _described(x, types) for x in fields(kind)}, total=False
+        )
+        for subject, kind in subjects.items()
+    }
+    # tyro keeps the end of a line before one that is indented.
+    width = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(width, initial_indent=" ", subsequent_indent=" ")
+    given, more = tyro.cli(
+        typed_dict("arguments", groups),
+        prog=f"ligermodels {command}",
+        description=wrapper.fill(description),
+        args=list(argv),
+        config=(tyro.conf.OmitArgPrefixes,),
+        return_unknown_args=True,
+        add_help=is_whole,
+    )
+    if is_whole and more:
+        name = next((word for word in more if word.startswith("--")), more[0]).partition("=")[0]
+        hint = did_you_mean(name, [f"--{x.replace('_', '-')}" for x in known], OTHER_NAMES)
+        said = f"unrecognized arguments: {printable(name)}{hint}"
+        complain(command, (owners or {}).get(name[2:].replace("-", "_"), said))
+    found = {k: _typed(types[k], v) for group in given.values() for k, v in group.items()}
+    for name, each in known.items():
+        if is_whole and each.default is MISSING and name not in found:
+            complain(command, f"{name.upper()} is missing")
+    return found
 
 
 def _typed(kind: Any, words: Any) -> Any:
@@ -127,59 +124,31 @@ def _typed(kind: Any, words: Any) -> Any:
     return words
 
 
-def _described(each: Field[Any], kind: Any, value: Any) -> tuple[Any, Any]:
-    """Return the type of an option for tyro, with what its help shows, and its default.
+def _described(each: Field[Any], types: Mapping[str, Any]) -> Any:
+    """Return the type of an option for tyro, with what its help shows.
 
     tyro takes every value as a text: what is a mistake in it, the option says.
     """
     import tyro
 
-    facts = each.metadata
-    several = get_origin(kind) is list
-    usual = {int: "N", float: "X"}.get(get_args(kind)[0] if several else kind)
-    metavar = facts["metavar"] or usual or flat_name(each).upper()
-    if facts["is_size"]:
-        metavar = "SIZE"
+    facts, name = each.metadata, flat_name(each)
+    kind = types[name]
+    is_list = get_origin(kind) is list
+    usual = {int: "N", float: "X"}.get(get_args(kind)[0] if is_list else kind, name.upper())
+    metavar = "SIZE" if facts["is_size"] else facts["metavar"] or usual
     if facts["choices"] is not None:
         metavar = "{" + ",".join(facts["choices"]) + "}"
-    shown = "" if value in (None, MISSING, (), []) or kind is bool else f"(default: {value})"
+    hides = each.default in (None, MISSING, ()) or kind is bool or "(default:" in facts["help"]
     argument = tyro.conf.arg(
-        name=flat_name(each).replace("_", "-"),
+        name=name.replace("_", "-"),
         help=facts["help"],
-        metavar=None if kind is bool else f"{metavar} ..." if several else metavar,
-        help_behavior_hint="" if "(default:" in facts["help"] else shown,
+        metavar=None if kind is bool else f"{metavar} ..." if is_list else metavar,
+        help_behavior_hint="" if hides else f"(default: {each.default})",
     )
-    annotated: Any = Annotated[bool if kind is bool else list[str] if several else str, argument]
+    annotated: Any = Annotated[bool if kind is bool else list[str] if is_list else str, argument]
     if facts["positional"]:
         annotated = tyro.conf.Positional[annotated]  # type: ignore[misc]
-    return annotated, field(default=value is True if kind is bool else None)
-
-
-def _check_names(
-    command: str,
-    subjects: Mapping[str, type[Options]],
-    argv: Sequence[str],
-    owners: Mapping[str, str],
-) -> None:
-    """Complain of the first option that is unknown, with a suggestion, or lacks its value."""
-    flags, known = {"--help"}, set()
-    for kind in subjects.values():
-        for each in fields(kind):
-            name = flat_name(each).replace("_", "-")
-            if each.type == "bool":
-                flags |= {f"--{name}", f"--no-{name}"}
-            else:
-                known.add(f"--{name}")
-    for word, after in zip(argv, [*argv[1:], "--"]):
-        name = word.partition("=")[0]
-        if not name.startswith("--"):
-            continue
-        if (plain := name.replace("_", "-")) not in known | flags:
-            hint = did_you_mean(name, sorted(known | flags), OTHER_NAMES)
-            said = f"unrecognized arguments: {printable(name)}{hint}"
-            complain(command, owners.get(name[2:].replace("-", "_"), said))
-        if plain in known and name == word and after.startswith("--"):
-            complain(command, f"{name}: its value is missing")
+    return annotated
 
 
 def complain(command: str, message: str) -> NoReturn:
@@ -197,7 +166,7 @@ def data_library() -> Any:
     return hub_data
 
 
-def import_modules(names: list[str] | None) -> None:
+def import_modules(names: Sequence[str] | None) -> None:
     """Import modules by name, from the current folder too, or .py files by path.
 
     Raises:
@@ -206,33 +175,25 @@ def import_modules(names: list[str] | None) -> None:
     for name in names or ():
         try:
             if name.endswith(".py"):
-                _import_file(name)
-            elif all(part.isidentifier() for part in name.split(".")):
+                _import_file(os.path.abspath(name))
+            else:
                 sys.path.append(os.getcwd())
                 importlib.import_module(name)
-            else:
-                raise LigerError("expected the name of a module, or the path of a .py file")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # also SystemExit, which would end the command in silence
+        except (Exception, SystemExit) as error:  # SystemExit would end the command in silence.
             kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 
 
-_imported_files: set[str] = set()
-
-
-def _import_file(name: str) -> None:
+def _import_file(path: str) -> None:
     """Import a file under its own name, even if an installed module has the same name."""
-    file = Path(os.path.abspath(name))
-    if file.stem in sys.modules and file.stem not in _imported_files:
-        raise LigerError(f"a module named {file.stem!r} is imported already; rename the file")
-    open_regular(Path(name), LigerError).close()  # Python would wait for the writer of a pipe.
-    sys.modules.pop(file.stem, None)
-    sys.path.insert(0, str(file.parent))
+    folder, name = os.path.dirname(path), Path(path).stem
+    if not os.path.isfile(path):
+        raise LigerError("there is no such file")
+    if getattr(sys.modules.get(name), "__file__", path) != path:
+        raise LigerError(f"a module named {name!r} is imported already; rename the file")
+    sys.path.insert(0, folder)
     try:
-        importlib.import_module(file.stem)
-        _imported_files.add(file.stem)
+        importlib.import_module(name)
     finally:  # The modules beside it are found later, too, but hide no others.
-        sys.path.remove(str(file.parent))
-        sys.path.append(str(file.parent))
+        sys.path.remove(folder)
+        sys.path.append(folder)

@@ -359,12 +359,13 @@ class FinetuneConfig:
     output: OutputOptions
 
     def __post_init__(self) -> None:
-        missing = {"model": self.model.path, "output_dir": self.output.output_dir}
-        for name, value in missing.items():
-            if value is None:
-                raise ConfigError(f"{name}: it is missing")
-        if not self.data.train_files:
-            raise ConfigError("train_files: at least one file is needed")
+        needed = {
+            "model": self.model.path,
+            "train_files": self.data.train_files,
+            "output_dir": self.output.output_dir,
+        }
+        if missing := [name for name, value in needed.items() if not value]:
+            raise ConfigError(f"{', '.join(missing)}: missing")
         chosen = {
             "lora_r": self.adapter.lora_r,
             "freeze": self.model.freeze,

@@ -40,6 +40,12 @@ class FileLoss:
         """The exponential of the loss."""
         return perplexity(self.loss)
 
+    def to_dict(self) -> dict[str, float]:
+        """Return all numbers by name, with the tokens of a second instead of the seconds."""
+        found = {"perplexity": self.perplexity, **vars(self)}
+        found["tokens_per_second"] = self.tokens / max(found.pop("seconds"), 1e-9)
+        return found
+
     def __add__(self, other: FileLoss) -> FileLoss:
         targets = self.targets + other.targets
         loss = (self.loss * self.targets + other.loss * other.targets) / targets

@@ -14,6 +14,8 @@ from functools import partial
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from typing_extensions import Self
+
 from ligermodels.converters.dtypes import dtype_name
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.memory.byte_sizes import parse_bytes
@@ -86,17 +88,23 @@ def flat_name(each: Field[Any]) -> str:
     return each.metadata["flag"] or each.name
 
 
+def flat_names(kind: type[Options]) -> list[str]:
+    """Return the names of the options of a class among those of all subjects."""
+    return [flat_name(each) for each in fields(kind)]
+
+
 def types_of(kind: type) -> dict[str, Any]:
-    """Return the type of each option's value, without None.
+    """Return the type of each option's value by the option's name, without None.
 
     It is str, int, float, bool, list[str] or list[float].
     """
-    # An optional value is annotated as `type | None`, in this order.
-    return {
-        name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        for name, hint in get_type_hints(kind).items()
-        if name in kind.__dataclass_fields__  # type: ignore[attr-defined]
-    }
+    hints = get_type_hints(kind)
+    return {flat_name(each): _required(hints[each.name]) for each in fields(kind)}
+
+
+def _required(hint: Any) -> Any:
+    """Return a type without None; an optional value is annotated as `type | None`."""
+    return get_args(hint)[0] if isinstance(hint, UnionType) else hint
 
 
 @dataclass(kw_only=True)
@@ -109,11 +117,17 @@ class Options:
         ConfigError: a value has the wrong type, is not one of the choices or breaks a limit.
     """
 
+    @classmethod
+    def taken(cls, values: dict[str, Any]) -> Self:
+        """Return the options with what a dict has for their names, and remove it there."""
+        names = {flat_name(each): each.name for each in fields(cls)}
+        return cls(**{names[name]: values.pop(name) for name in names if name in values})
+
     def __post_init__(self) -> None:
-        hints, types = get_type_hints(type(self)), types_of(type(self))
+        hints = get_type_hints(type(self))
         for each in fields(self):
-            value, kind = getattr(self, each.name), types[each.name]
-            if value is None and isinstance(hints[each.name], UnionType):
+            value, kind = getattr(self, each.name), _required(hints[each.name])
+            if value is None and kind is not hints[each.name]:
                 continue
             if get_origin(kind) is list:
                 several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))

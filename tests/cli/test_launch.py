@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch.distributed.launcher.api
+import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ligermodels.cli import launch
@@ -190,9 +190,9 @@ def test_the_failure_that_caused_the_others_is_told() -> None:
 
 def test_a_signal_to_the_launcher_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Mock(side_effect=SignalException("stopped", signal.Signals.SIGTERM))
-    monkeypatch.setattr(torch.distributed.launcher.api, "elastic_launch", lambda *_: started)
+    monkeypatch.setattr(torch.distributed.run, "elastic_launch", lambda **_: started)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(SystemExit) as stop:
         launch.run(2, 0, ["finetune", "m"])
     assert stop.value.code == 128 + signal.SIGTERM
-    started.assert_called_once_with("-m", "ligermodels", "finetune", "m")
+    started.assert_called_once_with("-u", "-m", "ligermodels", "finetune", "m")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -43,19 +42,13 @@ def test_a_module_that_cannot_be_imported_is_one_line(call, tmp_path, subtests):
     (tmp_path / "clash.py").write_text(FAMILY.format(name="llama"))
     (tmp_path / "json.py").write_text("")
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
-    (tmp_path / "panics.py").write_text("raise BaseException('a panic')")
-    os.mkfifo(tmp_path / "pipe.py")
     for name, words in (
         ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (f"{tmp_path}/nothing.py", "the file is missing"),
-        (f"{tmp_path}/pipe.py", "not a regular file but a pipe"),
+        (f"{tmp_path}/nothing.py", "there is no such file"),
         (f"{tmp_path}/broken.py", "RuntimeError: no"),
         (f"{tmp_path}/clash.py", "'llama' belongs to ligermodels.models.llama.LigerLlama"),
         (f"{tmp_path}/json.py", "'json' is imported already; rename the file"),
         (f"{tmp_path}/leaves.py", "SystemExit: 0"),
-        (f"{tmp_path}/panics.py", "BaseException: a panic"),
-        ("", "expected the name of a module, or the path of a .py file"),
-        (f"{tmp_path}/", "expected the name of a module, or the path of a .py file"),
     ):
         with subtests.test(name):
             assert_one_line(call("families", "--import", name), f"--import {name}: ", words)
