@@ -25,8 +25,8 @@ class Arguments(LoadingOptions):
     """The options of `evaluate`."""
 
     model: str = option(MISSING, MODEL, positional=True)
-    files: list[str] = option((), "text or .jsonl files", metavar="FILE")  # noqa: RUF009
-    tasks: list[str] = option((), "names of lm-eval's tasks", metavar="TASK")  # noqa: RUF009
+    files: list[str] = option((), "text or .jsonl files", metavar="FILE")
+    tasks: list[str] = option((), "names of lm-eval's tasks", metavar="TASK")
     seq_len: int = option(1024, "tokens per row", at_least=2)
     batch_size: int = option(4, "rows of a forward pass", at_least=1)
     separator: str | None = option(

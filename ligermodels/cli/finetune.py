@@ -95,10 +95,10 @@ def parse_arguments(words: list[str]) -> Arguments:
     import_modules(modules)  # They may register losses.
     found: dict[str, Any] = {}
     if "config" in early:
-        also = [name for kind in own.values() for name in flat_names(kind)]
-        found = read_config(early["config"], loss=early.get("loss"), also=also)
-        modules += CommandOptions.taken({"import": found.pop("import", None)}).modules or ()
-        import_modules(modules)
+        found = read_config(early["config"], loss=early.get("loss"), also=own.values())
+        more = CommandOptions.taken({"import": found.pop("import", None)}).modules or []
+        import_modules(more)
+        modules += more
     asked = found | early
     if asked.get("resume") and not {"-h", "--help"} & {*words}:
         found = _resumed(asked.get("output_dir")) | found

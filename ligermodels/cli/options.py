@@ -7,7 +7,6 @@ mistake is one line on stderr.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import shutil
@@ -20,7 +19,7 @@ from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
 from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 from ligermodels.training.config import EXPORT_DTYPES
-from ligermodels.training.options import OTHER_NAMES, Options, flat_name, option, types_of
+from ligermodels.training.options import OTHER_NAMES, Options, flat_name, option, typed, types_of
 
 DEVICE = "cpu or cuda (default: cuda if there is a GPU)"
 MODEL = "hub id or local folder of a checkpoint"
@@ -31,7 +30,7 @@ REVISION = "branch, tag or commit of a hub checkpoint"
 class CommonOptions(Options):
     """The option that every command has."""
 
-    modules: list[str] | None = option(  # noqa: RUF009 (the default is not a list)
+    modules: list[str] | None = option(
         None,
         "import modules, or .py files, that register model families or losses",
         flag="import",
@@ -108,20 +107,11 @@ def parse(
         hint = did_you_mean(name, [f"--{x.replace('_', '-')}" for x in known], OTHER_NAMES)
         said = f"unrecognized arguments: {printable(name)}{hint}"
         complain(command, (owners or {}).get(name[2:].replace("-", "_"), said))
-    found = {k: _typed(types[k], v) for group in given.values() for k, v in group.items()}
+    found = {k: typed(types[k], v) for group in given.values() for k, v in group.items()}
     for name, each in known.items():
         if is_whole and each.default is MISSING and name not in found:
             complain(command, f"{name.upper()} is missing")
     return found
-
-
-def _typed(kind: Any, words: Any) -> Any:
-    """Return the value that words stand for; a wrong word stays, and the option refuses it."""
-    if get_origin(kind) is list:
-        return [_typed(get_args(kind)[0], word) for word in words]
-    with contextlib.suppress(ValueError):
-        return kind(words)
-    return words
 
 
 def _described(each: Field[Any], types: Mapping[str, Any]) -> Any:
@@ -184,16 +174,21 @@ def import_modules(names: Sequence[str] | None) -> None:
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 
 
+_imported_files: set[str] = set()
+
+
 def _import_file(path: str) -> None:
     """Import a file under its own name, even if an installed module has the same name."""
     folder, name = os.path.dirname(path), Path(path).stem
     if not os.path.isfile(path):
         raise LigerError("there is no such file")
-    if getattr(sys.modules.get(name), "__file__", path) != path:
+    if name in sys.modules and name not in _imported_files:
         raise LigerError(f"a module named {name!r} is imported already; rename the file")
+    sys.modules.pop(name, None)
     sys.path.insert(0, folder)
     try:
         importlib.import_module(name)
+        _imported_files.add(name)
     finally:  # The modules beside it are found later, too, but hide no others.
         sys.path.remove(folder)
         sys.path.append(folder)

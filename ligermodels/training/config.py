@@ -5,15 +5,14 @@ of another subject has, such as `learning_rate`: that of the command line, of
 `FinetuneConfig.from_options` and of the errors. A loss is a class of its own in `losses`.
 
 `read_config` reads options from a YAML file, and `config_text` writes them. The keys are subjects
-and the names of their options, with `_` or `-`. The values are read as YAML 1.2 defines them:
-`2e-5` is a number, and `off` is a text.
+and the names of their options, with `_` or `-`. A value has the type of its option: `2e-5` is a
+number for one, and a text for another.
 
 This module does not import torch, so that the command line shows its help quickly.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,15 +25,22 @@ from ligermodels.converters.files import read_if_present
 from ligermodels.errors import ConfigError, did_you_mean, first_line
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.training.losses import LOSSES, SFT, Loss
-from ligermodels.training.options import OTHER_NAMES, Options, flat_name, free_option, option
+from ligermodels.training.options import (
+    OTHER_NAMES,
+    Options,
+    flat_name,
+    flat_names,
+    free_option,
+    option,
+    typed,
+    types_of,
+)
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
-# Runs beyond these never end, or take more memory than there is.
-MAX_STEPS = 10**9
-MAX_ROWS = 2**20  # of one optimizer step
+MAX_STEPS = 10**9  # A longer run never ends.
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # what a resumed run does not take over
 
 
@@ -49,16 +55,13 @@ class ModelOptions(Options):
         positional=True,
     )
     revision: str | None = free_option(None, "branch, tag or commit of a hub checkpoint")
-    freeze: list[str] | None = option(  # noqa: RUF009 (the default is not a list)
+    freeze: list[str] | None = option(
         None,
-        "parameters or modules that are not trained, by name; * stands for anything, as in "
-        "embed_tokens layers.*.mlp",
+        "parameters or modules that are not trained, by name, as in embed_tokens layers.*.mlp",
         metavar="NAME",
     )
-    train_only: list[str] | None = option(  # noqa: RUF009
-        None,
-        "the only parameters or modules that are trained, by name, as for freeze",
-        metavar="NAME",
+    train_only: list[str] | None = option(
+        None, "the only parameters or modules that are trained, as for freeze", metavar="NAME"
     )
     precision: str | None = option(
         None,
@@ -74,7 +77,7 @@ class ModelOptions(Options):
 class DataOptions(Options):
     """What is learned, and how it becomes rows."""
 
-    train_files: list[str] = free_option(  # noqa: RUF009
+    train_files: list[str] = free_option(
         (),
         "plain text, or .jsonl objects with text, prompt and completion, or messages; also records "
         "of ShareGPT (conversations) and of Alpaca (instruction, input, output). With the library "
@@ -82,14 +85,11 @@ class DataOptions(Options):
         "OWNER/NAME:CONFIG:SPLIT",
         metavar="FILE",
     )
-    eval_files: list[str] | None = free_option(  # noqa: RUF009
+    eval_files: list[str] | None = free_option(
         None, "files to measure perplexity on, in the same formats", metavar="FILE"
     )
     eval_fraction: float = free_option(
-        0.05,
-        "share of the training data to hold out if no evaluation files are given",
-        at_least=0,
-        less_than=1,
+        0.05, "share of the data to hold out without evaluation files", at_least=0, less_than=1
     )
     max_eval_rows: int | None = free_option(
         None, "largest number of rows to evaluate on", at_least=1
@@ -102,11 +102,9 @@ class DataOptions(Options):
     )
     seq_len: int = option(1024, "tokens per row; documents are packed into rows", at_least=2)
     stream: bool = option(
-        False,
-        "keep the tokens on the disk (in HF_HOME), for data that is larger than memory; needs the "
-        "library datasets",
+        False, "keep the tokens on the disk (in HF_HOME); needs the library datasets"
     )
-    data_weights: list[float] | None = option(  # noqa: RUF009
+    data_weights: list[float] | None = option(
         None, "the share of each training file in the rows, in any unit, as in 3 1", more_than=0
     )
 
@@ -124,24 +122,17 @@ class AdapterOptions(Options):
     """Adapters on a frozen model (LoRA), if any."""
 
     lora_r: int | None = option(
-        None,
-        "freeze the model and train adapters of this rank on its linears",
-        at_least=1,
-        at_most=2**16,
+        None, "freeze the model and train adapters of this rank on its linears", at_least=1
     )
     lora_alpha: float | None = option(
-        None,
-        "scale of the adapters, times their rank (default: twice the rank)",
-        more_than=0,
-        at_most=1e30,  # float32 holds it, and its products with numbers of usual size
+        None, "scale of the adapters, times their rank (default: twice the rank)", more_than=0
     )
     lora_dropout: float = option(
         0.0, "rate at which inputs of the adapters are dropped", at_least=0, less_than=1
     )
-    lora_targets: list[str] | None = option(  # noqa: RUF009
+    lora_targets: list[str] | None = option(
         None,
-        "the linears that get an adapter, by HF's names, such as q_proj v_proj (default: all "
-        "linears of the layers)",
+        "the linears that get an adapter, such as q_proj v_proj (default: all of the layers)",
         metavar="NAME",
     )
     load_in: str | None = option(
@@ -151,8 +142,7 @@ class AdapterOptions(Options):
     )
     export: str = free_option(
         "merged",
-        "with adapters, what to export: the model with the adapters added to the checkpoint's "
-        "weights, or the adapters alone in PEFT's format",
+        "with adapters, export the model with the adapters added, or the adapters alone for PEFT",
         choices=("merged", "adapter"),
     )
 
@@ -167,16 +157,11 @@ class AdapterOptions(Options):
 class ScheduleOptions(Options):
     """How many steps a run makes, of which size, and the learning rate of each."""
 
-    batch_size: int = option(4, "rows (or pairs) per forward pass", at_least=1, at_most=MAX_ROWS)
-    gradient_accumulation_steps: int = option(
-        1, "forward passes per optimizer step", at_least=1, at_most=MAX_ROWS
-    )
+    batch_size: int = option(4, "rows (or pairs) per forward pass", at_least=1)
+    gradient_accumulation_steps: int = option(1, "forward passes per optimizer step", at_least=1)
     num_train_epochs: float = option(1.0, "passes over the training rows", more_than=0)
     max_steps: int | None = option(
-        None,
-        "number of optimizer steps; overrides the number of epochs",
-        at_least=1,
-        at_most=MAX_STEPS,
+        None, "number of optimizer steps, instead of the number of epochs", at_least=1
     )
     name: str = option(
         "cosine",
@@ -196,15 +181,6 @@ class ScheduleOptions(Options):
     )
     seed: int = option(0, "seed for the held-out documents and the order of the rows", at_least=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rows = self.batch_size * self.gradient_accumulation_steps
-        if rows > MAX_ROWS:
-            raise ConfigError(
-                "batch_size and gradient_accumulation_steps: their product must be at most "
-                f"{MAX_ROWS}, not {rows}"
-            )
-
 
 @dataclass(kw_only=True)
 class OptimizerOptions(Options):
@@ -213,8 +189,7 @@ class OptimizerOptions(Options):
     name: str = option(
         "adamw",
         "adamw_8bit keeps its moments in 8 bits and needs torchao; muon trains the matrices of the "
-        "layers, and AdamW the rest; adafactor's rate is relative to the size of the weights, so "
-        "that it needs a larger one, such as 1e-3",
+        "layers, and AdamW the rest; adafactor needs a larger learning rate, such as 1e-3",
         choices=OPTIMIZERS,
         flag="optimizer",
     )
@@ -233,9 +208,8 @@ class MemoryOptions(Options):
 
     budget: str | None = free_option(
         None,
-        "memory of the GPU for the run, such as 40GiB, or auto for all that is free: choose what "
-        "each layer keeps for backward, so that the run fits and is fast; off keeps all "
-        "(default: auto on a GPU, off on a CPU)",
+        "GPU memory for the run, such as 40GiB, or auto for all that is free: choose what each "
+        "layer keeps for backward; off keeps all (default: auto on a GPU, off on a CPU)",
         flag="memory",
         metavar="auto|SIZE|off",
     )
@@ -247,11 +221,11 @@ class MemoryOptions(Options):
         if type(self.budget) is int:
             self.budget = str(self.budget)
         super().__post_init__()
-        if self.budget is None:
+        if self.budget in (None, "off"):
             return
-        if self.budget not in ("auto", "off"):
+        if self.budget != "auto":
             parse_bytes(self.budget, "memory")
-        if self.activation_checkpointing and self.budget != "off":
+        if self.activation_checkpointing:
             raise ConfigError(
                 "activation_checkpointing and memory: choose one of the two; memory recomputes "
                 "only as much as is needed"
@@ -263,17 +237,10 @@ class ParallelOptions(Options):
     """How several GPUs share the work."""
 
     context_parallel: int = option(
-        1,
-        "on several GPUs, how many of them compute each row together, for rows that are too long "
-        "for one",
-        at_least=1,
-        at_most=2**16,
+        1, "how many GPUs compute each row together, for rows too long for one", at_least=1
     )
     rank_timeout: int = free_option(
-        600,
-        "on several GPUs, seconds after which a process that does not answer ends the run",
-        at_least=1,
-        at_most=10**6,
+        600, "seconds after which a process that does not answer ends the run", at_least=1
     )
 
 
@@ -282,9 +249,7 @@ class OutputOptions(Options):
     """The folder of the run, and what is written where."""
 
     output_dir: str | None = free_option(
-        None,
-        "folder of the run; the exported model goes to its subfolder model/",
-        metavar="DIR",
+        None, "folder of the run; the exported model goes to its subfolder model/", metavar="DIR"
     )
     resume: bool = free_option(
         False, "continue from the last checkpoint in the output folder, if there is one"
@@ -295,20 +260,15 @@ class OutputOptions(Options):
     )
     save_total_limit: int = free_option(2, "number of newest checkpoints to keep", at_least=1)
     logging_steps: int = free_option(1, "steps between two reports of the loss", at_least=1)
-    report_to: list[str] | None = free_option(  # noqa: RUF009
+    report_to: list[str] | None = free_option(
         None,
-        "loggers that get the metrics: tensorboard (in DIR/tensorboard), wandb (its environment "
-        "variables say where)",
+        "loggers that get the metrics: tensorboard (in DIR/tensorboard) or wandb",
         choices=("tensorboard", "wandb"),
     )
-    sample_prompts: list[str] | None = free_option(  # noqa: RUF009
-        None,
-        "texts that the model continues at each evaluation, greedily, into DIR/samples.jsonl",
-        metavar="TEXT",
+    sample_prompts: list[str] | None = free_option(
+        None, "texts that the model continues at evaluations, in DIR/samples.jsonl", metavar="TEXT"
     )
-    sample_tokens: int = free_option(
-        64, "most tokens of such a continuation", at_least=1, at_most=2**16
-    )
+    sample_tokens: int = free_option(64, "most tokens of such a continuation", at_least=1)
     sample_chat: bool = free_option(
         False, "take each of these texts as the message of a user, for the chat template"
     )
@@ -316,15 +276,11 @@ class OutputOptions(Options):
         False, "profile three steps, into DIR/profile: a trace and a table of the slowest ops"
     )
     push_to_hub: str | None = free_option(
-        None,
-        "id of a repository on the hub that gets the export; it is created if needed",
-        metavar="OWNER/NAME",
+        None, "repository on the hub that gets the export; made if needed", metavar="OWNER/NAME"
     )
     hub_private_repo: bool = free_option(False, "create that repository as a private one")
     export_dtype: str | None = free_option(
-        None,
-        "dtype of the export (default: the dtype of the trained weights)",
-        choices=EXPORT_DTYPES,
+        None, "dtype of the export (default: that of the trained weights)", choices=EXPORT_DTYPES
     )
     max_shard_size: int = free_option(
         5 * 10**9, "largest size of one weight file of the export, such as 5GB", is_size=True
@@ -388,14 +344,12 @@ class FinetuneConfig:
         Raises:
             ConfigError: as the class; also if the run has no such option.
         """
-        loss = options.pop("loss", None) or SFT.name
-        parts: dict[str, Any] = {}
-        for subject, kind in subjects(loss).items():
-            names = {flat_name(each): each.name for each in fields(kind)}
-            parts[subject] = {names[k]: options.pop(k) for k in names if k in options}
-        if options:
-            raise ConfigError(unknown_option(next(iter(options)), loss))
-        made: dict[str, Any] = {n: kind(**parts[n]) for n, kind in subjects(loss).items()}
+        kinds = subjects(loss := options.pop("loss", None) or SFT.name)
+        known = option_names(loss)
+        for name in options:
+            if name not in known:
+                raise ConfigError(unknown_option(name, loss))
+        made: dict[str, Any] = {subject: kind.taken(options) for subject, kind in kinds.items()}
         return cls(**made)
 
     def options(self) -> dict[str, Any]:
@@ -421,12 +375,12 @@ def subjects(loss: str) -> dict[str, type[Options]]:
 
 def option_names(loss: str) -> list[str]:
     """Return the names of all options of a run with this loss, without `loss` itself."""
-    return [flat_name(each) for kind in subjects(loss).values() for each in fields(kind)]
+    return [name for kind in subjects(loss).values() for name in flat_names(kind)]
 
 
 def unknown_option(name: str, loss: str) -> str:
     """Say why a run with this loss has no option of this name, with a suggestion."""
-    owners = [each for each in LOSSES if name in map(flat_name, fields(LOSSES[each]))]
+    owners = [each for each in LOSSES if name in flat_names(LOSSES[each])]
     if owners:
         return f"{name}: this is only for the loss {', '.join(owners)}, not for {loss}"
     hint = did_you_mean(name, ["loss", *option_names(loss)], OTHER_NAMES)
@@ -441,79 +395,57 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-_LIMIT = 10**6  # bytes; PyYAML takes a second for some 100,000
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+class _Loader(yaml.BaseLoader):
+    """A loader that returns texts, as they are on a command line, and None for null."""
 
-
-class _Loader(yaml.SafeLoader):
-    """A loader with the types of YAML 1.2. PyYAML's own are those of YAML 1.1."""
-
-    yaml_implicit_resolvers: Mapping[Any, Any] = {}  # so that all values are texts
-
-    def construct_text(self, node: yaml.ScalarNode) -> Any:
-        """Return what a text stands for, unless it is quoted."""
-        if node.style is None:
-            if node.value.lower() in _WORDS:
-                return _WORDS[node.value.lower()]
-            for kind in (int, float):
-                with contextlib.suppress(ValueError):
-                    return kind(node.value)
-        return node.value
-
-
-_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """Return the text of a value."""
+        text = super().construct_scalar(node)
+        return None if node.style is None and text in ("", "~", "null") else text
 
 
 def read_config(
-    path: str | Path, *, loss: str | None = None, also: Collection[str] = ()
+    path: str | Path, *, loss: str | None = None, also: Collection[type[Options]] = ()
 ) -> dict[str, Any]:
     """Return the options that a YAML file sets, for `FinetuneConfig.from_options`.
 
     An option stands under its subject, such as `data` or `loss`, or by its own name at the top.
 
-    Args: loss: the loss of the run, if it is not the one that the file names; also: the names of
-        further options that the file may hold.
+    Args: loss: the loss of the run, if it is not the one that the file names; also: further options
+        that the file may hold.
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has an unknown key; the message names
             the line.
     """
-    content = read_if_present(Path(path), ConfigError, limit=_LIMIT)
+    content = read_if_present(Path(path), ConfigError)
     if content is None:
         raise ConfigError(f"{path}: the file is missing")
-    found: dict[str, Any] = {}
     try:
         loader = _Loader(content.decode("utf-8-sig"))
-        root = loader.get_single_node()
-        if root is None:
-            return {}
+        root = loader.get_single_node() or yaml.MappingNode("", [])
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(
-                f"{path}: the file must hold options, one on each line, as KEY: VALUE"
-            )
-        entries = list(_entries(root))
-        named = [loader.construct_object(value) for _, _, name, value in entries if name == "loss"]
-        loss = str(loss or next(iter(named), SFT.name))
-        names = {
-            (subject, each.name): flat_name(each)
-            for subject, kind in subjects(loss).items()
-            for each in fields(kind)
-        }
-        known = {*names.values(), *also, "loss"}
-        for number, subject, key, value in entries:
-            name, where = names.get((subject, key), key), f"{path}:{number}"
-            if name not in known:
-                raise ConfigError(f"{where}: {unknown_option(name, loss)}")
-            if name in found:
-                raise ConfigError(f"{where}: {name}: the key is there twice; remove one")
-            found[name] = loader.construct_object(value, deep=True)
-    except ConfigError:
-        raise
-    # PyYAML raises its own errors. For a value that its tag does not allow, it raises Python's.
-    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
+            raise ConfigError(f"{path}: the file must hold options, one on a line, as KEY: VALUE")
+        entries = [(*each, loader.construct_object(node, True)) for *each, node in _entries(root)]
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         problem = getattr(error, "problem", None) or first_line(error)
         raise ConfigError(f"{path}{line}: the file is not YAML: {problem}") from None
+    named = [value for _, _, name, value in entries if name == "loss"]
+    loss = str(loss or next(iter(named), None) or SFT.name)
+    names: dict[tuple[str, str], str] = {}
+    types: dict[str, Any] = {"loss": str}
+    for subject, kind in (*subjects(loss).items(), *(("", each) for each in also)):
+        names |= {(subject, each.name): flat_name(each) for each in fields(kind)}
+        types |= types_of(kind)
+    found: dict[str, Any] = {}
+    for number, subject, key, value in entries:
+        name, where = names.get((subject, key), key), f"{path}:{number}"
+        if name not in types:
+            raise ConfigError(f"{where}: {unknown_option(name, loss)}")
+        if name in found:
+            raise ConfigError(f"{where}: {name}: the key is there twice; remove one")
+        found[name] = typed(types[name], value)
     return found
 
 

@@ -5,6 +5,7 @@ The command line, a run's run.yaml and the checks of the values all follow from 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -105,6 +106,22 @@ def types_of(kind: type) -> dict[str, Any]:
 def _required(hint: Any) -> Any:
     """Return a type without None; an optional value is annotated as `type | None`."""
     return get_args(hint)[0] if isinstance(hint, UnionType) else hint
+
+
+def typed(kind: Any, words: Any) -> Any:
+    """Return the value that a text stands for, or the texts of a list.
+
+    A wrong text stays as it is, and the option refuses it.
+    """
+    if get_origin(kind) is list and words is not None:
+        several = words if isinstance(words, list) else [words]
+        return [typed(get_args(kind)[0], word) for word in several]
+    if kind is bool:
+        return {"true": True, "false": False}.get(words, words)
+    if kind in (int, float) and words is not None:
+        with contextlib.suppress(ValueError):
+            return kind(words)
+    return words
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from ligermodels.cli import launch
+from ligermodels.cli.options import CommonOptions
 from ligermodels.training.config import option_names, read_config
 from ligermodels.training.processes import Interrupted
 from tests.cli.helpers import SMALL, assert_one_line
@@ -125,7 +126,7 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signum
     assert err.count("\n") == 1 and f"--resume --output-dir {output} --import {module}'" in err
-    assert read_config(output / "run.yaml", also=("import",))["import"] == [str(module)]
+    assert read_config(output / "run.yaml", also=[CommonOptions])["import"] == [str(module)]
     (file,) = (output / "checkpoints").iterdir()
     assert f"the state after step {int(file.name[5:])} is saved" in err
 
@@ -177,7 +178,7 @@ def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint
         ("gpus: two", "gpus: must be a whole number, not 'two'"),
         ("gpus: 10000000000", "gpus: must be at most 1024"),
         ("import: no_such_module", "--import no_such_module: "),
-        ("import: [3]", "import: must be a text, not 3"),
+        ("import: [[a]]", "import: must be a text, not ['a']"),
     ):
         file.write_text(f"{wrong}\n")
         assert_one_line(call("finetune", "--config", file), words)
