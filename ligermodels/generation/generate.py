@@ -15,14 +15,11 @@ from ligermodels.errors import LigerError, did_you_mean, short_repr
 from ligermodels.generation.decode_step import StepDecoder, can_decode
 from ligermodels.generation.draft import DraftOptions, drafted_passes
 from ligermodels.generation.generation_config import (
-    checked_generation_config,
-    resolve_eos_token_ids,
-    resolve_pad_token_id,
-    resolve_repetition_penalty,
+    resolve_rule,
 )
 from ligermodels.generation.models import DraftHeads, LanguageModel
 from ligermodels.generation.prompts import Prompts, batch_prompts
-from ligermodels.generation.sampling import Sampler, Sampling
+from ligermodels.generation.sampling import Sampler
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
@@ -252,11 +249,8 @@ def _start(
     memory: Tensor | None = None,
     memory_mask: Tensor | None = None,
     max_new_tokens: int = 64,
-    repetition_penalty: float | None = None,
     logits_processor: LogitsProcessor | None = None,
-    eos_token_id: int | Iterable[int] | None = None,
     stop_strings: Sequence[str] = (),
-    pad_token_id: int | None = None,
     attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
@@ -273,17 +267,7 @@ def _start(
             f"max_new_tokens={short_repr(max_new_tokens)}: the number must be at most "
             f"{MAX_NEW_TOKENS}"
         )
-    if pad_token_id is not None:
-        check_count("generate", "pad_token_id", pad_token_id, 0)
-    defaults = checked_generation_config(model)
-    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
-    sampling = Sampling(**rule, repetition_penalty=penalty)
-    stops = resolve_eos_token_ids(eos_token_id, defaults, config)
-    if beyond := [token for token in stops if abs(token) >= 2**63]:
-        raise ValueError(
-            f"eos_token_id={short_repr(beyond[0])}: expected a token id of at most 64 bits"
-        )
-    pad = resolve_pad_token_id(pad_token_id, defaults, config, stops)
+    sampling, stops, pad = resolve_rule(model, **rule)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids and inputs_embeds: pass one of them")
     if inputs_embeds is not None:
@@ -300,11 +284,6 @@ def _start(
             stacklevel=3,
         )
     device = model.rotary_emb.inv_freq.device  # These stay on the device if weights are offloaded.
-    if generator is not None and getattr(generator, "device", device).type != device.type:
-        raise ValueError(
-            f"generator: it is on {generator.device}, and the model is on {device}; make the "
-            "generator on the model's device"
-        )
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
     if cache is None:
@@ -329,7 +308,7 @@ def _start(
         generator=generator,
         with_log_probs=with_log_probs,
     )
-    if penalty != 1 and inputs_embeds is None:
+    if sampling.repetition_penalty != 1 and inputs_embeds is None:
         for row, ids_S in enumerate(ids_BS):
             sampler.read(row, ids_S if mask_BS is None else ids_S[mask_BS[row] == 1])
     if inputs_embeds is not None:

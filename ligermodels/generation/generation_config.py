@@ -10,6 +10,8 @@ from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
 from ligermodels.converters.files import is_token_id
 from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.generation.models import LanguageModel, TextConfig
+from ligermodels.generation.sampling import Sampling
+from ligermodels.kernels.checks import check_count
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -58,7 +60,7 @@ def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
             f"{path}: these settings are not implemented and have no effect: {', '.join(left_out)}",
-            stacklevel=4,  # This is the caller of `generate`.
+            stacklevel=5,  # This is the caller of `generate`.
         )
     return found
 
@@ -119,6 +121,32 @@ def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[s
             f"repetition_penalty={short_repr(found)}: the penalty must be {_PENALTY}; 1 means none"
         )
     return float(found)
+
+
+def resolve_rule(
+    model: LanguageModel,
+    *,
+    repetition_penalty: float | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    pad_token_id: int | None = None,
+    **rule: Any,
+) -> tuple[Sampling, list[int], int]:
+    """Return how tokens are chosen, which of them end a row, and the token for padding.
+
+    Args: rule: further arguments of `Sampling`. The others are as in `generate`.
+    Raises: as `generate`, of these arguments.
+    """
+    if pad_token_id is not None:
+        check_count("generate", "pad_token_id", pad_token_id, 0)
+    defaults = checked_generation_config(model)
+    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
+    sampling = Sampling(**rule, repetition_penalty=penalty)
+    stops = resolve_eos_token_ids(eos_token_id, defaults, model.config)
+    if beyond := [token for token in stops if abs(token) >= 2**63]:
+        raise ValueError(
+            f"eos_token_id={short_repr(beyond[0])}: expected a token id of at most 64 bits"
+        )
+    return sampling, stops, resolve_pad_token_id(pad_token_id, defaults, model.config, stops)
 
 
 def _first(*values: Any) -> Any:

@@ -134,7 +134,8 @@ class Sampler:
         log_probs_B: the log-probabilities of the last tokens, or None: float32, of the logits
             divided by the temperature, before biases, penalties and filters; 0 for padding.
     Raises:
-        ValueError: logit_bias has a token outside the vocabulary, or NaN or +inf.
+        ValueError: logit_bias has a token outside the vocabulary, or NaN or +inf, or the generator
+            is on another device.
     """
 
     def __init__(
@@ -149,6 +150,11 @@ class Sampler:
         generator: torch.Generator | None = None,
         with_log_probs: bool = False,
     ) -> None:
+        if generator is not None and getattr(generator, "device", device).type != device.type:
+            raise ValueError(
+                f"generator: it is on {generator.device}, and the model is on {device}; make the "
+                "generator on the model's device"
+            )
         self.rule, self.stops, self.pad, self.generator = rule, stops, pad, generator
         self.stop_ids = torch.tensor(stops, device=device, dtype=torch.int64)
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)

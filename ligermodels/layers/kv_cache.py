@@ -263,11 +263,7 @@ class KVCache:
     def _append(self, buffers: list[Tensor | None], index: int, x: Tensor) -> Tensor:
         """Write x after the layer's tokens; return the earlier tokens that x may see, with x."""
         size, new, length = self.sizes[index], x.shape[2], self.length
-        buffer = buffers[index]
-        if buffer is None:
-            shape = (self.batch, x.shape[1], size, x.shape[3])
-            buffer = torch.empty(shape, dtype=self.dtype or x.dtype, device=self.device or x.device)
-            buffers[index] = buffer
+        buffer = self._buffer(buffers, index, x)
         end = length + new
         if end <= size:
             buffer[:, :, length:end] = x
@@ -282,3 +278,92 @@ class KVCache:
         kept = torch.arange(max(length, end - size), end, device=buffer.device)
         buffer[:, :, kept % size] = x[:, :, kept - length]
         return seen
+
+    def _buffer(self, buffers: list[Tensor | None], index: int, x: Tensor) -> Tensor:
+        """Return a layer's buffer, which is made for the first keys or values x."""
+        buffer = buffers[index]
+        if buffer is None:
+            shape = (self.batch, x.shape[1], self.sizes[index], x.shape[3])
+            buffer = torch.empty(shape, dtype=self.dtype or x.dtype, device=self.device or x.device)
+            buffers[index] = buffer
+        return buffer
+
+    def copy_row(self, source: int, targets: list[int]) -> None:
+        """Copy the keys and values of a row to other rows."""
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                for target in targets:
+                    buffer[target].copy_(buffer[source])
+
+
+class CacheRow(KVCache):
+    """A cache of one row, which writes into the buffers of a row of another cache."""
+
+    def __init__(self, whole: KVCache, row: int) -> None:
+        super().__init__(
+            None,
+            1,
+            whole.max_length,
+            whole.dtype,
+            whole.device,
+            sliding_windows=whole.sizes[: whole._layers],
+            uses=whole.uses,
+        )
+        self.whole, self.row = whole, row
+
+    def _buffer(self, buffers: list[Tensor | None], index: int, x: Tensor) -> Tensor:
+        of_whole = self.whole.keys if buffers is self.keys else self.whole.values
+        buffers[index] = row = self.whole._buffer(of_whole, index, x)[self.row : self.row + 1]
+        return row
+
+
+class PackedRows(KVCache):
+    """A cache that takes one packed row of documents, and writes each into a row of another cache.
+
+    Args:
+        whole: the other cache.
+        rows: its row for each document.
+        lengths: the number of tokens of each document.
+        device: where the keys and values are.
+    """
+
+    def __init__(
+        self, whole: KVCache, rows: list[int], lengths: list[int], device: torch.device
+    ) -> None:
+        super().__init__(
+            None,
+            whole.batch,
+            whole.max_length,
+            whole.dtype,
+            whole.device,
+            sliding_windows=whole.sizes[: whole._layers],
+            uses=whole.uses,
+        )
+        self.keys, self.values = whole.keys, whole.values
+        self.places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        for size in set(self.sizes):
+            # Of each document, a layer keeps the last `size` tokens.
+            kept = [range(max(0, length - size), length) for length in lengths]
+            starts = [sum(lengths[:i]) for i in range(len(lengths))]
+            found = [
+                (start + position, row, position % size)
+                for start, row, positions in zip(starts, rows, kept)
+                for position in positions
+            ]
+            tokens, of_rows, slots = torch.tensor(found, device=device).unbind(1)
+            self.places[size] = tokens, of_rows, slots
+
+    def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (1, kv heads, tokens, head_dim) into their rows, and return them."""
+        index = layer_index + self.use * self._layers
+        tokens, rows, slots = self.places[self.sizes[index]]
+        for buffers, x in ((self.keys, k), (self.values, v)):
+            buffer = self._buffer(buffers, index, x)
+            buffer[rows, :, slots] = x[0].transpose(0, 1)[tokens].to(buffer.dtype)
+        return k, v
+
+    def key_positions(self, layer_index: int, new: int) -> None:
+        """Return None: the keys of a packed row are those of its tokens, in order."""
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing: the rows have lengths of their own."""

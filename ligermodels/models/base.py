@@ -446,13 +446,12 @@ class DecoderModel(HFModel, PlannedModel):
 
     def _step_context(self, seq: int, cache: KVCache, step: DecodeStep) -> DecoderContext:
         """Return the context of a step of decoding with `seq` new tokens of each row."""
-        if step.firsts is None:
-            ends = step.ends[:1]  # all rows are equally long
-        else:
-            ends = step.ends - step.firsts
+        ends = step.ends if step.firsts is None else step.ends - step.firsts
         positions = ends[:, None] + torch.arange(-seq, 0, device=ends.device)
-        # Angles that depend on the length are those of a step for each token.
-        length = None if seq == 1 else (positions.amax(0) + 1).unsqueeze(-1)
+        # Angles that depend on the length are those of a step for each token. As in a forward,
+        # padded rows all have those of the longest one.
+        lengths = positions + 1
+        length = (lengths if step.firsts is None else lengths.amax(0)).unsqueeze(-1)
         mask, contexts = AttentionMask(seq), {}
         for name in sorted(set(self.ropes)):
             cos, sin = getattr(self, name)(positions, length)
