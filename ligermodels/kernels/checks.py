@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.autocast import cast_operands
+
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASTING_MODES = ("llama", "gemma")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -226,3 +228,37 @@ def check_linear_bias(op: str, weight: Tensor, bias: Tensor) -> None:
             f"{op}: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
             f"{tuple(weight.shape)} {weight.dtype}; expected ({len(weight)},) {weight.dtype}"
         )
+
+
+def checked_linear(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check the operands of a linear head; return them, cast if autocast is enabled.
+
+    Args: prefix: of the names of the arguments, in messages.
+    """
+    check_floating(op, f"{prefix}hidden", hidden)
+    check_floating(op, f"{prefix}weight", weight)
+    shapes = f"{op}: {prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)}"
+    if hidden.dim() == 0 or weight.dim() != 2:
+        raise ValueError(f"{shapes}; expected (..., in) and (vocab, in)")
+    if hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+        raise ValueError(f"{shapes}; expected the same last dimension, of 1 or more")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.device != hidden.device:
+            raise ValueError(
+                f"{op}: {prefix}{name} is on {parameter.device} and {prefix}hidden is on "
+                f"{hidden.device}; move one of them to the device of the other"
+            )
+    weight, bias = cast_operands(hidden, weight, bias)
+    hidden, _ = cast_operands(hidden, hidden, None)
+    if hidden.dtype != weight.dtype:
+        # Autocast does not cast float64.
+        way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
+        raise ValueError(
+            f"{op}: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; cast "
+            f"one{way}"
+        )
+    if bias is not None:
+        check_linear_bias(op, weight, bias)
+    return hidden, weight, bias

@@ -1,22 +1,26 @@
 """Cross entropy of given logits. Forward and backward together pass three times over them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.loss_options import (
+    LOGIT_OPTIONS,
     CrossEntropyOptions,
+    LossKeywords,
     LossOptions,
     OutputGrads,
     TokenRequest,
     TokenStats,
     check_classes,
+    check_known,
     given_divisor,
     output_grads,
 )
@@ -70,8 +74,13 @@ def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOu
     return CrossEntropyOutput(loss_sum, z_loss_sum, loss.detach(), *detached)
 
 
-class _ReducedCrossEntropy(torch.autograd.Function):
-    """Compute sum(loss) / divisor in one autograd node; sum and division as nodes are slower."""
+class _CrossEntropy(torch.autograd.Function):
+    """Compute the loss of each row and its statistics, or with `mean` sum(loss) / divisor.
+
+    Only the mean is differentiable then; it is one node, because sum and division as nodes are
+    slower. Without it, backward takes any upstream gradients. divisor None is the sum of the
+    weights of the targets.
+    """
 
     @staticmethod
     def forward(
@@ -80,52 +89,12 @@ class _ReducedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         class_weights: Tensor | None,
         divisor: Tensor | None,
+        mean: bool,
         options: CrossEntropyOptions,
         request: TokenRequest,
     ) -> tuple[Tensor, ...]:
-        ctx.ops = select("cross_entropy", logits)
-        stats = TokenStats.empty(len(targets), logits, request)
-        if stats is not None:
-            stats.fill_likeliest(logits, request.top_k)
-        loss, z_loss, lse, _ = ctx.ops.cross_entropy_rows(
-            logits, targets, None, None, class_weights, options, False, stats=stats
-        )
-        mean, z_mean, divisor = ctx.ops.mean_loss(
-            loss, z_loss, divisor, targets, class_weights, options.ignore_index
-        )
-        ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        made = [] if stats is None else stats.tensors()
-        ctx.mark_non_differentiable(z_mean, loss, *made)
-        return mean, z_mean, loss, *made
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("cross_entropy")
-        if grad_output is None:
-            return (None,) * 6
-        logits, targets, lse, class_weights, divisor = ctx.saved_tensors
-        grads = OutputGrads((grad_output / divisor).view(1))
-        *_, grad = ctx.ops.cross_entropy_rows(
-            logits, targets, grads, lse, class_weights, ctx.options, False
-        )
-        return grad, *[None] * 5
-
-
-class _CrossEntropyRows(torch.autograd.Function):
-    """Compute the loss and the statistics of each row, for any upstream gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        class_weights: Tensor | None,
-        options: CrossEntropyOptions,
-        request: TokenRequest,
-    ) -> tuple[Tensor, ...]:
-        ctx.ops = select("cross_entropy", logits)
+        ctx.ops, ctx.mean, ctx.options = select("cross_entropy", logits), mean, options
+        ctx.names = request.names
         stats = TokenStats.empty(len(targets), logits, request)
         if stats is not None:
             stats.fill_likeliest(logits, request.top_k)
@@ -133,116 +102,92 @@ class _CrossEntropyRows(torch.autograd.Function):
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
         stats = TokenStats() if stats is None else stats
-        values = (stats.entropy, stats.sum_sq_probs, stats.picked)
-        ctx.save_for_backward(logits, targets, lse, class_weights, *values)
-        ctx.options, ctx.names = options, request.names
+        made = stats.tensors()
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(z_loss, *stats.without_gradient())
-        return loss, z_loss, *stats.tensors()
+        if not mean:
+            values = stats.entropy, stats.sum_sq_probs, stats.picked
+            ctx.save_for_backward(logits, targets, lse, class_weights, *values)
+            ctx.mark_non_differentiable(z_loss, *stats.without_gradient())
+            return loss, z_loss, *made
+        loss_mean, z_mean, divisor = ctx.ops.mean_loss(
+            loss, z_loss, divisor, targets, class_weights, options.ignore_index
+        )
+        ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
+        ctx.mark_non_differentiable(z_mean, loss, *made)
+        return loss_mean, z_mean, loss, *made
 
     @staticmethod
     def backward(
         ctx: Any, grad_loss: Tensor | None, _: None, *grad_stats: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("cross_entropy")
-        logits, targets, lse, class_weights, entropy, sum_sq_probs, picked = ctx.saved_tensors
-        values = TokenStats(entropy=entropy, sum_sq_probs=sum_sq_probs, picked=picked)
-        grads = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
+        logits, targets, lse, class_weights, *others = ctx.saved_tensors
+        grads = None
+        if not ctx.mean:
+            values = TokenStats(entropy=others[0], sum_sq_probs=others[1], picked=others[2])
+            grads = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
+        elif grad_loss is not None:
+            grads = OutputGrads((grad_loss / others[0]).view(1))
         if grads is None:
-            return (None,) * 5
+            return (None,) * 7
         *_, grad = ctx.ops.cross_entropy_rows(
             logits, targets, grads, lse, class_weights, ctx.options, False
         )
-        return grad, *[None] * 4
+        return grad, *[None] * 6
 
 
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weights: Tensor | None = None,
-    return_token_stats: bool | Collection[str] = False,
-    alternatives: Tensor | None = None,
-    top_k: int = 0,
+    logits: Tensor, targets: Tensor, **options: Unpack[LossKeywords]
 ) -> CrossEntropyOutput:
     """Compute the cross entropy of softcap(logit_scale * logits), including the z-loss.
 
-    Args: logits: (..., vocab), not modified; targets: (...) int64; class_weights: (vocab); for the
-        other options see `linear_cross_entropy`.
+    Args: logits: (..., vocab), not modified; targets: (...) int64; options: reduction, normalizer,
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature, class_weights,
+        return_token_stats, alternatives and top_k, as in `linear_cross_entropy`.
     Returns: `CrossEntropyOutput`. The same outputs are differentiable as in
         `linear_cross_entropy`.
     Raises:
+        TypeError: an option is unknown.
         ValueError: a shape, dtype or option is wrong.
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
-    given = LossOptions.of(
-        reduction=reduction,
-        normalizer=normalizer,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        return_token_stats=return_token_stats,
-        alternatives=alternatives,
-        top_k=top_k,
-    )
-    options = given.formula
-    if reduction == "none":
-        tokens = token_values(logits, targets, class_weights, options, given.request)
-        loss, z, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
+    check_known("cross_entropy", options, LOGIT_OPTIONS)
+    given = LossOptions.of(**options)
+    if given.reduction == "none":
+        rows = token_values(logits, targets, given)
+        loss, z, *stats = (x.view(targets.shape + x.shape[1:]) for x in rows)
         return token_output(loss, z, loss, given.request, stats)
-    row_logits, row_targets, request = _rows(logits, targets, class_weights, options, given.request)
-    divisor = given_divisor(reduction, normalizer, logits.device, compute_dtype(logits))
-    with without_autocast(logits):
-        loss, z, *tokens = _ReducedCrossEntropy.apply(
-            row_logits, row_targets, class_weights, divisor, options, request
-        )
+    dtype = compute_dtype(logits)
+    divisor = given_divisor(given.reduction, given.normalizer, logits.device, dtype)
+    mean, z, *tokens = _values(logits, targets, divisor, True, given)
     token_loss, *stats = (x.view(targets.shape + x.shape[1:]) for x in tokens)
-    return token_output(loss, z, token_loss, request, stats)
+    return token_output(mean, z, token_loss, given.request, stats)
 
 
-def token_values(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: CrossEntropyOptions,
-    request: TokenRequest,
-) -> tuple[Tensor, ...]:
+def token_values(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, ...]:
     """Return loss, z-loss and the requested statistics of rows, as `token_output` takes them."""
-    row_logits, row_targets, request = _rows(logits, targets, class_weights, options, request)
-    with without_autocast(logits):
-        return _CrossEntropyRows.apply(row_logits, row_targets, class_weights, options, request)
+    return _values(logits, targets, None, False, options)
 
 
-def _rows(
-    logits: Tensor,
-    targets: Tensor,
-    class_weights: Tensor | None,
-    options: CrossEntropyOptions,
-    request: TokenRequest,
-) -> tuple[Tensor, Tensor, TokenRequest]:
-    """Check the tensors; return logits (rows, vocab), targets (rows), and the request of rows."""
+def _values(
+    logits: Tensor, targets: Tensor, divisor: Tensor | None, mean: bool, options: LossOptions
+) -> tuple[Tensor, ...]:
+    """Check the tensors; return what `_CrossEntropy` does for them as rows."""
     if logits.dim() == 0:
         raise ValueError("cross entropy: logits are 0-dimensional; expected (..., vocab)")
     check_floating("cross entropy", "logits", logits)
+    class_weights, formula = options.class_weights, options.formula
     *shape, vocab = logits.shape
     check_targets(
         targets, torch.Size(shape), vocab, class_weights, options.ignore_index, logits.device
     )
-    request = check_request(request, targets, vocab)
+    request = check_request(options.request, targets, vocab)
     rows = logits if logits.dim() == 2 else logits.reshape(-1, vocab)
-    return rows, targets.flatten(), request
+    with without_autocast(logits):
+        return _CrossEntropy.apply(
+            rows, targets.flatten(), class_weights, divisor, mean, formula, request
+        )
 
 
 def check_request(request: TokenRequest, targets: Tensor, vocab: int) -> TokenRequest:

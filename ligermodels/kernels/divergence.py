@@ -11,16 +11,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.checks import check_floating, check_linear_bias
+from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.checks import checked_linear
 from ligermodels.kernels.dispatch import choose, refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
-from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
-from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
-from ligermodels.kernels.loss_options import DivergenceOptions, LossOptions, given_divisor
+from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, NeedsGrad, scaled_grad
+from ligermodels.kernels.loss_options import (
+    DivergenceOptions,
+    LossKeywords,
+    LossOptions,
+    check_known,
+    given_divisor,
+)
 from ligermodels.kernels.simulation import real_device
+
+DIVERGENCE_OPTIONS = frozenset(
+    "token_weights reduction normalizer temperature softcap logit_scale chunk_size "
+    "max_scratch_bytes".split()
+)
 
 PIECES = 3
 """The teacher's logits exist for this part of a chunk. More parts would make shorter products."""
@@ -53,16 +64,9 @@ def linear_divergence(
     *,
     beta: float | None = 0.5,
     mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     teacher_scale: float = 1.0,
-    chunk_size: int | None = None,
-    max_scratch_bytes: int | None = None,
+    **options: Unpack[LossKeywords],
 ) -> Tensor:
     """Compute how far a student's distribution p of each token is from a teacher's, q.
 
@@ -90,24 +94,21 @@ def linear_divergence(
     Raises:
         ValueError: a shape, dtype or option is wrong, or the budget is too small.
     """
-    student = LossOptions.of(
-        reduction=reduction,
-        normalizer=normalizer,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_size=chunk_size,
-        max_scratch_bytes=max_scratch_bytes,
-    )
-    of_teacher = LossOptions.of(
+    check_known("linear_divergence", options, DIVERGENCE_OPTIONS)
+    student = LossOptions.of(**options)
+    temperature, token_weights = options.get("temperature", 1.0), student.token_weights
+    teacher_options = LossOptions.of(
         temperature=temperature, softcap=teacher_softcap, logit_scale=teacher_scale
     )
     if beta is not None and (isinstance(beta, (bool, Tensor)) or not 0 <= beta <= 1):
         raise ValueError(f"divergence: beta={beta!r}; expected a number in [0, 1], or None")
-    options = DivergenceOptions(beta, *student.formula[3:], *of_teacher.formula[3:])
+    formula = DivergenceOptions(beta, *student.formula[3:], *teacher_options.formula[3:])
     shape = hidden.shape[:-1]
-    hidden, weight, bias = _checked("", hidden, weight, bias)
-    teacher = _Teacher(*_checked("teacher_", teacher_hidden, teacher_weight, teacher_bias))
+    hidden, weight, bias = checked_linear("divergence", hidden, weight, bias)
+    of_teacher = checked_linear(
+        "divergence", teacher_hidden, teacher_weight, teacher_bias, "teacher_"
+    )
+    teacher = _Teacher(*(None if x is None else x.detach() for x in of_teacher))  # type: ignore[arg-type]
     if teacher_hidden.shape[:-1] != shape or len(weight) != len(teacher.weight):
         raise ValueError(
             f"divergence: hidden {tuple(shape)} + ({weight.shape[1]},) with a vocabulary of "
@@ -121,29 +122,21 @@ def linear_divergence(
             )
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"divergence: mask is {mask.dtype}; expected torch.bool")
-    grad = torch.is_grad_enabled()
-    needs_grad = NeedsGrad(
-        hidden=grad and hidden.requires_grad,
-        weight=grad and weight.requires_grad,
-        bias=grad and bias is not None and bias.requires_grad,
-    )
+    needs_grad = NeedsGrad.of(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    teacher = _Teacher(
-        *(None if x is None else x.detach() for x in (teacher.hidden, *teacher[1:]))  # type: ignore[arg-type]
-    )
     teacher = teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1]))
     # float16 gradients of a mean would underflow: only backward knows how training scales the loss.
-    one_loss = reduction != "none" and hidden.dtype != torch.float16
-    chunk = student.chunking.chunk_size
+    one_loss = student.reduction != "none" and hidden.dtype != torch.float16
+    chunk = student.chunk_size
     if chunk is None:
         sizes = _sizes(rows, weight, teacher, needs_grad, one_loss)
-        plan = chunk_plan.plan_chunks(sizes, student.chunking.max_scratch_bytes)
+        plan = chunk_plan.plan_chunks(sizes, student.max_scratch_bytes)
         chunk, one_loss = plan.chunk_size, one_loss and plan.grads_in_forward
     dtype = compute_dtype(hidden)
     valid = None if mask is None else mask.flatten()
     scale = torch.ones(1, dtype=dtype, device=hidden.device)
-    if reduction != "none":
-        divisor = given_divisor(reduction, normalizer, hidden.device, dtype)
+    if student.reduction != "none":
+        divisor = given_divisor(student.reduction, student.normalizer, hidden.device, dtype)
         if divisor is None and valid is None:
             divisor = torch.full((), max(len(rows), 1), dtype=dtype, device=hidden.device)
         elif divisor is None and valid is not None:
@@ -153,35 +146,12 @@ def linear_divergence(
     if token_weights is not None:
         weights = token_weights.detach().flatten().to(dtype)
         scale = scale * (weights if valid is None else torch.where(valid, weights, 0.0))
-    args = _Args(teacher, valid, scale, options, chunk, needs_grad)
+    args = _Args(teacher, valid, scale, formula, chunk, needs_grad)
     with without_autocast(hidden):
         if one_loss:
             return _GradsInForward.apply(rows, weight, bias, args)
         tokens = _RecomputeInBackward.apply(rows, weight, bias, args) * scale
-    return tokens.view(shape) if reduction == "none" else tokens.sum()
-
-
-def _checked(
-    prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the tensors of a head; return them, cast if autocast is enabled."""
-    check_floating("divergence", f"{prefix}hidden", hidden)
-    check_floating("divergence", f"{prefix}weight", weight)
-    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"divergence: {prefix}hidden {tuple(hidden.shape)} and {prefix}weight "
-            f"{tuple(weight.shape)}; expected (..., in) and (vocab, in)"
-        )
-    weight, bias = cast_operands(hidden, weight, bias)
-    hidden, _ = cast_operands(hidden, hidden, None)
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"divergence: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; "
-            "cast one, or run under autocast"
-        )
-    if bias is not None:
-        check_linear_bias("divergence", weight, bias)
-    return hidden, weight, bias
+    return tokens.view(shape) if student.reduction == "none" else tokens.sum()
 
 
 def _sizes(
@@ -310,10 +280,4 @@ class _RecomputeInBackward(torch.autograd.Function):
         args = _Args(_Teacher(*teacher), valid, scale, *ctx.settings)
         with without_autocast(hidden):
             _, grads = _gradients(hidden, weight, bias, args, grad_output.contiguous())
-        dtype = weight.dtype
-        return (
-            grads.of_hidden(),
-            None if grads.weight is None else grads.weight.to(dtype),
-            None if grads.bias is None else grads.bias.to(dtype),
-            None,
-        )
+        return *grads.in_dtype(weight.dtype), None

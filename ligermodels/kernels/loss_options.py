@@ -1,15 +1,17 @@
 """Options of the cross entropy ops, checks of them, and types that the ops share."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack
 
-from ligermodels.kernels.checks import check_count
+from ligermodels.kernels.checks import check_count, check_number
 from ligermodels.kernels.dtypes import compute_dtype
+
+_OP = "cross entropy"  # the name in messages
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -18,7 +20,7 @@ TOKEN_STATS = ("log_probs", "entropy", "correct", "sum_sq_probs", "mean_logits")
 
 
 class LossKeywords(TypedDict, total=False):
-    """Keyword arguments of `linear_cross_entropy` that a head may have defaults of."""
+    """Keyword arguments of `linear_cross_entropy`, which explains them. None is required."""
 
     reduction: str
     normalizer: float | Tensor | None
@@ -29,22 +31,33 @@ class LossKeywords(TypedDict, total=False):
     logit_scale: float
     temperature: float
     class_weights: Tensor | None
+    token_weights: Tensor | None
     chunk_size: int | None
     max_scratch_bytes: int | None
     skip_ignored: bool
     max_valid: int | None
     weight_grad_in_forward: bool
     return_token_stats: bool | Collection[str]
+    alternatives: Tensor | None
     top_k: int
 
 
-LOSS_OPTIONS = LossKeywords.__optional_keys__
+LOSS_OPTIONS = frozenset(LossKeywords.__optional_keys__)
+
+HEAD_OPTIONS = LOSS_OPTIONS - {"token_weights", "alternatives"}
+"""The options that a loss head may have defaults of."""
 
 LOG_PROB_OPTIONS = frozenset(
     "ignore_index softcap logit_scale temperature chunk_size max_scratch_bytes skip_ignored "
     "max_valid".split()
 )
-"""The options that `linear_log_probs` has, too, besides `entropy`."""
+"""The options of an op that returns log-probabilities."""
+
+LOGIT_OPTIONS = LOSS_OPTIONS - frozenset(
+    "token_weights chunk_size max_scratch_bytes skip_ignored max_valid "
+    "weight_grad_in_forward".split()
+)
+"""The options of an op that is given logits."""
 
 
 class CrossEntropyOptions(NamedTuple):
@@ -55,16 +68,6 @@ class CrossEntropyOptions(NamedTuple):
     z_loss: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
-
-    def at_temperature(self, temperature: float) -> "CrossEntropyOptions":
-        """Return the options with which the logits t become t / temperature.
-
-        c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T)), so no kernel knows a temperature.
-        """
-        if temperature == 1:
-            return self
-        softcap = None if self.softcap is None else self.softcap / temperature
-        return self._replace(softcap=softcap, logit_scale=self.logit_scale / temperature)
 
 
 class DivergenceOptions(NamedTuple):
@@ -77,130 +80,164 @@ class DivergenceOptions(NamedTuple):
     teacher_scale: float = 1.0
 
 
-class ChunkOptions(NamedTuple):
-    """Options of a loss head's computation, which change the loss only by rounding."""
+class TokenRequest(NamedTuple):
+    """The per-token statistics that a call returns besides the losses."""
 
+    stats: tuple[str, ...] = ()  # names of TOKEN_STATS, in its order
+    # (rows, k) int64: classes whose log-probability to return; negative ones are padding.
+    alternatives: Tensor | None = None
+    top_k: int = 0  # how many of the likeliest classes to return, with their log-probabilities
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no statistic is requested."""
+        return not self.stats and self.num_picked == 0
+
+    @property
+    def num_picked(self) -> int:
+        """The number of given and likeliest classes per token, in this order."""
+        return self.top_k + (0 if self.alternatives is None else self.alternatives.shape[-1])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the requested fields of `TokenStats`, in their order."""
+        return self.stats + (("picked", "picked_log_probs") if self.num_picked else ())
+
+    def bytes_per_token(self, token_bytes: int) -> int:
+        """Return the memory per token of the requested statistics; each counts token_bytes / 3."""
+        return -(-token_bytes * len(self.stats) // 3) + 64 * self.num_picked
+
+
+class LossOptions(NamedTuple):
+    """All options of one call of the loss head, checked. `of` makes them from `LossKeywords`."""
+
+    reduction: str = "mean"
+    normalizer: float | Tensor | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    class_weights: Tensor | None = None
+    token_weights: Tensor | None = None
     chunk_size: int | None = None
     max_scratch_bytes: int | None = None
     skip_ignored: bool = False
     max_valid: int | None = None
     weight_grad_in_forward: bool = False
-
-
-class LossOptions(NamedTuple):
-    """All options of one call of the loss head, checked. `of` makes them from keywords."""
-
-    formula: CrossEntropyOptions
-    chunking: ChunkOptions
-    request: "TokenRequest"
-    reduction: str
-    normalizer: float | Tensor | None
-    class_weights: Tensor | None
-    token_weights: Tensor | None
+    return_token_stats: bool | Collection[str] = False
+    alternatives: Tensor | None = None
+    top_k: int = 0
 
     @classmethod
-    def of(
-        cls,
-        *,
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        class_weights: Tensor | None = None,
-        token_weights: Tensor | None = None,
-        chunk_size: int | None = None,
-        max_scratch_bytes: int | None = None,
-        skip_ignored: bool = False,
-        max_valid: int | None = None,
-        weight_grad_in_forward: bool = False,
-        return_token_stats: bool | Collection[str] = False,
-        alternatives: Tensor | None = None,
-        top_k: int = 0,
-    ) -> "LossOptions":
-        """Check the keywords of `linear_cross_entropy`, as far as they do not depend on a shape.
+    def of(cls, **keywords: Unpack[LossKeywords]) -> "LossOptions":
+        """Check the options, as far as they do not depend on a shape; return Python's numbers.
+
+        The temperature becomes 1, because c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T)).
 
         Raises:
             ValueError: an option has a value that is wrong for every call; the message names it.
         """
-        formula = _formula(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
-        _check_reduction(reduction, normalizer)
-        chunking = _chunking(
-            chunk_size, max_scratch_bytes, skip_ignored, max_valid, weight_grad_in_forward
+        given = cls(**keywords)
+        _check_reduction(given.reduction, given.normalizer)
+        check_switches(
+            skip_ignored=given.skip_ignored, weight_grad_in_forward=given.weight_grad_in_forward
         )
-        return cls(
-            formula,
-            chunking,
-            token_request(return_token_stats, top_k, alternatives),
-            reduction,
-            normalizer,
-            class_weights,
-            token_weights,
+        label_smoothing = check_number(_OP, "label_smoothing", given.label_smoothing)
+        if label_smoothing > 1:
+            raise ValueError(f"{_OP}: label_smoothing={label_smoothing}; expected at most 1")
+        if given.max_valid is not None and not given.skip_ignored:
+            raise ValueError(
+                f"loss head: max_valid={given.max_valid} bounds the rows taken under skip_ignored, "
+                "but skip_ignored is False; set skip_ignored=True"
+            )
+        temperature = check_number(_OP, "temperature", given.temperature, above=True)
+        logit_scale = check_number(_OP, "logit_scale", given.logit_scale, above=True)
+        softcap = given.softcap
+        if softcap is not None:
+            softcap = check_number(_OP, "softcap", softcap, above=True) / temperature
+        return given._replace(
+            ignore_index=_ignore_index(given.ignore_index),
+            label_smoothing=label_smoothing,
+            z_loss=check_number(_OP, "z_loss", given.z_loss),
+            softcap=softcap,
+            logit_scale=logit_scale / temperature,
+            temperature=1.0,
+            chunk_size=_count_or_none("chunk_size", given.chunk_size, 1),
+            max_scratch_bytes=_count_or_none("max_scratch_bytes", given.max_scratch_bytes, 1),
+            max_valid=_count_or_none("max_valid", given.max_valid, 0),
+            return_token_stats=_stat_names(given.return_token_stats),
+            top_k=check_count(_OP, "top_k", given.top_k, 0),
         )
 
     @property
-    def ignore_index(self) -> int:
-        """The target that is ignored."""
-        return self.formula.ignore_index
+    def formula(self) -> CrossEntropyOptions:
+        """The numbers in the formula of the loss."""
+        return CrossEntropyOptions(
+            self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale
+        )
+
+    @property
+    def request(self) -> TokenRequest:
+        """What is asked of each token."""
+        assert isinstance(self.return_token_stats, tuple), "`of` has checked the names"
+        return TokenRequest(self.return_token_stats, self.alternatives, self.top_k)
+
+
+def check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError if an option is unknown."""
+    # This builds a list because torch 2.11's Dynamo does not trace the difference of two sets.
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
 
 
 def check_switches(**switches: bool) -> None:
     """Raise ValueError unless each is True or False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise ValueError(f"cross entropy: {name}={value!r}; expected True or False")
+            raise ValueError(f"{_OP}: {name}={value!r}; expected True or False")
 
 
-def _formula(
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-) -> CrossEntropyOptions:
-    """Return the options at the temperature, as Python numbers."""
-    temperature = _number("temperature", temperature)
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"cross entropy: temperature={temperature} must be positive and finite")
-    whole = isinstance(ignore_index, (int, Integral)) and not isinstance(ignore_index, bool)
-    if not whole or not -(2**63) <= ignore_index < 2**63:
+def _ignore_index(value: int) -> int:
+    whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
+    if not whole or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{_OP}: ignore_index={value!r}; expected an integer of 64 bits")
+    return int(value)
+
+
+def _count_or_none(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else check_count("loss head", name, value, least)
+
+
+def _stat_names(given: bool | Collection[str]) -> tuple[str, ...]:
+    """Return the names of the statistics that are asked for, in the order of TOKEN_STATS."""
+    if isinstance(given, bool):
+        return TOKEN_STATS[:3] if given else ()
+    known = isinstance(given, Collection) and not isinstance(given, str)
+    if not known or any(name not in TOKEN_STATS for name in given):
         raise ValueError(
-            f"cross entropy: ignore_index={ignore_index!r}; expected an integer of 64 bits"
+            f"{_OP}: return_token_stats={given!r}; expected True, False or some of the names "
+            f"{', '.join(TOKEN_STATS)}"
         )
-    label_smoothing = _number("label_smoothing", label_smoothing)
-    z_loss, logit_scale = _number("z_loss", z_loss), _number("logit_scale", logit_scale)
-    softcap = None if softcap is None else _number("softcap", softcap)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"cross entropy: label_smoothing={label_smoothing} must be in [0, 1]")
-    if not 0 <= z_loss < float("inf"):
-        raise ValueError(f"cross entropy: z_loss={z_loss} must not be negative or infinite")
-    if not 0 < logit_scale < float("inf"):
-        raise ValueError(f"cross entropy: logit_scale={logit_scale} must be positive and finite")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"cross entropy: softcap={softcap} must be positive and finite, or None")
-    options = CrossEntropyOptions(int(ignore_index), label_smoothing, z_loss, softcap, logit_scale)
-    return options.at_temperature(temperature)
+    return tuple(name for name in TOKEN_STATS if name in given)
 
 
 def _check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     if reduction not in REDUCTIONS:
-        raise ValueError(f"cross entropy: reduction={reduction!r}; expected one of {REDUCTIONS}")
+        raise ValueError(f"{_OP}: reduction={reduction!r}; expected one of {REDUCTIONS}")
     if normalizer is None:
         return
     if reduction != "mean":
         raise ValueError(
-            f"cross entropy: normalizer requires reduction='mean', but reduction={reduction!r}; "
-            "remove the normalizer"
+            f"{_OP}: normalizer requires reduction='mean', but reduction={reduction!r}; remove the "
+            "normalizer"
         )
     if isinstance(normalizer, Tensor):
         if normalizer.dim() != 0 or normalizer.is_complex():
             raise ValueError(
-                f"cross entropy: normalizer {tuple(normalizer.shape)} {normalizer.dtype}; expected "
-                "a number or a real 0-d tensor"
+                f"{_OP}: normalizer {tuple(normalizer.shape)} {normalizer.dtype}; expected a "
+                "number or a real 0-d tensor"
             )
     elif (
         isinstance(normalizer, bool)
@@ -208,46 +245,8 @@ def _check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
         or not 0 <= normalizer < float("inf")
     ):
         raise ValueError(
-            f"cross entropy: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
+            f"{_OP}: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
         )
-
-
-def _number(name: str, value: float) -> float:
-    if isinstance(value, Tensor):
-        raise ValueError(
-            f"cross entropy: {name} is a tensor; expected a number. To train a scale of the "
-            "logits, multiply hidden by it"
-        )
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    if isinstance(value, Real) and not isinstance(value, bool):  # numpy's numbers
-        return float(value)
-    raise ValueError(f"cross entropy: {name}={value!r}; expected a number")
-
-
-def _chunking(
-    chunk_size: int | None,
-    max_scratch_bytes: int | None,
-    skip_ignored: bool,
-    max_valid: int | None,
-    weight_grad_in_forward: bool,
-) -> ChunkOptions:
-    """Return the options as Python ints; raise ValueError for a value wrong for every call."""
-    check_switches(skip_ignored=skip_ignored, weight_grad_in_forward=weight_grad_in_forward)
-    if chunk_size is not None:
-        chunk_size = check_count("loss head", "chunk_size", chunk_size, 1)
-    if max_scratch_bytes is not None:
-        max_scratch_bytes = check_count("loss head", "max_scratch_bytes", max_scratch_bytes, 1)
-    if max_valid is not None:
-        if not skip_ignored:
-            raise ValueError(
-                f"loss head: max_valid={max_valid} bounds the rows taken under skip_ignored, but "
-                "skip_ignored is False; set skip_ignored=True"
-            )
-        max_valid = check_count("loss head", "max_valid", max_valid, 0)
-    return ChunkOptions(
-        chunk_size, max_scratch_bytes, skip_ignored, max_valid, weight_grad_in_forward
-    )
 
 
 def check_classes(vocab: int, class_weights: Tensor | None) -> None:
@@ -305,58 +304,6 @@ def target_weights(targets: Tensor, class_weights: Tensor, ignore_index: int) ->
     """Return the class weight of each target (rows); 0 if ignored or outside the vocabulary."""
     valid = (targets != ignore_index) & (targets >= 0) & (targets < len(class_weights))
     return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0)
-
-
-class TokenRequest(NamedTuple):
-    """The per-token statistics that a call returns besides the losses."""
-
-    stats: tuple[str, ...] = ()  # names of TOKEN_STATS, in its order
-    alternatives: Tensor | None = (
-        None  # (rows, k) int64: classes whose log-probability to return; negative ones are padding
-    )
-    top_k: int = 0  # how many of the likeliest classes to return, with their log-probabilities
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no statistic is requested."""
-        return not self.stats and self.num_picked == 0
-
-    @property
-    def num_picked(self) -> int:
-        """The number of given and likeliest classes per token, in this order."""
-        return self.top_k + (0 if self.alternatives is None else self.alternatives.shape[-1])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the requested fields of `TokenStats`, in their order."""
-        return self.stats + (("picked", "picked_log_probs") if self.num_picked else ())
-
-    def bytes_per_token(self, token_bytes: int) -> int:
-        """Return the memory per token of the requested statistics; each counts token_bytes / 3."""
-        return -(-token_bytes * len(self.stats) // 3) + 64 * self.num_picked
-
-
-def token_request(
-    return_token_stats: bool | Collection[str], top_k: int, alternatives: Tensor | None = None
-) -> TokenRequest:
-    """Check which per-token statistics a call asks for.
-
-    Raises:
-        ValueError: return_token_stats is not True, False or names of TOKEN_STATS, or top_k is not
-            a number of classes.
-    """
-    if isinstance(return_token_stats, bool):
-        names: tuple[str, ...] = TOKEN_STATS[:3] if return_token_stats else ()
-    else:
-        given = return_token_stats
-        known = isinstance(given, Collection) and not isinstance(given, str)
-        if not known or any(name not in TOKEN_STATS for name in given):
-            raise ValueError(
-                f"cross entropy: return_token_stats={given!r}; expected True, False or some of "
-                f"the names {', '.join(TOKEN_STATS)}"
-            )
-        names = tuple(name for name in TOKEN_STATS if name in given)
-    return TokenRequest(names, alternatives, check_count("cross entropy", "top_k", top_k, 0))
 
 
 class TokenStats(NamedTuple):

@@ -1,6 +1,6 @@
 """The loss head: it turns hidden states into a loss. Only its method `logits` returns logits."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -12,12 +12,18 @@ from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
-from ligermodels.kernels.linear_cross_entropy.functions import linear_loss, token_log_probs
+from ligermodels.kernels.linear_cross_entropy.functions import (
+    linear_loss,
+    log_prob_options,
+    token_log_probs,
+)
 from ligermodels.kernels.linear_cross_entropy.groups import (
+    GROUP_OPTIONS,
     GroupLoss,
     checked_group_size,
     checked_loss,
     group_loss,
+    group_options,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
     GatherClasses,
@@ -25,12 +31,13 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
     VocabShard,
 )
 from ligermodels.kernels.loss_options import (
+    HEAD_OPTIONS,
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
     LossKeywords,
     LossOptions,
     check_classes,
-    check_switches,
+    check_known,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
 from ligermodels.layers.replaced_loss import replaced_loss
@@ -38,19 +45,14 @@ from ligermodels.layers.teacher import HeadParameters, Teacher, teacher_loss
 
 # The options that a teacher's loss has as well.
 _TAUGHT_OPTIONS = (
-    *("reduction", "normalizer", "ignore_index", "softcap", "logit_scale"),
+    *("reduction", "normalizer", "ignore_index", "softcap", "logit_scale", "token_weights"),
     *("chunk_size", "max_scratch_bytes", "skip_ignored", "max_valid"),
 )
-
-# Those of a loss_function, which gets what `return_token_stats` names.
-_FUNCTION_OPTIONS = ("return_token_stats", *sorted(LOG_PROB_OPTIONS))
 
 
 class HeadOptions(LossKeywords, total=False):
     """Keyword arguments of `LossHead.forward`, and of a model's forward if labels are given."""
 
-    token_weights: Tensor | None
-    alternatives: Tensor | None
     return_token_loss: bool
     num_items_in_batch: float | Tensor | None
     teacher: Teacher | None
@@ -135,7 +137,7 @@ class LossHead(nn.Module):
         **loss_options: Unpack[LossKeywords],
     ) -> None:
         super().__init__()
-        _check_known("LossHead", loss_options, LOSS_OPTIONS)
+        check_known("LossHead", loss_options, HEAD_OPTIONS)
         LossOptions.of(**loss_options)  # called for its checks only
         for name, value in loss_options.items():  # `logits` computes with Python's numbers
             if isinstance(value, np.generic):
@@ -183,8 +185,6 @@ class LossHead(nn.Module):
         *,
         return_token_loss: bool = False,
         num_items_in_batch: float | Tensor | None = None,
-        token_weights: Tensor | None = None,
-        alternatives: Tensor | None = None,
         teacher: Teacher | None = None,
         loss_function: GroupLoss | None = None,
         group_size: int = 1,
@@ -218,7 +218,6 @@ class LossHead(nn.Module):
                 or its weight is offloaded.
             Also everything that `ligermodels.kernels.linear_cross_entropy` raises.
         """
-        _check_known("LossHead", loss_options, LOSS_OPTIONS)
         if num_items_in_batch is not None:
             if loss_options.get("normalizer") is not None:
                 raise ValueError(
@@ -226,34 +225,38 @@ class LossHead(nn.Module):
                     "only one of them"
                 )
             loss_options["normalizer"] = num_items_in_batch
-        given: dict[str, Any] = {**self.loss_options, **loss_options}
-        if given.get("chunk_size") is None and given.get("max_scratch_bytes") is None:
-            given["chunk_size"] = self.planned_chunk_size
+        given = self._with_defaults("", loss_options, LOSS_OPTIONS)
         if loss_function is not None:
-            asked = {**loss_options, "token_weights": token_weights, "teacher": teacher}
-            _check_combined("loss_function", asked, return_token_loss, _FUNCTION_OPTIONS)
-            known = {name: given[name] for name in _FUNCTION_OPTIONS if name in given}
+            asked = {**loss_options, "teacher": teacher}
+            _check_combined("loss_function", asked, return_token_loss, sorted(GROUP_OPTIONS))
+            of_function: Any = {k: x for k, x in loss_options.items() if k in GROUP_OPTIONS}
             loss = self.from_log_probs(
-                *(hidden, targets, loss_function),
-                group_size=group_size,
-                alternatives=alternatives,
-                **known,
+                hidden, targets, loss_function, group_size=group_size, **of_function
             )
             num_valid = (targets != given.get("ignore_index", -100)).sum()
             return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
         if group_size != 1:
             raise ValueError(f"LossHead: group_size={group_size} is only for a loss_function")
-        given = {"class_weights": self.class_weights, **given}
-        options = LossOptions.of(**given, token_weights=token_weights, alternatives=alternatives)
+        given.setdefault("class_weights", self.class_weights)
+        options = LossOptions.of(**given)
         num_valid = (targets != options.ignore_index).sum()
         if options.reduction == "mean" and options.normalizer is options.class_weights is None:
             options = options._replace(normalizer=num_valid)  # the op need not count them again
         if teacher is not None:
-            asked = {**loss_options, "alternatives": alternatives}
-            _check_combined("teacher", asked, return_token_loss, _TAUGHT_OPTIONS)
+            _check_combined("teacher", loss_options, return_token_loss, _TAUGHT_OPTIONS)
             return self._taught(hidden, targets, teacher, options, num_valid)
         made = self._cross_entropy(hidden, targets, options)
         return _head_output(made, num_valid, return_token_loss)
+
+    def _with_defaults(
+        self, method: str, options: LossKeywords, known: frozenset[str]
+    ) -> LossKeywords:
+        """Return the known options, as a call, the constructor or a memory plan gives them."""
+        check_known(f"LossHead{method}", options, known)
+        given: Any = {k: x for k, x in self.loss_options.items() if k in known} | options
+        if given.get("chunk_size") is None and given.get("max_scratch_bytes") is None:
+            given["chunk_size"] = self.planned_chunk_size
+        return given  # type: ignore[no-any-return]
 
     def _taught(
         self,
@@ -313,7 +316,7 @@ class LossHead(nn.Module):
         targets: Tensor,
         *,
         entropy: bool = False,
-        **options: Any,
+        **options: Unpack[LossKeywords],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each target, and on request the entropy, without a shift.
 
@@ -330,16 +333,9 @@ class LossHead(nn.Module):
             the head is tied, and it is called under FSDP2 outside the model's forward or its weight
             is offloaded.
         """
-        given = self._with_defaults("log_probs", options)
-        check_switches(entropy=entropy)
-        given["return_token_stats"] = ("log_probs", "entropy") if entropy else False
-        made = self._cross_entropy(hidden, targets, LossOptions.of(reduction="none", **given))
-        return token_log_probs(made)
-
-    def _with_defaults(self, method: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of `linear_log_probs`, as the constructor or the call gives them."""
-        _check_known(f"LossHead.{method}", options, LOG_PROB_OPTIONS)
-        return {k: v for k, v in self.loss_options.items() if k in LOG_PROB_OPTIONS} | options
+        given = self._with_defaults(".log_probs", options, LOG_PROB_OPTIONS)
+        checked = log_prob_options(entropy, **given)
+        return token_log_probs(self._cross_entropy(hidden, targets, checked))
 
     def from_log_probs(
         self,
@@ -348,9 +344,7 @@ class LossHead(nn.Module):
         loss_function: GroupLoss,
         *,
         group_size: int = 1,
-        return_token_stats: bool | Collection[str] = ("log_probs",),
-        alternatives: Tensor | None = None,
-        **options: Any,
+        **options: Unpack[LossKeywords],
     ) -> Tensor:
         """Return a loss that `loss_function` computes from the tokens of whole sequences.
 
@@ -363,12 +357,13 @@ class LossHead(nn.Module):
         Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
         Raises: as `linear_group_loss` and `log_probs`.
         """
-        given = self._with_defaults("from_log_probs", options)
-        given |= {"return_token_stats": return_token_stats, "alternatives": alternatives}
-        checked = LossOptions.of(reduction="none", **given)
-        if self.is_linear and self.vocab_shard is None and checked.chunking.max_valid is None:
+        checked = group_options(**self._with_defaults(".from_log_probs", options, GROUP_OPTIONS))
+        if self.is_linear:
             weight, bias = self.parameters_here(hidden)
-            return group_loss(hidden, weight, targets, bias, checked, loss_function, group_size)
+            return group_loss(
+                *(hidden, weight, targets, bias, checked, loss_function, group_size),
+                shard=self.vocab_shard,
+            )
         checked_group_size(hidden, group_size)
         made = self._cross_entropy(hidden, targets, checked)
         return checked_loss(loss_function(made, slice(0, len(targets))))
@@ -447,14 +442,8 @@ def _head_output(
     )
 
 
-def _check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:
-    # This builds a list because torch 2.11's Dynamo does not trace the difference of two sets.
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
-
-
 def _check_combined(
-    with_what: str, given: dict[str, Any], return_token_loss: bool, known: Collection[str]
+    with_what: str, given: Mapping[str, Any], return_token_loss: bool, known: Collection[str]
 ) -> None:
     odd = [name for name, x in given.items() if x is not None and name not in known]
     if odd or return_token_loss:

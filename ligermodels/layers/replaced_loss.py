@@ -14,12 +14,7 @@ from ligermodels.kernels.cross_entropy import (
 )
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
-from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    gather,
-    gather_targets,
-    scatter,
-    valid_rows,
-)
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import gather, scatter, valid_rows
 from ligermodels.kernels.loss_options import LossOptions, TokenRequest, loss_divisor
 from ligermodels.layers.fusion import is_sharded
 
@@ -42,33 +37,21 @@ def replaced_loss(
     computes and accumulates the projection's gradients. The valid rows of all chunks are
     gathered before the first one.
     """
-    # These are read before the chunks: under torch.compile, a checkpointed function cannot use
-    # a number that an earlier checkpointed function has made.
-    formula, chunking, request, reduction, _, class_weights, token_weights = options
-    ignore_index = options.ignore_index
     if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
             f"{tuple(hidden.shape)}, without its last dimension"
         )
-    request = check_request(request, targets, vocab_size)
-    row_targets = targets.flatten()
-    index = valid_rows(row_targets, ignore_index, chunking)
+    request = check_request(options.request, targets, vocab_size)
+    index, row_targets = valid_rows(targets, options)
     rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
-    row_targets = gather_targets(row_targets, index, ignore_index)
-    chunk_size = chunking.chunk_size
+    chunk_size = options.chunk_size
     if chunk_size is None:
-        token_bytes = chunk_plan.TOKEN_BYTES * (1 + chunking.skip_ignored)
-        token_bytes += request.bytes_per_token(chunk_plan.TOKEN_BYTES)
-        copied = chunking.skip_ignored or not hidden.is_contiguous()
-        fixed_bytes = rows.numel() * rows.element_size() if copied else 0
-        fixed_bytes += token_bytes * targets.numel()
-        sizes = _sizes(proj, vocab_size, rows, fixed_bytes, request, chunking.max_scratch_bytes)
-        chunk_size = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes).chunk_size
-
-    row_alternatives = request.alternatives
-    if row_alternatives is not None and index is not None:
-        row_alternatives = row_alternatives[index.clamp(max=max(targets.numel() - 1, 0))]
+        copied = options.skip_ignored or not hidden.is_contiguous()
+        chunk_size = _chunk_size(proj, vocab_size, rows, targets.numel(), copied, request, options)
+    alternatives = request.alternatives
+    if alternatives is not None and index is not None:
+        alternatives = alternatives[index.clamp(max=max(targets.numel() - 1, 0))]
 
     def chunk_outputs(
         chunk: Tensor,
@@ -76,9 +59,8 @@ def replaced_loss(
         class_weights: Tensor | None,
         chunk_alternatives: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        logits = proj(chunk)
-        of_chunk = request._replace(alternatives=chunk_alternatives)
-        return token_values(logits, chunk_targets, class_weights, formula, of_chunk)
+        of_chunk = options._replace(class_weights=class_weights, alternatives=chunk_alternatives)
+        return token_values(proj(chunk), chunk_targets, of_chunk)
 
     # The capture of a CUDA graph may not read the random state, which only dropout needs again.
     keeps_random_state = not _is_captured(rows) or any(map(_drops, proj.modules()))
@@ -89,20 +71,20 @@ def replaced_loss(
             chunk_outputs,
             rows[chunk],
             row_targets[chunk],
-            class_weights,
-            None if row_alternatives is None else row_alternatives[chunk],
+            options.class_weights,
+            None if alternatives is None else alternatives[chunk],
             use_reentrant=False,
             preserve_rng_state=keeps_random_state,
         )
         for chunk in chunk_plan.chunks(len(rows), chunk_size)
     ]
-    tokens = [scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made)]
-    loss, z_loss, *stats = tokens
-    if token_weights is not None:
-        weights = checked_token_weights(token_weights, targets, ignore_index)
+    ignore_index = options.ignore_index
+    loss, z_loss, *stats = (scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made))
+    if options.token_weights is not None:
+        weights = checked_token_weights(options.token_weights, targets, ignore_index)
         loss, z_loss = loss * weights, z_loss * weights
     out = token_output(loss, z_loss.detach(), loss, request, stats)
-    if reduction == "none":
+    if options.reduction == "none":
         return out
     return reduce_tokens(out, loss_divisor(targets, options, loss.dtype))
 
@@ -119,15 +101,19 @@ def _is_captured(x: Tensor) -> bool:
     )
 
 
-def _sizes(
+def _chunk_size(
     proj: nn.Module,
     vocab_size: int,
     rows: Tensor,
-    fixed_bytes: int,
+    tokens: int,
+    copied: bool,
     request: TokenRequest,
-    max_scratch_bytes: int | None,
-) -> chunk_plan.Sizes:
-    """Return the memory needs of calling the projection on rows (rows, hidden)."""
+    options: LossOptions,
+) -> int:
+    """Return how many of the rows (rows, hidden) of all tokens the projection is called with.
+
+    Args: copied: whether the rows are a copy.
+    """
     narrow = rows.element_size()
     wide = compute_dtype(rows).itemsize
     copies, row_copies = chunk_plan.wide_copies(rows, request)
@@ -135,14 +121,17 @@ def _sizes(
     # both; in the loss the logits and the copies that the loss makes.
     logit_bytes = max(2 * narrow + 16, narrow + wide * copies)
     one_row = narrow + wide * (copies + row_copies)
+    token_bytes = chunk_plan.TOKEN_BYTES * (1 + options.skip_ignored)
+    token_bytes += request.bytes_per_token(chunk_plan.TOKEN_BYTES)
+    fixed_bytes = token_bytes * tokens + (rows.numel() * narrow if copied else 0)
     sums = 0
-    if torch.is_grad_enabled() and max_scratch_bytes is not None:
+    if torch.is_grad_enabled() and options.max_scratch_bytes is not None:
         # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
         # the new gradient and their total exist at the same time.
         sums = sum(3 * _local(p).nbytes for p in proj.parameters() if p.requires_grad)
         if rows.requires_grad:  # Autograd joins the gradients of all chunks' rows.
             fixed_bytes += rows.numel() * narrow
-    return chunk_plan.Sizes(
+    sizes = chunk_plan.Sizes(
         len(rows),
         vocab_size,
         logit_bytes=logit_bytes,
@@ -150,6 +139,7 @@ def _sizes(
         fixed_bytes=fixed_bytes + max(0, one_row - logit_bytes) * vocab_size,
         vocab_loop=False,
     )
+    return chunk_plan.plan_chunks(sizes, options.max_scratch_bytes).chunk_size
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -6,12 +6,7 @@ from torch import Tensor
 
 from ligermodels import kernels
 from ligermodels.kernels.cross_entropy import checked_token_weights
-from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    gather,
-    gather_targets,
-    scatter,
-    valid_rows,
-)
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import gather, scatter, valid_rows
 from ligermodels.kernels.loss_options import LossOptions
 
 
@@ -76,17 +71,13 @@ def teacher_loss(
             f"LossHead: the teacher has {len(teacher.weight)} classes and the head "
             f"{vocab}; expected at least as many"
         )
-    chunking, ignore_index = options.chunking, options.ignore_index
-    row_targets = targets.flatten()
-    index = valid_rows(row_targets, ignore_index, chunking)
-    row_targets = gather_targets(row_targets, index, ignore_index)
-    states = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
-    token_weights = options.token_weights
+    index, row_targets = valid_rows(targets, options)
+    rows, teacher_rows = (gather(x.flatten(0, -2), index) for x in (hidden, teacher.hidden))
+    token_weights, ignore_index = options.token_weights, options.ignore_index
     if token_weights is not None:
         weights = checked_token_weights(token_weights, targets, ignore_index)
         token_weights = gather(weights.reshape(-1, 1), index).flatten()
-    rows, teacher_rows = states
-    classes, chunk_size = slice(0, vocab), chunking.chunk_size
+    classes, chunk_size = slice(0, vocab), options.chunk_size
     if chunk_size is not None:  # a chunk also holds the teacher's logits of a third of it
         chunk_size = max(1, chunk_size * 3 // 4)
     loss = kernels.linear_divergence(
@@ -107,6 +98,6 @@ def teacher_loss(
         teacher_softcap=teacher.softcap,
         teacher_scale=teacher.logit_scale,
         chunk_size=chunk_size,
-        max_scratch_bytes=chunking.max_scratch_bytes,
+        max_scratch_bytes=options.max_scratch_bytes,
     )
     return scatter(loss, index, targets, ignore_index) if loss.dim() else loss

@@ -17,8 +17,8 @@ from ligermodels.kernels.loss_options import (
     TOKEN_STATS,
     CrossEntropyOptions,
     OutputGrads,
+    TokenRequest,
     TokenStats,
-    token_request,
 )
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
@@ -121,7 +121,7 @@ def test_rows_with_a_target_out_of_range_are_nan(float32_place, weights) -> None
     for target in OUT_OF_RANGE:
         logits = random(3, 5, seed=2).float().to(device)
         targets = torch.tensor([1, target, -100], device=device)
-        stats = TokenStats.empty(3, logits, token_request(TOKEN_STATS, 0))
+        stats = TokenStats.empty(3, logits, TokenRequest(TOKEN_STATS))
         options = CrossEntropyOptions(z_loss=0.1)
         rows = select("cross_entropy", logits).cross_entropy_rows
         loss, z, *_ = rows(logits, targets, None, None, class_weights, options, False, stats=stats)

@@ -106,7 +106,10 @@ REFUSALS: dict[str, list[tuple[dict, str]]] = {
         ({"hidden": torch.ones(2, 3, 0), "weight": torch.ones(8, 0)}, "of 1 or more"),
         ({"hidden": torch.tensor(1.0)}, r"loss head: hidden \(\) and weight .*; expected \("),
         ({"weight": ONES[8]}, r"loss head: hidden .* and weight \(8,\); expected \("),
-        ({"weight": torch.ones(0, 32, dtype=X)}, "the vocabulary has 0 classes; expected 1"),
+        (
+            {"weight": torch.ones(0, 32, dtype=X), "bias": None},
+            "the vocabulary has 0 classes; expected 1",
+        ),
         ({"hidden": torch.ones(2, 3, 32)}, "float32 and weight is torch.float64; cast one$"),
         # A product with a meta tensor would return uninitialised memory.
         ({"weight": torch.ones(8, 32, device="meta")}, "weight is on meta and hidden is on cpu"),
@@ -132,7 +135,7 @@ REFUSALS: dict[str, list[tuple[dict, str]]] = {
         ({"teacher_hidden": torch.ones(2, 3, 3, dtype=X)}, r"teacher_hidden .* and teacher_weight"),
         ({"weight": torch.ones(9, 32, dtype=X), "bias": None}, "the same vocabulary"),
         ({"hidden": torch.ones(2, 3, 32)}, "hidden is torch.float32 and weight"),
-        ({"temperature": 0}, "temperature=0 must be positive"),
+        ({"temperature": 0}, "temperature=0; expected a finite number"),
         ({"chunk_size": None, "max_scratch_bytes": 100}, "max_scratch_bytes=100 is too small"),
     ],
 }

@@ -190,7 +190,7 @@ def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
     real = loss_head.linear_loss
 
     def recorded(*args: Any) -> Any:
-        used.append(args[4].chunking[:2])
+        used.append((args[4].chunk_size, args[4].max_scratch_bytes))
         return real(*args)
 
     monkeypatch.setattr(loss_head, "linear_loss", recorded)

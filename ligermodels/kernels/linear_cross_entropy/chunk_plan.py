@@ -1,4 +1,7 @@
-"""The chunk plan of a loss head: a byte budget decides how many logits exist at once."""
+"""The rows of a loss head: which ones are computed, and how many logits exist at once.
+
+A byte budget decides how many. In instruction tuning most rows are often ignored.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import choose
-from ligermodels.kernels.loss_options import TokenRequest
+from ligermodels.kernels.loss_options import LossOptions, TokenRequest
 from ligermodels.kernels.simulation import real_device
 
 DEFAULT_LOGITS_BYTES = 2**30
@@ -181,3 +184,72 @@ def chunks(rows: int, chunk_size: int) -> list[slice]:
     """
     starts = [i * chunk_size for i in range(max(1, -(-rows // chunk_size)))]
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], rows])]
+
+
+def valid_rows(targets: Tensor, options: LossOptions) -> tuple[Tensor | None, Tensor]:
+    """Return the positions of the rows to compute, or None to take all, and their targets.
+
+    With skip_ignored, these are the targets that are not ignored. Without max_valid, one host
+    synchronisation counts them. With max_valid there is none, and min(max_valid, targets) rows; the
+    padding at the end has a position outside and ignore_index. If the bound is too small, `scatter`
+    gives NaN for the rows that do not fit.
+
+    Args: targets: (...) int64.
+    Returns: int64 (rows) or None, and int64 (rows).
+    Raises:
+        ValueError: max_valid is too small. Only CPU eager mode checks this.
+        RuntimeError: max_valid is missing under torch.compile or CUDA graph capture.
+    """
+    targets, ignore_index = targets.flatten(), options.ignore_index
+    rows, max_valid = len(targets), options.max_valid
+    if not options.skip_ignored or rows == 0:
+        return None, targets
+    valid = targets != ignore_index
+    compiling = torch.compiler.is_compiling()
+    if max_valid is None:
+        if compiling or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(
+                "loss head: skip_ignored counts the targets on the host, and torch.compile and "
+                "CUDA graph capture do not allow that; pass max_valid, an upper bound on the "
+                "number of targets that are not ignored"
+            )
+        index = valid.nonzero().squeeze(1)
+        return index, targets[index]
+    if targets.device.type == "cpu" and not compiling and int(valid.sum()) > max_valid:
+        raise ValueError(
+            f"loss head: max_valid={max_valid}, but {int(valid.sum())} targets differ from "
+            f"ignore_index={ignore_index}; pass a larger max_valid"
+        )
+    index = torch.nonzero_static(valid, size=min(max_valid, rows), fill_value=rows).squeeze(1)
+    return index, torch.where(index < rows, targets[index.clamp(max=rows - 1)], ignore_index)
+
+
+def gather(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the rows of x at these positions; padding is exactly zero. None takes all rows."""
+    if index is None:
+        return x
+    gathered = x.index_select(0, index.clamp(max=len(x) - 1))
+    return gathered.masked_fill(index[:, None] == len(x), 0.0)
+
+
+def scatter(values: Tensor, index: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
+    """Put the values (rows) or (rows, k) of gathered rows back: (...) or (..., k) as the targets.
+
+    This is differentiable with respect to values. A row that was not gathered gets 0 if its target
+    is ignored, and NaN otherwise.
+    """
+    shape = targets.shape + values.shape[1:]
+    if index is not None:
+        flat = targets.flatten()
+        rows = values.new_zeros(len(flat) + 1, *values.shape[1:])  # one more for the padding
+        if values.is_floating_point():
+            wanted = (flat != ignore_index).view(-1, *[1] * (values.dim() - 1))
+            rows[:-1].masked_fill_(wanted, float("nan"))
+        values = rows.index_copy(0, index, values)[:-1]
+    # FSDP2 warns of outputs of a model that are views. A few numbers of each token are soon copied.
+    return values.view(shape).clone()
+
+
+def zeros_to_scatter_into(hidden: Tensor) -> Tensor:
+    """Return zeros for the gradients of gathered rows: hidden's shape and a row for padding."""
+    return hidden.new_zeros(len(hidden) + 1, hidden.shape[1])

@@ -1,19 +1,19 @@
-"""The loss of a linear head, computed in chunks of logits that fit a byte budget. Start here.
+"""The ops of a linear head: its logits exist in chunks that fit a byte budget. Start here.
 
-A call checks its options and tensors, gathers the rows that count, makes a chunk plan, runs a
-strategy and scatters the values of each row back to the targets' shape. The other modules, in the
-order of a call: valid_rows.py gathers and scatters rows; chunk_plan.py splits the work to fit the
-budget; strategies.py has one autograd Function for each way to compute the gradients; loops.py
-computes losses and gradients chunk by chunk.
+`linear_loss` checks the tensors, plans the chunks, and calls the autograd Function that suits the
+plan; autograd.py has the Functions and the loops over chunks. chunk_plan.py says which rows are
+computed and how many logits exist at once, groups.py has the losses of whole sequences, and
+vocab_shard.py what ranks exchange that have the vocabulary together.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import cast_operands, without_autocast
-from ligermodels.kernels.checks import check_floating, check_linear_bias
+from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.checks import checked_linear
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_request,
@@ -23,28 +23,23 @@ from ligermodels.kernels.cross_entropy import (
     token_output,
 )
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy import chunk_plan
-from ligermodels.kernels.linear_cross_entropy.loops import Head, LossArgs, NeedsGrad
-from ligermodels.kernels.linear_cross_entropy.strategies import (
+from ligermodels.kernels.linear_cross_entropy import chunk_plan, vocab_shard
+from ligermodels.kernels.linear_cross_entropy.autograd import (
     GradsInForward,
-    HiddenGradInForward,
+    Head,
     LogitsGradInForward,
+    LossArgs,
+    NeedsGrad,
     RecomputeInBackward,
 )
-from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    gather,
-    gather_targets,
-    scatter,
-    valid_rows,
-)
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
-    SumGradient,
-    VocabShard,
-    wide_copies,
-)
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, VocabShard
 from ligermodels.kernels.loss_options import (
+    LOG_PROB_OPTIONS,
+    LOSS_OPTIONS,
+    LossKeywords,
     LossOptions,
     TokenRequest,
+    check_known,
     check_switches,
     loss_divisor,
 )
@@ -57,25 +52,8 @@ def linear_cross_entropy(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
-    reduction: str = "mean",
-    normalizer: float | Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    chunk_size: int | None = None,
-    max_scratch_bytes: int | None = None,
-    skip_ignored: bool = False,
-    max_valid: int | None = None,
-    weight_grad_in_forward: bool = False,
-    return_token_stats: bool | Collection[str] = False,
-    alternatives: Tensor | None = None,
-    top_k: int = 0,
     vocab_shard: VocabShard | None = None,
+    **options: Unpack[LossKeywords],
 ) -> CrossEntropyOutput:
     """Compute the cross entropy of a linear head within a memory budget.
 
@@ -141,27 +119,8 @@ def linear_cross_entropy(
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
             that row is NaN.
     """
-    options = LossOptions.of(
-        reduction=reduction,
-        normalizer=normalizer,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        class_weights=class_weights,
-        token_weights=token_weights,
-        chunk_size=chunk_size,
-        max_scratch_bytes=max_scratch_bytes,
-        skip_ignored=skip_ignored,
-        max_valid=max_valid,
-        weight_grad_in_forward=weight_grad_in_forward,
-        return_token_stats=return_token_stats,
-        alternatives=alternatives,
-        top_k=top_k,
-    )
-    return linear_loss(hidden, weight, targets, bias, options, vocab_shard)
+    check_known("linear_cross_entropy", options, LOSS_OPTIONS)
+    return linear_loss(hidden, weight, targets, bias, LossOptions.of(**options), vocab_shard)
 
 
 def linear_loss(
@@ -173,39 +132,31 @@ def linear_loss(
     shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
     """Compute `linear_cross_entropy` with options that are already checked."""
-    chunking = options.chunking
     one_loss = options.reduction != "none"
     head = make_head(hidden, weight, targets, bias, options, one_loss, shard=shard)
     if not one_loss:
         # Only backward knows the upstream gradient of each token's loss.
         return token_outputs(head, targets)
-    dtype = compute_dtype(head.hidden)
-    divisor = loss_divisor(targets, options, dtype)
-    if chunking.max_valid is not None:
-        too_many = (targets != options.ignore_index).sum() > min(
-            chunking.max_valid, targets.numel()
-        )
+    args = head.args
+    divisor = loss_divisor(targets, options, compute_dtype(head.hidden))
+    if options.max_valid is not None:
+        too_many = (targets != options.ignore_index).sum() > min(options.max_valid, targets.numel())
         divisor = torch.where(too_many, float("nan"), divisor)
-
-    rows, plan = len(head.args.targets), head.args.plan
-    if not plan.grads_in_forward:
+    if not args.plan.grads_in_forward:
         # The budget cannot hold gradients between the passes.
         return reduce_tokens(token_outputs(head, targets), divisor)
     strategy: type[torch.autograd.Function] = GradsInForward
-    if plan.vocab_block is not None:
-        # The budget cannot hold a float32 sum of the weight gradient over chunks of tokens.
-        strategy = HiddenGradInForward
-    elif (
-        not chunking.weight_grad_in_forward
-        and rows <= plan.chunk_size
-        and _saves_logits_grad(rows, head.weight, _classes(weight, shard), head.args.needs_grad)
+    if (
+        args.plan.vocab_block is None
+        and args.one_chunk
+        and not options.weight_grad_in_forward
+        and _saves_logits_grad(head.weight, len(args.targets), args.needs_grad, shard)
     ):
-        # All logits fit in one chunk, and it is better to save their gradient than the weight's.
         strategy = LogitsGradInForward
     with without_autocast(head.hidden):
-        loss, z, *tokens = strategy.apply(*head[:3], head.args._replace(divisor=divisor))
+        loss, z, *tokens = strategy.apply(*head[:3], args._replace(divisor=divisor))
     token_loss, *stats = _scattered(tokens, head, targets)
-    return token_output(loss, z, token_loss, head.args.request, stats)
+    return token_output(loss, z, token_loss, args.request, stats)
 
 
 def linear_log_probs(
@@ -215,15 +166,8 @@ def linear_log_probs(
     bias: Tensor | None = None,
     *,
     entropy: bool = False,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    max_scratch_bytes: int | None = None,
-    skip_ignored: bool = False,
-    max_valid: int | None = None,
     vocab_shard: VocabShard | None = None,
+    **options: Unpack[LossKeywords],
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log p of each target and the entropy of p = softmax(t), both differentiable.
 
@@ -251,20 +195,17 @@ def linear_log_probs(
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the values
             of that row are NaN.
     """
+    check_known("linear_log_probs", options, LOG_PROB_OPTIONS)
+    given = log_prob_options(entropy, **options)
+    return token_log_probs(linear_loss(hidden, weight, targets, bias, given, vocab_shard))
+
+
+def log_prob_options(entropy: bool, **options: Unpack[LossKeywords]) -> LossOptions:
+    """Return the options of `linear_log_probs`, as those of a loss."""
     check_switches(entropy=entropy)
-    options = LossOptions.of(
-        reduction="none",
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        max_scratch_bytes=max_scratch_bytes,
-        skip_ignored=skip_ignored,
-        max_valid=max_valid,
-        return_token_stats=("log_probs", "entropy") if entropy else False,
-    )
-    return token_log_probs(linear_loss(hidden, weight, targets, bias, options, vocab_shard))
+    options["return_token_stats"] = ("log_probs", "entropy") if entropy else ()
+    options["reduction"] = "none"
+    return LossOptions.of(**options)
 
 
 def token_log_probs(out: CrossEntropyOutput) -> tuple[Tensor, Tensor | None]:
@@ -278,15 +219,9 @@ def token_log_probs(out: CrossEntropyOutput) -> tuple[Tensor, Tensor | None]:
 def token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
     """Return the loss and the statistics of each token; backward takes any upstream gradients."""
     with without_autocast(head.hidden):
-        tokens = RecomputeInBackward.apply(*head)
-        loss, z_loss, *stats = _scattered(tokens, head, targets)
+        loss, z_loss, *stats = _scattered(RecomputeInBackward.apply(*head), head, targets)
         if head.args.token_weights is not None:
-            weights = scatter(
-                head.args.token_weights,
-                head.args.row_index,
-                targets,
-                head.args.options.ignore_index,
-            )
+            (weights,) = _scattered([head.args.token_weights], head, targets)
             loss, z_loss = loss * weights, z_loss * weights
     return token_output(loss, z_loss, loss, head.args.request, stats)
 
@@ -294,7 +229,7 @@ def token_outputs(head: Head, targets: Tensor) -> CrossEntropyOutput:
 def _scattered(rows: Iterable[Tensor], head: Head, targets: Tensor) -> list[Tensor]:
     """Scatter values of the gathered rows to the targets' shape."""
     index, ignore_index = head.args.row_index, head.args.options.ignore_index
-    return [scatter(x, index, targets, ignore_index) for x in rows]
+    return [chunk_plan.scatter(x, index, targets, ignore_index) for x in rows]
 
 
 def make_head(
@@ -314,77 +249,46 @@ def make_head(
         instead of those of hidden and weight.
     Raises: as `linear_cross_entropy`.
     """
-    formula, chunking, request, _, _, class_weights, token_weights = options
-    vocab = None if shard is None else shard.vocab
-    hidden, weight, bias = _checked(
-        hidden, weight, targets, bias, class_weights, options.ignore_index, vocab
-    )
+    shape = hidden.shape[:-1]
+    hidden, weight, bias = checked_linear("loss head", hidden, weight, bias)
+    vocab = len(weight) if shard is None else shard.vocab
+    ignore_index, token_weights = options.ignore_index, options.token_weights
+    check_targets(targets, shape, vocab, options.class_weights, ignore_index, hidden.device)
+    request = check_request(options.request, targets, vocab)
     if shard is not None:
-        if request.top_k:
+        if options.top_k:
             raise ValueError(
-                f"loss head: top_k={request.top_k} is not available for a vocabulary that is split "
+                f"loss head: top_k={options.top_k} is not available for a vocabulary that is split "
                 "over ranks; compute the likeliest classes from head.logits"
             )
         hidden = SumGradient.apply(hidden, shard.group)
-    grad = torch.is_grad_enabled()
-    needs_grad = NeedsGrad(
-        hidden=grad and hidden.requires_grad,
-        weight=grad and weight.requires_grad,
-        bias=grad and bias is not None and bias.requires_grad,
-    )
-    request = check_request(request, targets, vocab or len(weight))
-    row_targets = targets.flatten()
-    index = valid_rows(row_targets, options.ignore_index, chunking)
+    needs_grad = NeedsGrad.of(hidden, weight, bias)
+    index, row_targets = chunk_plan.valid_rows(targets, options)
     if token_weights is not None:
-        weights = checked_token_weights(token_weights, targets, options.ignore_index)
+        weights = checked_token_weights(token_weights, targets, ignore_index)
         weights = weights.flatten().to(compute_dtype(hidden))
-        token_weights = weights if index is None else gather(weights[:, None], index)[:, 0]
+        token_weights = chunk_plan.gather(weights[:, None], index)[:, 0]
     if index is not None and request.alternatives is not None:
-        inside = index.clamp(max=max(len(row_targets) - 1, 0))
+        inside = index.clamp(max=max(targets.numel() - 1, 0))
         request = request._replace(alternatives=request.alternatives[inside])
-    row_targets = gather_targets(row_targets, index, options.ignore_index)
-    rows = len(row_targets)
-    # float16 could overflow, and in the other dtypes the sum has the weight's dtype already.
-    rounds = one_loss and chunking.weight_grad_in_forward and weight.dtype == torch.bfloat16
-    if chunking.chunk_size is not None:
-        plan = chunk_plan.ChunkPlan(chunking.chunk_size)
-    else:
-        skip = chunking.skip_ignored
-        sizes = _sizes(
-            hidden,
-            weight,
-            _classes(weight, shard),
-            targets.numel(),
-            rows,
-            needs_grad,
-            skip,
-            request,
-            one_loss,
-            may_save_logits_grad and not chunking.weight_grad_in_forward,
-            0 if shard is None else wide_copies(formula, request),
-        )
-        if shard is not None:
-            # `token_loop` computes the next chunk's logits while the ranks exchange.
-            columns = sizes.vocab + (weight.shape[1] if skip else 0)
-            sizes = sizes._replace(ahead_bytes=columns * hidden.element_size())
-        if rounds and needs_grad.weight:
-            rounded = sizes.vocab * weight.shape[1] * weight.element_size()
-            sizes = sizes._replace(rounded_weight_bytes=rounded)
-        plan = chunk_plan.plan_chunks(sizes, chunking.max_scratch_bytes)
+    plan = _plan(
+        *(hidden, weight, targets.numel(), len(row_targets), needs_grad, request, options),
+        *(one_loss, may_save_logits_grad, shard),
+    )
     if torch.compiler.is_compiling():
         # If the last chunk has one row, the compiler makes the number of rows a constant. torch
         # 2.11 can trace that only before the Function whose outputs have this length.
-        last = chunk_plan.chunks(rows, plan.chunk_size)[-1]
+        last = chunk_plan.chunks(len(row_targets), plan.chunk_size)[-1]
         if last.stop - last.start == 1:
             pass  # evaluating the condition is enough
     args = LossArgs(
         targets=row_targets,
         row_index=index,
-        class_weights=class_weights,
+        class_weights=options.class_weights,
         token_weights=token_weights,
         divisor=None,
-        options=formula,
-        plan=plan._replace(round_weight_grad=rounds),
+        options=options.formula,
+        plan=plan,
         needs_grad=needs_grad,
         request=request,
         shard=shard,
@@ -392,48 +296,19 @@ def make_head(
     return Head(hidden.reshape(-1, weight.shape[1]), weight, bias, args)
 
 
-def _checked(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    class_weights: Tensor | None,
-    ignore_index: int,
-    vocab_of_all_ranks: int | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check all tensors of a call; return hidden, weight and bias, cast if autocast is enabled."""
-    if hidden.dim() == 0 or weight.dim() != 2:
-        raise ValueError(
-            f"loss head: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; expected "
-            "(..., in) and (vocab, in)"
-        )
-    vocab, width = weight.shape
-    if hidden.shape[-1] != width or width == 0:
-        raise ValueError(
-            f"loss head: hidden {tuple(hidden.shape)} and weight "
-            f"{tuple(weight.shape)}; expected the same last dimension, of 1 or more"
-        )
-    shape = hidden.shape[:-1]
-    vocab = vocab if vocab_of_all_ranks is None else vocab_of_all_ranks
-    check_targets(targets, shape, vocab, class_weights, ignore_index, hidden.device)
-    check_floating("loss head", "hidden", hidden)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.device != hidden.device:
-            raise ValueError(
-                f"loss head: {name} is on {parameter.device} and hidden is on {hidden.device}; "
-                "move one of them to the device of the other"
-            )
-    weight, bias = cast_operands(hidden, weight, bias)
-    hidden, _ = cast_operands(hidden, hidden, None)
-    if hidden.dtype != weight.dtype:
-        # Autocast does not cast float64.
-        way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
-        raise ValueError(
-            f"loss head: hidden is {hidden.dtype} and weight is {weight.dtype}; cast one{way}"
-        )
-    if bias is not None:
-        check_linear_bias("loss head", weight, bias)
-    return hidden, weight, bias
+def _saves_logits_grad(
+    weight: Tensor, rows: int, needs_grad: NeedsGrad, shard: VocabShard | None
+) -> bool:
+    """Return whether forward saves the gradient of logits of a single chunk for backward.
+
+    Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
+    the gradient of the logits avoids this copy. On a GPU it must also take less memory than the
+    gradient of the weight.
+    """
+    return needs_grad.weight and (
+        real_device(weight.device).type == "cpu"
+        or rows <= min(weight.shape[1], _classes(weight, shard))
+    )
 
 
 def _classes(weight: Tensor, shard: VocabShard | None) -> int:
@@ -444,61 +319,58 @@ def _classes(weight: Tensor, shard: VocabShard | None) -> int:
     return len(weight) if shard is None else shard.most_classes
 
 
-def _saves_logits_grad(rows: int, weight: Tensor, vocab: int, needs_grad: NeedsGrad) -> bool:
-    """Return whether forward saves the gradient of logits of a single chunk for backward.
-
-    Otherwise it saves the gradient of the weight, and backward makes a scaled copy of it. Saving
-    the gradient of the logits avoids this copy. On a GPU it must also take less memory than the
-    gradient of the weight.
-    """
-    return needs_grad.weight and (
-        real_device(weight.device).type == "cpu" or rows <= min(weight.shape[1], vocab)
-    )
-
-
-def _sizes(
+def _plan(
     hidden: Tensor,
     weight: Tensor,
-    vocab: int,
     tokens: int,
     rows: int,
     needs_grad: NeedsGrad,
-    skip_ignored: bool,
     request: TokenRequest,
+    options: LossOptions,
     one_loss: bool,
     may_save_logits_grad: bool,
-    least_copies: int,
-) -> chunk_plan.Sizes:
-    """Return the sizes for the chunk plan. `rows` of the `tokens` targets get `vocab` logits.
-
-    Args: least_copies: how many copies of the logits in `compute_dtype` exist at least.
-    """
-    width = weight.shape[1]
+    shard: VocabShard | None,
+) -> chunk_plan.ChunkPlan:
+    """Return the chunk plan of a call in which `rows` of the `tokens` targets get logits."""
+    # float16 could overflow, and in the other dtypes the sum has the weight's dtype already.
+    rounds = one_loss and options.weight_grad_in_forward and weight.dtype == torch.bfloat16
+    if options.chunk_size is not None:
+        return chunk_plan.ChunkPlan(options.chunk_size, round_weight_grad=rounds)
+    vocab, width, skip = _classes(weight, shard), weight.shape[1], options.skip_ignored
     narrow, wide = hidden.element_size(), compute_dtype(hidden).itemsize
     copies, row_copies = chunk_plan.wide_copies(hidden, request)
-    copies = max(copies, least_copies)
+    ahead = 0
+    if shard is not None:
+        copies = max(copies, vocab_shard.wide_copies(options.formula, request))
+        # `token_loop` computes the next chunk's logits while the ranks exchange.
+        ahead = (vocab + (width if skip else 0)) * narrow
     saved_weight = single_chunk = 0
+    may_save_logits_grad = may_save_logits_grad and not options.weight_grad_in_forward
     if needs_grad.weight and hidden.dtype == torch.float16:
         single_chunk = vocab * width * wide  # the weight gradient is computed in float32
-    elif one_loss and may_save_logits_grad and _saves_logits_grad(rows, weight, vocab, needs_grad):
+    elif one_loss and may_save_logits_grad and _saves_logits_grad(weight, rows, needs_grad, shard):
         single_chunk = rows * width * narrow  # the scaled hidden states
     elif one_loss and needs_grad.weight:
         saved_weight = vocab * width * narrow
     # Forward saves the hidden gradient and one more row for padding; backward returns a scaled
     # copy. (hidden.nbytes does not work under torch.compile with a symbolic number of rows.)
     saved_hidden = (hidden.numel() + width) * narrow if one_loss and needs_grad.hidden else 0
-    return chunk_plan.Sizes(
+    sizes = chunk_plan.Sizes(
         rows,
         vocab,
         logit_bytes=narrow + wide * copies,
-        hidden_bytes=(width * narrow if skip_ignored else 0) + (width * wide if copies else 0),
+        hidden_bytes=(width * narrow if skip else 0) + (width * wide if copies else 0),
         accumulator_bytes=vocab * width * wide if needs_grad.weight else 0,
         single_chunk_bytes=single_chunk,
         saved_weight_bytes=saved_weight,
+        rounded_weight_bytes=vocab * width * narrow if rounds and needs_grad.weight else 0,
         saved_hidden_bytes=saved_hidden,
-        fixed_bytes=chunk_plan.TOKEN_BYTES * tokens * (1 + skip_ignored)
+        fixed_bytes=chunk_plan.TOKEN_BYTES * tokens * (1 + skip)
         + request.bytes_per_token(chunk_plan.TOKEN_BYTES) * tokens
         + (3 * wide * vocab if needs_grad.bias else 0)
         + row_copies * wide * vocab
         + (0 if hidden.is_contiguous() else hidden.numel() * narrow),
+        ahead_bytes=ahead,
     )
+    plan = chunk_plan.plan_chunks(sizes, options.max_scratch_bytes)
+    return plan._replace(round_weight_grad=rounds)

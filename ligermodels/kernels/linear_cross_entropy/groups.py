@@ -5,23 +5,37 @@ If the logits of complete groups fit into the budget, the gradient of the loss i
 exist.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, token_output
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy.functions import make_head, token_outputs
-from ligermodels.kernels.linear_cross_entropy.loops import GradSums, Head, LossArgs
-from ligermodels.kernels.linear_cross_entropy.strategies import scaled_grad
-from ligermodels.kernels.linear_cross_entropy.valid_rows import scatter
-from ligermodels.kernels.loss_options import LossOptions, TokenStats, output_grads
+from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, Head, LossArgs, scaled_grad
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import scatter
+from ligermodels.kernels.linear_cross_entropy.functions import (
+    linear_loss,
+    make_head,
+    token_outputs,
+)
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
+from ligermodels.kernels.loss_options import (
+    LOG_PROB_OPTIONS,
+    LossKeywords,
+    LossOptions,
+    TokenStats,
+    check_known,
+    output_grads,
+)
+
+GROUP_OPTIONS = LOG_PROB_OPTIONS | {"return_token_stats", "alternatives"}
 
 GroupLoss = Callable[[CrossEntropyOutput, slice], Tensor]
 """A function of the token outputs (sequences, seq) of some sequences, and of which they are."""
@@ -35,15 +49,7 @@ def linear_group_loss(
     bias: Tensor | None = None,
     *,
     group_size: int = 1,
-    return_token_stats: bool | Collection[str] = ("log_probs",),
-    alternatives: Tensor | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    max_scratch_bytes: int | None = None,
-    skip_ignored: bool = False,
+    **options: Unpack[LossKeywords],
 ) -> Tensor:
     """Sum a loss over groups of sequences, each computed from the log-probabilities of its tokens.
 
@@ -55,36 +61,33 @@ def linear_group_loss(
     tensors that it reads get no gradient.
 
     If whole groups fit into the budget or chunk_size, forward and backward take three matrix
-    products. Otherwise, for float16, and under torch.compile, loss_function is called once for all
-    sequences, and they take four, as `linear_log_probs`.
+    products. Otherwise, with max_valid, for float16, and under torch.compile, loss_function is
+    called once for all sequences, and they take four, as `linear_log_probs`.
 
     Args:
         hidden: (batch, seq, in), floating point. Groups are group_size neighbours in the batch.
         weight: (vocab, in). bias: (vocab). targets: (batch, seq) int64, aligned with hidden.
-        return_token_stats, alternatives: the statistics for loss_function, as in
+        return_token_stats (("log_probs",)), alternatives: the statistics for loss_function, as in
             `linear_cross_entropy`.
         skip_ignored: whether the matrix products skip ignored targets. It costs two host
             synchronisations.
-        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes: as in
-            `linear_cross_entropy`.
+        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes, max_valid:
+            as in `linear_cross_entropy`.
     Returns: the sum, a scalar.
     Raises:
         ValueError: a shape, dtype or option is wrong, or loss_function does not return a scalar.
         IndexError: a target is outside the vocabulary, on CPU in eager mode.
     """
-    options = LossOptions.of(
-        reduction="sum",
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        max_scratch_bytes=max_scratch_bytes,
-        skip_ignored=skip_ignored,
-        return_token_stats=return_token_stats,
-        alternatives=alternatives,
-    )
-    return group_loss(hidden, weight, targets, bias, options, loss_function, group_size)
+    check_known("linear_group_loss", options, GROUP_OPTIONS)
+    given = group_options(**options)
+    return group_loss(hidden, weight, targets, bias, given, loss_function, group_size)
+
+
+def group_options(**options: Unpack[LossKeywords]) -> LossOptions:
+    """Return the options of `linear_group_loss`, as those of a loss."""
+    options.setdefault("return_token_stats", ("log_probs",))
+    options["reduction"] = "none"
+    return LossOptions.of(**options)
 
 
 def group_loss(
@@ -95,15 +98,20 @@ def group_loss(
     options: LossOptions,
     loss_function: GroupLoss,
     group_size: int,
+    shard: VocabShard | None = None,
 ) -> Tensor:
-    """Compute `linear_group_loss` with options that are already checked."""
+    """Compute `linear_group_loss` with options that are already checked.
+
+    If the vocabulary is split over ranks, loss_function is called once for all sequences.
+    """
     group_size = checked_group_size(hidden, group_size)
+    if torch.compiler.is_compiling() or options.max_valid is not None or shard is not None:
+        tokens = linear_loss(hidden, weight, targets, bias, options, shard)
+        return checked_loss(loss_function(tokens, slice(0, len(targets))))
     head = make_head(
         *(hidden, weight, targets, bias, options), one_loss=True, may_save_logits_grad=False
     )
-    pieces = None
-    if not torch.compiler.is_compiling() and head.hidden.dtype != torch.float16:
-        pieces = _pieces(head, targets, group_size)
+    pieces = None if head.hidden.dtype == torch.float16 else _pieces(head, targets, group_size)
     if pieces is None:
         everything = slice(0, len(targets))
         return checked_loss(loss_function(token_outputs(head, targets), everything))

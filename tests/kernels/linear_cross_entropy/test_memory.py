@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
+from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, NeedsGrad
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
-from ligermodels.kernels.linear_cross_entropy.loops import GradSums, NeedsGrad
 from tests.kernels import formulas
 from tests.kernels.checks import check_repeatable, random
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, places

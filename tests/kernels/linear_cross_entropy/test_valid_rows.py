@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
-from ligermodels.kernels.linear_cross_entropy.valid_rows import (
-    gather,
-    gather_targets,
-    scatter,
-    valid_rows,
-)
-from ligermodels.kernels.loss_options import ChunkOptions
+from ligermodels.kernels.linear_cross_entropy.chunk_plan import gather, scatter, valid_rows
+from ligermodels.kernels.loss_options import LossOptions
 from tests.kernels.checks import random
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.linear_cross_entropy.head import inputs
@@ -51,9 +46,8 @@ def test_a_bound_too_small_is_nan_on_a_gpu() -> None:
 
 def test_rows_out_and_back() -> None:
     targets = torch.tensor([-100, 3, -100, 1, 2])
-    taken = valid_rows(targets, -100, ChunkOptions(skip_ignored=True, max_valid=4))
-    assert taken.tolist() == [1, 3, 4, 5]
-    assert gather_targets(targets, taken, -100).tolist() == [3, 1, 2, -100]
+    taken, theirs = valid_rows(targets, LossOptions.of(skip_ignored=True, max_valid=4))
+    assert taken.tolist() == [1, 3, 4, 5] and theirs.tolist() == [3, 1, 2, -100]
     x = random(5, 2).requires_grad_()
     out = gather(x, taken)
     assert torch.equal(out[:3], x[[1, 3, 4]]) and (out[3] == 0).all()
