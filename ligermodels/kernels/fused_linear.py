@@ -40,57 +40,13 @@ def _linear_backward(
     return grad_weight, grad_bias
 
 
-def _norm_linear_forward(
-    ctx: Any,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: NormOptions,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """Return the linear's output, the sum, and the tensors to save for `_norm_linear_backward`.
-
-    The Functions return the sum even if it is x itself. Backward then receives its gradient, and
-    the kernel adds it, which saves a tensor of its size and a rounding.
-    """
-    ctx.set_materialize_grads(False)
-    ctx.ops, ctx.options = select("rms_norm", x, residual), options
-    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-    y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
-    saved: tuple[Tensor | None, ...] = s, norm_weight, rstd, weight, None
-    if not any(ctx.needs_input_grad[:3]):
-        saved = (*[None] * 4, y if ctx.needs_input_grad[3] else None)
-    return F.linear(y, weight, bias), s, saved
-
-
-def _norm_linear_backward(
-    ctx: Any,
-    grad_output: Tensor | None,
-    grad_s: Tensor | None,
-    saved: tuple[Any, ...],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, residual, norm_weight, weight and bias.
-
-    If the norm's inputs are all frozen, only the linear's input y was saved, if anything.
-    """
-    if grad_output is None:
-        return *grads_of_summands(ctx, grad_s), None, None, None
-    needs_grad = ctx.needs_input_grad
-    s, norm_weight, rstd, weight, y = saved
-    grad = grad_norm_weight = None
-    with without_autocast(grad_output):
-        if any(needs_grad[:3]):
-            grad_y = grad_output @ weight
-            grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
-                grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
-            )
-            del grad_y
-        grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
-    return *grads_of_summands(ctx, grad), grad_norm_weight, grad_weight, grad_bias
-
-
 class _NormLinear(torch.autograd.Function):
+    """Return the linear of the norm, with `heads` as rotated heads, and the sum.
+
+    It returns the sum even if that is x itself. Backward then receives its gradient, and the kernel
+    adds it, which saves a tensor of its size and a rounding.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -100,68 +56,67 @@ class _NormLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         options: NormOptions,
-    ) -> tuple[Tensor, ...]:
-        output, s, saved = _norm_linear_forward(
-            ctx, x, residual, norm_weight, weight, bias, options
-        )
-        ctx.save_for_backward(*saved)
-        return output, s
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_output: Tensor | None, grad_s: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("norm_linear")
-        grads = _norm_linear_backward(ctx, grad_output, grad_s, ctx.saved_tensors)
-        return *grads, None
-
-
-class _NormQKVRope(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        heads: tuple[int, int],
+        cos: Tensor | None,
+        sin: Tensor | None,
+        heads: tuple[int, int] | None,
         interleaved: bool,
-        options: NormOptions,
     ) -> tuple[Tensor, ...]:
-        qkv, s, saved = _norm_linear_forward(ctx, x, residual, norm_weight, weight, bias, options)
-        ctx.interleaved = interleaved
-        if cos.shape[-1]:
-            # Rotate in place, unless other code holds the new tensor `qkv`.
-            rope, in_place = select("rope", qkv).rope_forward, not outputs_are_stored()
-            qkv = rope(qkv, cos, sin, *heads, in_place, interleaved)
+        ctx.set_materialize_grads(False)
+        ctx.ops, ctx.options = select("rms_norm", x, residual), options
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
+        saved: tuple[Tensor | None, ...] = s, norm_weight, rstd, weight, None
+        if not any(ctx.needs_input_grad[:3]):
+            # Then backward needs only the linear's input, if anything.
+            saved = (*[None] * 4, y if ctx.needs_input_grad[3] else None)
+        output = F.linear(y, weight, bias)
         ctx.save_for_backward(*saved, cos, sin)
-        heads_of_qkv = split_qkv(qkv, *heads)
-        ctx.shapes = [x.shape for x in heads_of_qkv]
+        if heads is None:
+            return output, s
+        if cos is not None and cos.shape[-1]:
+            # Rotate in place, unless other code holds the new tensor.
+            rope, in_place = select("rope", output).rope_forward, not outputs_are_stored()
+            output = rope(output, cos, sin, *heads, in_place, interleaved)
+        heads_of_qkv = split_qkv(output, *heads)
+        ctx.shapes, ctx.interleaved = [x.shape for x in heads_of_qkv], interleaved
         return *heads_of_qkv, s
 
     @staticmethod
     def backward(ctx: Any, *grads_of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("norm_qkv_rope")
-        *saved, cos, sin = ctx.saved_tensors
-        *grad_heads, grad_s = grads_of_outputs
-        grad_qkv = None
-        for known in grad_heads:
-            if known is not None:
-                upstream = [
-                    known.new_zeros(shape) if grad is None else grad
-                    for grad, shape in zip(grad_heads, ctx.shapes)
-                ]
-                if cos.shape[-1]:
-                    ops = select("rope", known)
-                    grad_qkv = ops.rope_backward(*upstream, cos, sin, ctx.interleaved)
-                else:
-                    grad_qkv = torch.cat(upstream, -2).flatten(-2)
-                break
-        grads = _norm_linear_backward(ctx, grad_qkv, grad_s, saved)
-        return *grads, *[None] * 5
+        *grads, grad_s = grads_of_outputs
+        refuse_double_backward("norm_linear" if len(grads) == 1 else "norm_qkv_rope")
+        s, norm_weight, rstd, weight, y, cos, sin = ctx.saved_tensors
+        needs_grad, grad_output = ctx.needs_input_grad, grads[0]
+        if len(grads) > 1:
+            grad_output = _qkv_grad(ctx, grads, cos, sin)
+        if grad_output is None:
+            return *grads_of_summands(ctx, grad_s), *[None] * 8
+        grad = grad_norm_weight = None
+        with without_autocast(grad_output):
+            if any(needs_grad[:3]):
+                grad_y = grad_output @ weight
+                grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
+                    grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
+                )
+                del grad_y
+            grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
+        grads_of_linear = grad_norm_weight, grad_weight, grad_bias
+        return *grads_of_summands(ctx, grad), *grads_of_linear, *[None] * 5
+
+
+def _qkv_grad(ctx: Any, grads: list[Tensor | None], cos: Tensor, sin: Tensor) -> Tensor | None:
+    """Return the gradient of packed qkv from those of rotated q, k and v; None if all are None."""
+    known = [grad for grad in grads if grad is not None]
+    if not known:
+        return None
+    upstream = [
+        known[0].new_zeros(shape) if grad is None else grad
+        for grad, shape in zip(grads, ctx.shapes)
+    ]
+    if cos.shape[-1]:
+        ops = select("rope", known[0])
+        return ops.rope_backward(*upstream, cos, sin, ctx.interleaved)  # type: ignore[no-any-return]
+    return torch.cat(upstream, -2).flatten(-2)
 
 
 def _check_norm(
@@ -206,7 +161,9 @@ def norm_linear(
     _check_norm("norm_linear", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
-        return _NormLinear.apply(x, residual, norm_weight, weight, bias, options)
+        return _NormLinear.apply(
+            x, residual, norm_weight, weight, bias, options, None, None, None, False
+        )
 
 
 def norm_qkv_rope(
@@ -239,8 +196,8 @@ def norm_qkv_rope(
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
-        return _NormQKVRope.apply(
-            x, residual, norm_weight, weight, bias, cos, sin, heads, interleaved, options
+        return _NormLinear.apply(
+            x, residual, norm_weight, weight, bias, options, cos, sin, heads, interleaved
         )
 
 
