@@ -156,10 +156,10 @@ def cross_entropy(
         loss, z = loss * token_weights, z * token_weights
 
     log_p = torch.log_softmax(t, -1)
-    log_probs, entropy, _ = token_stats(t, targets, ignore_index=ignore_index)
+    index, p_log_p = torch.where(valid, targets, 0), log_p.exp() * log_p
     stats = {
-        "log_probs": log_probs,
-        "entropy": entropy,
+        "log_probs": log_p.gather(-1, index[..., None])[..., 0] * valid,
+        "entropy": -torch.where(log_p.exp() > 0, p_log_p, 0.0).sum(-1) * valid,
         "sum_sq_probs": log_p.exp().square().sum(-1) * valid,
         "mean_logits": t.mean(-1) * valid,
     }
@@ -179,27 +179,6 @@ def cross_entropy(
     elif reduction == "mean" and valid.any():
         divisor = valid.sum() if weights is None else weights[targets[valid]].sum()
     return loss.sum() / divisor, z.sum() / divisor, loss.detach(), *(x.detach() for x in asked)
-
-
-def token_stats(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    **_,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's log-probability, the entropy, and whether the target is the argmax."""
-    scaled, t = widened(logits) * logit_scale, capped(logits, softcap, logit_scale)
-    valid = targets != ignore_index
-    index = torch.where(valid, targets, 0)
-    log_p = torch.log_softmax(t, -1)
-    entropy = -torch.where(log_p.exp() > 0, log_p.exp() * log_p, 0.0).sum(-1)
-    picked = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    correct = (scaled.argmax(-1) == index) & valid
-    zero = torch.zeros_like(picked)
-    return torch.where(valid, picked, zero), torch.where(valid, entropy, zero), correct
 
 
 CHUNK_OPTIONS = ("chunk_size", "max_scratch_bytes", "skip_ignored", "max_valid")

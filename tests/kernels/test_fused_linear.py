@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import glu_linear
+from ligermodels.kernels.dispatch import select
 from tests.kernels.checks import as_tuple, compare, random
 from tests.kernels.conftest import INTERPRETING
 from tests.kernels.ops_table import CASES, leaves, outputs_and_gradients
@@ -64,32 +65,21 @@ def test_what_is_kept_for_backward(compiled_place) -> None:
     assert kept("glu_linear", "gate_up") == rows * 2 * width
 
 
-def test_what_backward_makes_for_frozen_weights(place, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "name, op", [("norm_linear", "rms_norm"), ("norm_qkv_rope", "rms_norm"), ("glu_linear", "glu")]
+)
+def test_what_backward_makes_for_frozen_weights(place, monkeypatch, name, op) -> None:
     """No activation product and no norm output is made for a weight's gradient."""
-    from ligermodels.kernels.dispatch import select
-
-    device, dtype = place
-    made: dict[str, list[torch.Tensor | None]] = {"glu": [], "rms_norm": []}
-    for op, into in made.items():
-        implementation = select(op, torch.empty(1, device=device, dtype=dtype))
-        original = getattr(implementation, f"{op}_backward")
-
-        def backward(*args, original=original, into=into):
-            result = original(*args)
-            into.append(result[-1])
-            return result
-
-        monkeypatch.setattr(implementation, f"{op}_backward", backward)
+    ops = select(op, torch.empty(1, device=place.device, dtype=place.dtype))
+    original, made = getattr(ops, f"{op}_backward"), []
+    monkeypatch.setattr(
+        ops, f"{op}_backward", lambda *args: made.append(original(*args)) or made[-1]
+    )
     for trained in (True, False):
-        for name in ("norm_linear", "norm_qkv_rope", "glu_linear"):
-            case = CASES[name]
-            inputs = leaves(case, case.inputs((2, 3), 8), place)
-            inputs["weight"].requires_grad_(trained)
-            as_tuple(case.function(**inputs))[0].sum().backward()
-        assert [x is not None for x in made["glu"]] == [trained]
-        assert [x is not None for x in made["rms_norm"]] == [trained] * 2
-        made["glu"].clear()
-        made["rms_norm"].clear()
+        inputs = leaves(CASES[name], CASES[name].inputs((2, 3), 8), place)
+        inputs["weight"].requires_grad_(trained)
+        as_tuple(CASES[name].function(**inputs))[0].sum().backward()
+    assert [grads[-1] is not None for grads in made] == [True, False]
 
 
 def test_the_peak_of_backward(float32_place) -> None:

@@ -24,6 +24,9 @@ def test_a_swapped_head_is_called_chunk_by_chunk() -> None:
     assert head.proj.rows == [10, 10, 7]
     loss.backward()
     assert sorted(head.proj.rows) == sorted(2 * [10, 10, 7])  # backward calls it again
+    head.proj.rows.clear()
+    head(hidden, targets, skip_ignored=True, chunk_size=10)
+    assert head.proj.rows == [10, 10, 4]  # the rows that count
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout, LoraLinear])

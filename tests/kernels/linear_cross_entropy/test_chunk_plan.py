@@ -103,9 +103,6 @@ def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
         plan = plan_chunks(sizes, budget)
         assert plan.vocab_block is None and plan.chunk_size % 128 == 0
         assert scratch(sizes, plan) <= budget
-        fewer = -(-10000 // plan.chunk_size) - 1
-        longer = -(-10000 // (128 * fewer)) * 128
-        assert scratch(sizes, ChunkPlan(longer)) > budget
 
 
 def test_default() -> None:
@@ -176,19 +173,3 @@ def test_chunks_hold_every_row_once_and_none_is_longer_than_planned() -> None:
         made = chunks(rows, size)
         assert [row for part in made for row in range(rows)[part]] == list(range(rows))
         assert all(part.stop - part.start <= size for part in made), (rows, size)
-
-
-def test_two_chunks_of_a_split_vocabulary_exist_at_once() -> None:
-    alone = head(10_000, 64, 1000)
-    both = alone._replace(ahead_bytes=2 * 1000)
-    assert plan_chunks(both, None).chunk_size == plan_chunks(alone, None).chunk_size == 10_000
-    for frozen in (False, True):
-        changes = {"accumulator_bytes": 0, "saved_weight_bytes": 0} if frozen else {}
-        first, second = alone._replace(**changes), both._replace(**changes)
-        for budget in (4_000_000, 8_000_000):
-            most, chunk = (plan_chunks(sizes, budget).chunk_size for sizes in (first, second))
-            assert chunk <= most / 2 + 64
-    with pytest.raises(ValueError, match="at least") as error:
-        plan_chunks(both, 1)
-    least = int(str(error.value).split()[-1])
-    assert plan_chunks(both, least).chunk_size == 1

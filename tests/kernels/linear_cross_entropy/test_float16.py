@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from ligermodels.kernels import linear_cross_entropy
@@ -22,32 +23,20 @@ from tests.kernels.linear_cross_entropy.head import (
 from tests.pairwise import pairwise
 
 
-def test_float16_weight_gradients_do_not_overflow(float32_place) -> None:
-    """The sum over the tokens of a frequent target and an outlier channel exceeds 65504."""
-    place = float32_place  # the tensors below are float16 everywhere
-    rows, loss_scale = 64, 16
-    hidden = torch.full((rows, 2), 6000.0, dtype=torch.float16, device=place.device)
-    weight = torch.zeros(4, 2, dtype=torch.float16, device=place.device, requires_grad=True)
-    targets = (torch.arange(rows, device=place.device) % 2).mul_(3)
-    (linear_cross_entropy(hidden, weight, targets).loss * loss_scale).backward()
-    expected = torch.tensor([0.25 - 0.5, 0.25, 0.25, 0.25 - 0.5]) * 6000 * loss_scale
-    torch.testing.assert_close(weight.grad[:, 0].float().cpu(), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_float16_gradients_of_few_rows_do_not_overflow(float32_place) -> None:
+@pytest.mark.parametrize("rows, width, vocab", [(64, 2, 4), (24, 30, 128)])
+def test_float16_gradients_do_not_overflow(float32_place, rows, width, vocab) -> None:
     """Neither hidden times the upstream gradient nor its sum over the tokens exceeds 65504."""
-    place = float32_place  # the tensors below are float16 everywhere
-    rows, loss_scale = 24, 2.0**10
+    half = {"device": float32_place.device, "dtype": torch.float16}  # on every place
+    weight = torch.zeros(vocab, width, **half, requires_grad=True)
     signs = torch.ones(rows).view(-1, 2).mul(torch.tensor([1.0, -1.0])).view(-1, 1)
-    hidden = (100 * signs).expand(rows, 30).to(place.device, torch.float16)
-    weight = torch.zeros(128, 30, dtype=torch.float16, device=place.device, requires_grad=True)
-    targets = torch.arange(rows, device=place.device) // 2
-    (linear_cross_entropy(hidden, weight, targets, reduction="sum").loss * loss_scale).backward()
+    hidden = (100 * signs).expand(rows, width).to(**half)
+    targets = torch.arange(rows, device=float32_place.device) // 2 % vocab
+    (linear_cross_entropy(hidden, weight, targets, reduction="sum").loss * 1024).backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
-    hidden = hidden.abs() * 30
     weight.grad = None
-    (linear_cross_entropy(hidden, weight, torch.zeros_like(targets)).loss * 8).backward()
-    expected = torch.full((128,), 3000 * 8 / 128)
+    loss = linear_cross_entropy(hidden.abs() * 30, weight, torch.zeros_like(targets)).loss
+    (loss * 8).backward()
+    expected = torch.full((vocab,), 3000 * 8 / vocab)
     expected[0] -= 3000 * 8  # the mean over tokens whose sum exceeds 65504
     torch.testing.assert_close(weight.grad[:, 0].float().cpu(), expected, rtol=1e-3, atol=1e-3)
 

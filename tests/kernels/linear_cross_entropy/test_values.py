@@ -19,7 +19,6 @@ from tests.kernels.linear_cross_entropy.head import (
     BLOCKS,
     CONSTANT,
     CUTS,
-    LEAVES,
     VOCAB,
     WIDTH,
     both,
@@ -114,12 +113,6 @@ def test_all_ignored(place, cut, reduction, skipped) -> None:
         assert torch.equal(x, torch.zeros_like(x))
 
 
-def test_one_hidden_column(float32_place) -> None:
-    for reduction in ("none", "mean"):
-        made = inputs((5,), 1, 1, reduction=reduction, chunk_size=2)
-        compare(head_loss, formulas.linear_cross_entropy, made, float32_place)
-
-
 def test_without_gradients(float32_place) -> None:
     made = on(float32_place, inputs())
     for op in (head_loss, both):
@@ -145,39 +138,6 @@ def test_ignored_rows_are_never_read(float32_place) -> None:
     out = linear_cross_entropy(**made, return_token_stats=True)
     for x in (out.token_loss, out.log_probs, out.entropy, out.correct):
         assert x.shape == ignored.shape and not x.requires_grad and not x[ignored].any()
-
-
-def test_a_masked_vocabulary(place) -> None:
-    """A class at -infinity has probability 0 and no gradient; all other results are finite."""
-    made = on(place, inputs(chunk_size=9))
-    masked = torch.tensor([1, 5, 50], device=place.device)
-    kept = torch.ones(VOCAB, dtype=torch.bool, device=place.device).index_fill(0, masked, False)
-    made["targets"] = made["targets"].where(~torch.isin(made["targets"], masked), 7)
-    made["bias"].data[masked] = float("-inf")
-    outputs = both(**made)
-    sum(x.square().sum() for x in outputs).backward()
-    for x in (*outputs, *(made[k].grad for k in LEAVES)):
-        assert torch.isfinite(x).all()
-    assert (made["bias"].grad[masked] == 0).all() and (made["weight"].grad[masked] == 0).all()
-    rest = {name: made[name].detach().double() for name in LEAVES}
-    rest |= {name: rest[name][kept] for name in ("weight", "bias")}
-    targets = torch.where(
-        made["targets"] < 0, -100, (kept.cumsum(0) - 1)[made["targets"].clamp(min=0)]
-    )
-    expected = formulas.linear_log_probs(targets=targets, entropy=True, **rest)
-    tolerance = 5e-2 if place.dtype == torch.bfloat16 else 1e-5
-    for x, y in zip(outputs, expected):
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
-
-
-def test_the_likeliest_classes(place) -> None:
-    made = on(place, inputs((2, 9), softcap=3.0, bias=False, chunk_size=5))
-    out = linear_cross_entropy(**made, top_k=4)
-    logits = made["hidden"] @ made["weight"].t()
-    assert out.top_ids.shape == out.top_log_probs.shape == (2, 9, 4)
-    assert out.alternative_log_probs is None
-    torch.testing.assert_close(logits.gather(-1, out.top_ids), logits.topk(4).values)
-    assert (out.top_log_probs.diff(dim=-1) <= 0).all()
 
 
 def test_classes_out_of_range(float32_place) -> None:

@@ -135,27 +135,18 @@ def test_the_ranks_exchange_while_the_next_logits_are_computed(
     shard: VocabShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    product, gather = F.linear, vocab_shard._begin_gathering
+    for holder, name, event in (
+        (F, "linear", "product"),
+        (vocab_shard, "_begin_gathering", "exchange"),
+        (ShardedRows, "losses", "wait"),
+    ):
+        function = getattr(holder, name)
 
-    class Work:
-        def __init__(self, work: Any) -> None:
-            self.work = work
+        def recorded(*args: Any, event: str = event, function: Any = function) -> Any:
+            events.append(event)
+            return function(*args)
 
-        def wait(self) -> None:
-            events.append("wait")
-            self.work.wait()
-
-    def recorded_product(*args: Any) -> torch.Tensor:
-        events.append("product")
-        return product(*args)
-
-    def recorded_gather(*args: Any) -> tuple[torch.Tensor, Work]:
-        events.append("exchange")
-        received, work = gather(*args)
-        return received, Work(work)
-
-    monkeypatch.setattr(F, "linear", recorded_product)
-    monkeypatch.setattr(vocab_shard, "_begin_gathering", recorded_gather)
+        monkeypatch.setattr(holder, name, recorded)
     hidden, weight = torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH)
     targets = torch.arange(ROWS)
     kernels.linear_cross_entropy(hidden, weight, targets, chunk_size=4, vocab_shard=shard)
