@@ -171,4 +171,10 @@ def _resumed(output_dir: str | None) -> dict[str, Any]:
 
     if output_dir is None:
         raise LigerError("finetune: --output-dir is missing; see 'ligermodels finetune --help'")
-    return resumed_settings(output_dir)
+    found = resumed_settings(output_dir)
+    if found and found["loss"] not in LOSSES:
+        raise LigerError(
+            f"{output_dir}: the run has a loss {found['loss']!r}, which is not known here; import "
+            "the file that defines it (--import FILE.py)"
+        )
+    return found

@@ -131,6 +131,34 @@ def test_interrupting_a_run_says_how_to_go_on(checkpoint, text, tmp_path, signum
     assert f"the state after step {int(file.name[5:])} is saved" in err
 
 
+LOSS = """
+from ligermodels.training.losses import SFT
+
+class Mine(SFT, name="mine"):
+    pass
+"""
+
+
+def test_resuming_with_a_loss_of_ones_own_needs_its_import(
+    call, checkpoint, text, tmp_path, monkeypatch
+):
+    from ligermodels.training.losses import LOSSES
+
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    module, output = tmp_path / "mine_for_a_run.py", tmp_path / "run"
+    module.write_text(LOSS)
+    files = [checkpoint, "--train-files", text, "--loss", "mine"]
+    resume = ["finetune", "--resume", "--output-dir", output]
+    try:
+        words = [*files, "--output-dir", output, *SMALL, "--quiet", "--import", module]
+        assert call("finetune", *words)[0] == 0
+        del LOSSES["mine"]  # as in another process
+        assert_one_line(call(*resume), "the run has a loss 'mine'", "(--import FILE.py)")
+        assert call(*resume, "--quiet", "--import", module)[0] == 0
+    finally:
+        LOSSES.pop("mine", None)
+
+
 def test_preferences_and_rewards(call, checkpoint, tmp_path):
     pairs, rewards = tmp_path / "pairs.jsonl", tmp_path / "rewards.py"
     pairs.write_text('{"prompt": "ab", "chosen": "c", "rejected": "d"}\n' * 8)
