@@ -1,4 +1,4 @@
-"""Data by the library `datasets`, as a `ligermodels.training.data.DataLibrary`.
+"""Data by the library `datasets`, for `ligermodels.training.data`.
 
 Data sets of the hub and tables become JSONL files. Tokens that are larger than memory stay on the
 disk, in the Arrow files of that library.

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -49,13 +49,6 @@ REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]]*\])?))?")
 _TABLES = (".parquet", ".csv")
 
-Text = Any  # a string, or a list of messages
-# What chat_template_kwargs may not hold: arguments of `Tokenizer.apply_chat_template` that come
-# from the rest of the record, or from the run.
-# Another template than the model's would mark other turns, or none, as targets.
-_SET_ELSEWHERE = "self messages add_generation_prompt tokenize tools chat_template".split()
-
-
 ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
@@ -68,34 +61,43 @@ _ALPACA = (
 )
 _CONTEXT = ", paired with an input that provides further context"
 
+_T = TypeVar("_T")
+Record = dict[str, Any]
+Text = Any  # a string, or a list of messages
+# Returns `ligermodels.integrations.hub_data`, which it imports when that is needed.
+Library = Callable[[], Any]
+
 
 @dataclass(frozen=True)
 class Document:
     """One document: `ids` (n,) int32, and `loss_mask` (n,) bool, True if the id is a target.
 
-    `divisible` says whether the document may be cut into pieces. Plain text may be cut anywhere. An
-    example with a prompt may not, because its second piece would be an answer without a question.
+    The first id is no target, because no token before it could predict it. `divisible` says whether
+    the document may be cut into pieces. Plain text may be cut anywhere. An example with a prompt
+    may not, because its second piece would be an answer without a question.
     """
 
     ids: np.ndarray
     loss_mask: np.ndarray
     divisible: bool = True
 
+    def __post_init__(self) -> None:
+        if self.loss_mask[:1].any():
+            mask = self.loss_mask.copy()
+            mask[0] = False
+            object.__setattr__(self, "loss_mask", mask)
+
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def num_targets(self) -> int:
-        """The number of ids that are targets of the loss. The first one never is."""
-        return int(self.loss_mask[1:].sum())
+        """The number of ids that are targets of the loss."""
+        return int(self.loss_mask.sum())
 
     def part(self, start: int, stop: int) -> Document:
-        """Return the ids from `start` to `stop`, whose first one is no target."""
-        loss_mask = self.loss_mask[start:stop]
-        if loss_mask[:1].any():
-            loss_mask = loss_mask.copy()
-            loss_mask[0] = False
-        return Document(self.ids[start:stop], loss_mask, self.divisible)
+        """Return the ids from `start` to `stop`."""
+        return Document(self.ids[start:stop], self.loss_mask[start:stop], self.divisible)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Group:
 
     documents: tuple[Document, ...]
     label: bool = True
-    record: dict[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
     divisible = False
 
     def __len__(self) -> int:
@@ -173,7 +175,7 @@ def all_documents(
     encoder = Encoder(tokenizer)
     for file in files:
         if file.suffix.lower() in RECORD_SUFFIXES:
-            yield from (_record_document(*each, encoder) for each in read_records(file))
+            yield from _converted(file, encoder.record)
         else:
             yield from (encoder.text(each) for each in split_text(_text_lines(file), separator))
 
@@ -199,29 +201,45 @@ def _text_lines(file: Path) -> Iterator[str]:
         yield line.removesuffix("\n") if not line.endswith("\r\n") else line[:-2]
 
 
-def read_records(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each object of a file of JSON lines or of one JSON list, and its place for messages.
+def _converted(file: Path, convert: Callable[[Record], _T]) -> Iterator[_T]:
+    """Yield what `convert` makes of each record of a file; errors name the place of the record.
 
     Raises:
         DataError: the file cannot be read, is not JSON, or holds something else than objects.
     """
-    for record, where in _values(file):
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: expected an object, found {_kind(record)}")
-        yield record, where
+    for text, where in _json_texts(file):
+        try:
+            record = json.loads(text, object_pairs_hook=unique_keys(where, DataError))
+        except DataError:
+            raise
+        except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
+            raise DataError(f"{where}: this is not JSON: {first_line(error)}") from None
+        is_list = file.suffix.lower() == ".json" and isinstance(record, list)
+        for number, each in enumerate(record if is_list else [record], start=1):
+            place = f"{file}: object {number}" if is_list else where
+            try:
+                if not isinstance(each, dict):
+                    raise DataError(f"expected an object, found {_kind(each)}")
+                found = convert(each)
+            except UnicodeEncodeError:
+                raise DataError(
+                    f"{place}: a text holds half a surrogate pair, so it is not valid Unicode"
+                ) from None
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            yield found
 
 
-def _values(file: Path) -> Iterator[tuple[Any, str]]:
+def _json_texts(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield each line of JSON and its place, or the whole text of a .json file with a list."""
     if file.suffix.lower() == ".json":
         text = "".join(_lines(file))
         if text.lstrip().startswith("["):
-            for number, record in enumerate(_json(text, str(file)), start=1):
-                yield record, f"{file}: object {number}"
+            yield text, str(file)
             return
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
-            where = f"{file}:{number}"
-            yield _json(line.rstrip("\r\n"), where), where
+            yield line.rstrip("\r\n"), f"{file}:{number}"
 
 
 def _lines(file: Path) -> Iterator[str]:
@@ -236,146 +254,58 @@ def _lines(file: Path) -> Iterator[str]:
         raise DataError(f"{file}:{number}: the line is not UTF-8 text") from None
 
 
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys(where, DataError))
-    except DataError:
-        raise
-    except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
-        raise DataError(f"{where}: this is not JSON: {first_line(error)}") from None
-
-
-def _record_document(record: dict[str, Any], where: str, encoder: Encoder) -> Document:
-    whole, record = record, normalised(record, where, has_template=encoder.has_template)
-    # In a table every record has every key.
-    kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
-    if kinds == ["prompt", "messages"] and record.get("completion") is None:
-        kinds = ["messages"]  # Some data sets also have the first message as a prompt.
-    if len(kinds) != 1:
-        found = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]
-        raise DataError(
-            f'{where}: expected one of the keys "text", "prompt" (with "completion"), '
-            '"messages", "conversations" (ShareGPT) or "instruction" (with "output", Alpaca); '
-            f"found {', '.join(found) or 'no keys'}"
-        )
-    if kinds == ["messages"]:
-        messages = _with_answers(checked_messages(record["messages"], where), where)
-        return encoder.chat(messages, where, template_variables(whole, where))
-    if kinds == ["text"]:
-        text = checked_string(record, "text", where)
-        return encoder.text(text if text.strip() else "")
-    prompt, completion = (checked_text(record, key, where) for key in ("prompt", "completion"))
-    return completed(prompt, completion, where, encoder, record)
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
+    return "null" if value is None else _KINDS.get(type(value), "a number")
 
 
-def checked_string(record: dict[str, Any], key: str, where: str) -> str:
-    """Return a text of a record, or raise DataError."""
+def _checked(record: Record, key: str, kind: type) -> Any:
+    """Return the value of a key, or raise DataError if it is missing or of another type."""
     if key not in record:
-        raise DataError(f'{where}: "{key}" is missing')
-    value = record[key]
-    if not isinstance(value, str):
-        raise DataError(f'{where}: "{key}" must be a string, found {_kind(value)}')
-    _check_unicode(value, f'"{key}"', where)
-    return value
+        raise DataError(f'"{key}" is missing')
+    if not isinstance(record[key], kind):
+        raise DataError(f'"{key}" must be {_KINDS[kind]}, found {_kind(record[key])}')
+    return record[key]
 
 
-def _check_unicode(text: str, what: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{where}: {what} holds half a surrogate pair, so it is not valid Unicode"
-        ) from None
-
-
-def checked_messages(messages: Any, where: str, key: str = "messages") -> list[dict[str, Any]]:
-    """Return a list of messages, or raise DataError."""
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f'{where}: "{key}" must be a list with at least one message')
-    for message in messages:
+def _checked_text(record: Record, key: str) -> Text:
+    """Return a string or a list of messages of a record, or raise DataError."""
+    if not isinstance(record.get(key), list):
+        return _checked(record, key, str)
+    if not record[key]:
+        raise DataError(f'"{key}" must be a list with at least one message')
+    for message in record[key]:
         if not isinstance(message, dict):
-            raise DataError(f"{where}: a message must be an object, found {_kind(message)}")
-        checked_string(message, "role", where)
+            raise DataError(f"a message must be an object, found {_kind(message)}")
+        _checked(message, "role", str)
         if not message.get("tool_calls") or message.get("content") is not None:
-            checked_string(message, "content", where)
-    return messages
+            _checked(message, "content", str)
+    return record[key]
 
 
-def template_variables(record: dict[str, Any], where: str) -> dict[str, Any]:
+def _template_variables(record: Record) -> Record:
     """Return what a record gives the chat template beside its messages, named as in TRL.
 
     These are the keys "tools", a list or its JSON text, and "chat_template_kwargs".
-
-    Raises:
-        DataError: one of them has the wrong type, or sets what is set elsewhere.
     """
-    tools, more = record.get("tools") or None, record.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
-        tools = _json(tools, f'{where}: "tools"') or None
-    if tools is not None and (
-        not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise DataError(f'{where}: "tools" must be a list of objects, or its JSON text')
-    if not isinstance(more, dict):
-        raise DataError(f'{where}: "chat_template_kwargs" must be an object, found {_kind(more)}')
-    if odd := next((name for name in _SET_ELSEWHERE if name in more), None):
-        raise DataError(
-            f'{where}: "chat_template_kwargs" must not have {odd!r}; remove it, or write tools as '
-            'the key "tools" of the record'
-        )
+    found = {key: record.get(key) or None for key in ("tools", "chat_template_kwargs")}
+    if isinstance(found["tools"], str):
+        try:
+            found["tools"] = json.loads(found["tools"]) or None
+        except ValueError as error:
+            raise DataError(f'"tools": this is not JSON: {first_line(error)}') from None
+    tools, more = found["tools"], found["chat_template_kwargs"] or {}
+    if tools is not None and not all(isinstance(x, dict) for x in _checked(found, "tools", list)):
+        raise DataError('"tools" must be a list of objects, or its JSON text')
+    if more:
+        _checked(found, "chat_template_kwargs", dict)
     return more if tools is None else {"tools": tools, **more}
 
 
-def checked_text(record: dict[str, Any], key: str, where: str) -> Text:
-    """Return a string or a list of messages of a record, or raise DataError."""
-    if not isinstance(record.get(key), list):
-        return checked_string(record, key, where)
-    return checked_messages(record[key], where, key)
-
-
-def completed(
-    prompt: Text, completion: Text, where: str, encoder: Encoder, record: dict[str, Any]
-) -> Document:
-    """Encode a prompt and its completion, both strings or both messages, or raise DataError.
-
-    Args: record: the record that holds both. The chat template may read its other fields.
-    """
-    if isinstance(prompt, list) != isinstance(completion, list):
-        raise DataError(
-            f"{where}: one of prompt and completion is a string, the other a list of messages; "
-            "write both as one of the two"
-        )
-    if isinstance(prompt, list):
-        turns = [(len(prompt), len(prompt) + len(completion))]
-        variables = template_variables(record, where)
-        return encoder.chat([*prompt, *completion], where, variables, turns)
-    return encoder.completion(prompt, completion)
-
-
-def _with_answers(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    roles = list(dict.fromkeys(message["role"] for message in messages))
-    if "assistant" not in roles:
-        named = ", ".join(map(short_repr, roles[:4]))
-        raise DataError(
-            f'{where}: "messages" has no turn of the assistant, so there is nothing to learn; its '
-            f'roles are {named}; name the turns of the model "assistant", the others "user" or '
-            '"system"'
-        )
-    if roles[0] == "assistant":
-        raise DataError(
-            f'{where}: "messages" begins with a turn of the assistant; put the turn that this one '
-            "answers before it, or remove it"
-        )
-    return messages
-
-
 class Encoder:
-    """Encode texts, completions and conversations as documents, with the special tokens."""
+    """Encode records, texts and conversations as documents, with the special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -388,82 +318,112 @@ class Encoder:
         self.prefix = full[:start]
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
+    def record(self, whole: Record) -> Document:
+        """Encode a record with a text, a prompt and its completion, or messages."""
+        record = normalised(whole, has_template=self.has_template)
+        # In a table every record has every key.
+        kinds = [kind for kind in ("text", "prompt", "messages") if record.get(kind) is not None]
+        if kinds == ["prompt", "messages"] and record.get("completion") is None:
+            kinds = ["messages"]  # Some data sets also have the first message as a prompt.
+        if len(kinds) != 1:
+            found = [f"{k!r} (null)" if v is None else repr(k) for k, v in record.items()]
+            raise DataError(
+                'expected one of the keys "text", "prompt" (with "completion"), "messages", '
+                '"conversations" (ShareGPT) or "instruction" (with "output", Alpaca); '
+                f"found {', '.join(found) or 'no keys'}"
+            )
+        if kinds == ["text"]:
+            text = _checked(record, "text", str)
+            return self.text(text if text.strip() else "")
+        if kinds == ["prompt"]:
+            prompt, completion = (_checked_text(record, key) for key in ("prompt", "completion"))
+            return self.completed(prompt, completion, record)
+        _checked(record, "messages", list)
+        messages = _checked_text(record, "messages")
+        roles = [message["role"] for message in messages]
+        if "assistant" not in roles:
+            raise DataError(
+                '"messages" has no turn of the assistant, so there is nothing to learn; its roles '
+                f"are {', '.join(map(short_repr, dict.fromkeys(roles)))}; name the turns of the "
+                'model "assistant", the others "user" or "system"'
+            )
+        if roles[0] == "assistant":
+            raise DataError(
+                '"messages" begins with a turn of the assistant; put the turn that this one '
+                "answers before it, or remove it"
+            )
+        turns = [(i, i + 1) for i, role in enumerate(roles) if role == "assistant"]
+        return self.chat(messages, _template_variables(whole), turns)
+
     def text(self, text: str) -> Document:
         """Encode a text, all of whose tokens are targets."""
         ids = self.prefix + self._encode(text) + self.end if text else []
-        return self._document(ids, [True] * len(ids), divisible=True)
+        return _document(ids, [True] * len(ids), divisible=True)
 
-    def completion(self, prompt: str, completion: str) -> Document:
-        """Encode a prompt and its completion, which is the target with its end token."""
+    def completed(self, prompt: Text, completion: Text, record: Record) -> Document:
+        """Encode a prompt and its completion, both strings or both messages, or raise DataError.
+
+        The completion is the target, with its end.
+
+        Args: record: the record that holds both. The chat template may read its other fields.
+        """
+        if isinstance(prompt, list) != isinstance(completion, list):
+            raise DataError(
+                "one of prompt and completion is a string, the other a list of messages; write "
+                "both as one of the two"
+            )
+        if isinstance(prompt, list):
+            turns = [(len(prompt), len(prompt) + len(completion))]
+            return self.chat([*prompt, *completion], _template_variables(record), turns)
         ids, loss_mask = self._segments([(prompt, False), (completion, True)])
-        ids = self.prefix + ids + self.end
         loss_mask = [False] * len(self.prefix) + loss_mask + [True] * len(self.end)
-        return self._document(ids, loss_mask, divisible=False)
+        return _document(self.prefix + ids + self.end, loss_mask)
 
     def chat(
-        self,
-        messages: list[dict[str, Any]],
-        where: str,
-        variables: dict[str, Any],
-        turns: Sequence[tuple[int, int]] | None = None,
+        self, messages: list[Record], variables: Record, turns: Sequence[tuple[int, int]]
     ) -> Document:
         """Encode a conversation with the chat template; the assistant's turns are the targets.
 
         A turn of the assistant begins where the template's generation prompt ends, because the
         model starts to generate there. It ends where the template ends the turn.
 
-        Args: where: the place that errors name; variables: further variables for the template;
-            turns: the first message of each turn and that after its last, if they are known.
+        Args: variables: further ones for the template; turns: the first message of each turn and
+            that after its last.
         """
-        if turns is None:
-            roles = [message["role"] for message in messages]
-            turns = [(i, i + 1) for i, role in enumerate(roles) if role == "assistant"]
-        whole = self._render(messages, False, where, variables)
+        whole = self._render(messages, False, variables)
         segments: list[tuple[str, bool]] = []
         done = 0
         for start, stop in turns:
-            before = self._render(messages[:start], True, where, variables)
-            through = self._render(messages[:stop], False, where, variables)
+            before = self._render(messages[:start], True, variables)
+            through = self._render(messages[:stop], False, variables)
             if not (whole.startswith(through) and through.startswith(before)):
                 raise DataError(
-                    f"{where}: the chat template renders message {start + 1} differently inside "
-                    "the conversation than at its end, so the tokens of this message cannot be "
-                    "found; split the conversation so that this message is the last"
+                    f"the chat template renders message {start + 1} differently inside the "
+                    "conversation than at its end, so the tokens of this message cannot be found; "
+                    "split the conversation so that this message is the last"
                 )
-            segments += [
-                (whole[done : len(before)], False),
-                (whole[len(before) : len(through)], True),
-            ]
+            segments.append((whole[done : len(before)], False))
+            segments.append((whole[len(before) : len(through)], True))
             done = len(through)
         segments.append((whole[done:], False))
-        ids, loss_mask = self._segments([segment for segment in segments if segment[0]])
-        return self._document(ids, loss_mask, divisible=False)
+        return _document(*self._segments([segment for segment in segments if segment[0]]))
 
-    def prompt(self, prompt: Text, where: str, record: dict[str, Any]) -> Document:
+    def prompt(self, prompt: Text, record: Record) -> Document:
         """Encode the prompt of a record, up to where the model begins; it has no targets."""
         if isinstance(prompt, str):
             ids = self.prefix + self._encode(prompt)
         else:
-            variables = template_variables(record, where)
-            ids = self._encode(self._render(prompt, True, where, variables))
-        return self._document(ids, [False] * len(ids), divisible=False)
+            ids = self._encode(self._render(prompt, True, _template_variables(record)))
+        return _document(ids, [False] * len(ids))
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        generation: bool,
-        where: str,
-        variables: dict[str, Any],
-    ) -> str:
+    def _render(self, messages: list[Record], generation: bool, variables: Record) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=False, **variables
             )
         # The template is a program from the checkpoint, so it may raise any exception.
         except Exception as error:
-            raise DataError(f"{where}: the chat template fails: {first_line(error)}") from error
-        _check_unicode(text, "the rendered conversation", where)
-        return text
+            raise DataError(f"the chat template fails: {first_line(error)}") from error
 
     def _segments(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Return the tokens of the joined segments, and for each token whether it is a target.
@@ -487,68 +447,60 @@ class Encoder:
         return ids, loss_mask
 
     def _encode(self, text: str) -> list[int]:
+        text.encode()  # raises UnicodeEncodeError
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    @staticmethod
-    def _document(ids: list[int], loss_mask: list[bool], divisible: bool) -> Document:
-        mask = np.array(loss_mask, dtype=np.bool_)
-        mask[:1] = False  # no token before the first one could predict it
-        return Document(np.array(ids, dtype=np.int32), mask, divisible)
+
+def _document(ids: list[int], loss_mask: list[bool], divisible: bool = False) -> Document:
+    return Document(np.array(ids, np.int32), np.array(loss_mask, np.bool_), divisible)
 
 
-def normalised(record: dict[str, Any], where: str, *, has_template: bool) -> dict[str, Any]:
+def normalised(record: Record, *, has_template: bool) -> Record:
     """Return a ShareGPT or Alpaca record with `messages`, or `prompt` and `completion`.
 
     Other records are returned as they are.
 
-    Args: where: the record's place for messages; has_template: whether the tokenizer has a chat
-        template. Without one, an Alpaca record has the prompt that Alpaca was trained with.
+    Args: has_template: whether the tokenizer has a chat template. Without one, an Alpaca record has
+        the prompt that Alpaca was trained with.
     Raises:
         DataError: a part is missing, or has the wrong type.
     """
     if "conversations" in record and "messages" not in record:
-        return {"messages": _with_system(record, where) + _sharegpt(record, where)}
+        return {"messages": _with_system(record) + _sharegpt(record)}
     if "instruction" in record and "output" in record:
-        return _alpaca(record, where, has_template)
+        return _alpaca(record, has_template)
     return record
 
 
-def _sharegpt(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    turns = record["conversations"]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f'{where}: "conversations" must be a list of objects')
+def _sharegpt(record: Record) -> list[Record]:
     messages = []
-    for turn in turns:
+    for turn in _checked(record, "conversations", list):
+        if not isinstance(turn, dict):
+            raise DataError('"conversations" must be a list of objects')
         # Some data sets have ShareGPT's list and the keys of OpenAI's messages.
         sender, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if not isinstance(sender, str) or sender not in ROLES:
-            raise DataError(
-                f'{where}: "from": {short_repr(sender)} is not known; expected one of '
-                + ", ".join(ROLES)
-            )
+            known = ", ".join(ROLES)
+            raise DataError(f'"from": {short_repr(sender)} is not known; expected one of {known}')
         messages.append({"role": ROLES[sender], "content": value})
     return messages
 
 
-def _alpaca(record: dict[str, Any], where: str, has_template: bool) -> dict[str, Any]:
-    instruction, given = record["instruction"], record.get("input") or ""
-    if not isinstance(instruction, str) or not isinstance(given, str):
-        raise DataError(f'{where}: "instruction" and "input" must be strings')
+def _alpaca(record: Record, has_template: bool) -> Record:
+    given = record.get("input") or ""
+    instruction = _checked(record, "instruction", str)
     if has_template:
         history = record.get("history") or []
-        if not isinstance(history, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 for pair in history
-        ):
-            raise DataError(f'{where}: "history" must be a list of pairs, [question, answer]')
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise DataError('"history" must be a list of pairs, [question, answer]')
         asked = f"{instruction}\n\n{given}" if given else instruction
-        pairs = [*history, (asked, record["output"])]
-        messages = _with_system(record, where)
-        for ask, answer in pairs:
+        messages = _with_system(record)
+        for ask, answer in [*history, (asked, record["output"])]:
             messages.append({"role": "user", "content": ask})
             messages.append({"role": "assistant", "content": answer})
         return {"messages": messages}
     if odd := next((key for key in ("system", "history") if record.get(key)), None):
-        raise DataError(f'{where}: "{odd}" needs a chat template, and this model has none')
+        raise DataError(f'"{odd}" needs a chat template, and this model has none')
     prompt = _ALPACA.format(
         context=_CONTEXT if given else "",
         instruction=instruction,
@@ -557,29 +509,9 @@ def _alpaca(record: dict[str, Any], where: str, has_template: bool) -> dict[str,
     return {"prompt": prompt, "completion": record["output"]}
 
 
-def _with_system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    system = record.get("system") or ""
-    if not isinstance(system, str):
-        raise DataError(f'{where}: "system" must be a string')
+def _with_system(record: Record) -> list[Record]:
+    system = record.get("system")
     return [{"role": "system", "content": system}] if system else []
-
-
-class DataLibrary(Protocol):
-    """The interface to the library `datasets`: `ligermodels.integrations.hub_data` has it."""
-
-    def jsonl_of(self, name: str, config: str | None, split: str, *, progress: bool) -> Path:
-        """Return a JSONL file with the rows of a data set of the hub."""
-
-    def jsonl_of_table(self, file: Path, *, progress: bool) -> Path:
-        """Return a JSONL file with the rows of a .parquet or .csv file."""
-
-    def stored_documents(
-        self, documents: Callable[[], Iterator[Document]], key: str, *, progress: bool
-    ) -> Sequence[Document]:
-        """Return documents whose tokens lie on the disk."""
-
-
-Library = Callable[[], DataLibrary]  # imports it when it is needed
 
 
 def is_dataset(name: str) -> bool:
@@ -649,7 +581,7 @@ def stored_documents(
     return found
 
 
-def opened(library: Library | None, what: str) -> DataLibrary:
+def opened(library: Library | None, what: str) -> Any:
     """Return the library that reads data sets, or raise DataError that names what needs it."""
     if library is None:
         raise DataError(
@@ -671,7 +603,7 @@ def read_pairs(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]
     Raises:
         DataError: a file or a line is wrong; the message names them.
     """
-    return _read(paths, tokenizer, lambda record, where, encoder: [_pair(record, where, encoder)])
+    return _read(paths, tokenizer, lambda record, encoder: [_pair(record, encoder)])
 
 
 def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
@@ -704,64 +636,54 @@ def read_prompts(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Grou
 def _read(
     paths: Sequence[str | Path],
     tokenizer: Tokenizer,
-    convert: Callable[[dict[str, Any], str, Encoder], list[Group]],
+    convert: Callable[[Record, Encoder], list[Group]],
 ) -> list[Group]:
     encoder = Encoder(tokenizer)
     groups: list[Group] = []
     for file in check_files(paths):
         if file.suffix.lower() not in RECORD_SUFFIXES:
             raise DataError(f"{file}: this loss needs .jsonl files, with one object per line")
-        for record, where in read_records(file):
-            groups += convert(record, where, encoder)
+        groups += chain.from_iterable(_converted(file, lambda record: convert(record, encoder)))
     if not groups:
         raise DataError(f"{', '.join(map(str, paths))}: there is nothing to train on")
     return groups
 
 
-def _pair(record: dict[str, Any], where: str, encoder: Encoder) -> Group:
-    chosen, rejected = (checked_text(record, key, where) for key in ("chosen", "rejected"))
-    if "prompt" in record:
-        prompt = checked_text(record, "prompt", where)
-    if "prompt" not in record or (isinstance(prompt, str) and isinstance(chosen, list)):
-        prompt, chosen, rejected = _split(chosen, rejected, where)
-    return Group(
-        tuple(completed(prompt, each, where, encoder, record) for each in (chosen, rejected)),
-        record=record,
-    )
+def _pair(record: Record, encoder: Encoder) -> Group:
+    prompt = _checked_text(record, "prompt") if "prompt" in record else None
+    pair = [_checked_text(record, key) for key in ("chosen", "rejected")]
+    if prompt is None or (isinstance(prompt, str) and isinstance(pair[0], list)):
+        prompt, *pair = _split(*pair)
+    return Group(tuple(encoder.completed(prompt, each, record) for each in pair), record=record)
 
 
-def _judged(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]:
+def _judged(record: Record, encoder: Encoder) -> list[Group]:
     if "chosen" in record:
-        pair = _pair(record, where, encoder)
+        pair = _pair(record, encoder)
         return [Group((document,), i == 0, record) for i, document in enumerate(pair.documents)]
-    prompt, completion = (checked_text(record, key, where) for key in ("prompt", "completion"))
-    label = record.get("label")
-    if not isinstance(label, bool):
-        raise DataError(f'{where}: "label" must be true or false')
-    return [Group((completed(prompt, completion, where, encoder, record),), label, record)]
+    prompt, completion = (_checked_text(record, key) for key in ("prompt", "completion"))
+    document = encoder.completed(prompt, completion, record)
+    return [Group((document,), _checked(record, "label", bool), record)]
 
 
-def _prompt(record: dict[str, Any], where: str, encoder: Encoder) -> list[Group]:
-    prompt = checked_text(record, "prompt", where)
-    found = encoder.prompt(prompt, where, record)
+def _prompt(record: Record, encoder: Encoder) -> list[Group]:
+    found = encoder.prompt(_checked_text(record, "prompt"), record)
     if not len(found):
-        raise DataError(f"{where}: the prompt is empty")
+        raise DataError("the prompt is empty")
     return [Group((found,), record=record)]
 
 
-def _split(chosen: Text, rejected: Text, where: str) -> tuple[Text, Text, Text]:
+def _split(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Return the common beginning of two conversations, and what is left of each."""
     if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise DataError(f'{where}: "prompt" is missing')
+        raise DataError('"prompt" is missing')
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
     # The last message of each is an answer, even if both are the same.
     same = min(same, len(chosen) - 1, len(rejected) - 1)
     if same == 0:
-        raise DataError(
-            f'{where}: "chosen" and "rejected" have no common beginning, so there is no prompt'
-        )
+        raise DataError('"chosen" and "rejected" have no common beginning, so there is no prompt')
     return chosen[:same], chosen[same:], rejected[same:]
 
 
@@ -780,8 +702,6 @@ def _others(groups: list[Group]) -> list[int]:
 
 def _mixed(document: Document, other: Document) -> Document:
     """Return the prompt of a document with the completion of another."""
-    mine, theirs = document.loss_mask, other.loss_mask
-    ids = np.concatenate([document.ids[~mine], other.ids[theirs]])
-    mask = np.concatenate([np.zeros((~mine).sum(), bool), np.ones(theirs.sum(), bool)])
-    mask[:1] = False
-    return Document(ids, mask, divisible=False)
+    ids = np.concatenate([document.ids[~document.loss_mask], other.ids[other.loss_mask]])
+    is_new = np.arange(len(ids)) >= (~document.loss_mask).sum()
+    return Document(ids, is_new, divisible=False)
