@@ -328,6 +328,7 @@ class FinetuneConfig:
             "train_only": self.model.train_only,
         }
         given = [name for name, value in chosen.items() if value]
+        given += [self.loss.trains] if self.loss.trains else []
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: set only one of them")
         if self.parallel.context_parallel > 1 and self.adapter.lora_r is not None:

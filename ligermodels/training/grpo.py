@@ -8,22 +8,19 @@ then computes slightly other probabilities, which `losses.importance_ratio` corr
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from types import ModuleType
+from runpy import run_path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ligermodels.converters.files import open_regular
-from ligermodels.errors import ConfigError, DataError, LigerError, first_line, short_repr
+from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_eos_token_ids
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
@@ -56,8 +53,6 @@ class _AllEnded(Exception):
 
 
 Reward = Callable[..., Sequence[float | None]]
-# What a reward function is called with beside the columns of the records.
-_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class SampledModel(nn.Module):
@@ -110,19 +105,10 @@ class GRPOObjective(Objective):
         self.reward, self.reward_hash = load_reward(str(self.options.reward_function))
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
-        """Return prompts.
-
-        Raises:
-            DataError: a line is wrong, or has a key that the reward function gets from the run.
-        """
+        """Return prompts."""
         groups = read_prompts(files, tokenizer)
         self.columns |= dict.fromkeys(name for group in groups for name in group.record)
         self.columns.pop("prompt")
-        if odd := next((name for name in _ARGUMENTS if name in self.columns), None):
-            raise DataError(
-                f"{', '.join(map(str, files))}: {odd!r} is what the reward function gets from the "
-                "run, so it cannot be a key of a record; rename the key"
-            )
         return groups
 
     def rows(self, sources: Sequence[Sequence[Any]]) -> Rows:
@@ -221,8 +207,7 @@ class GRPOObjective(Objective):
         """Return the loss of a micro-batch, and its metrics. The samples are from this policy."""
         assert batch.advantages is not None
         advantages, reference = batch.advantages, batch.ref_log_probs
-        names = "beta", "loss_type", "epsilon_high", "max_completion_length"
-        options = self.options.formula_options(*names) | {"normalizer": normalizer}
+        options = self.options.formula_options(grpo_loss) | {"normalizer": normalizer}
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
             mask = batch.mask[rows]
@@ -326,8 +311,6 @@ class GRPOObjective(Objective):
                 made = self.reward(
                     prompts=prompts, completions=texts, completion_ids=ids, **columns
                 )
-            if isinstance(made, Mapping):
-                raise TypeError("it returned a dict and not a list")
             made = list(made)
             rewards = [float("nan") if each is None else float(each) for each in made]
         except (Exception, SystemExit) as error:  # the function is the user's own
@@ -388,27 +371,14 @@ def load_reward(name: str) -> tuple[Reward, str | None]:
     where, _, function = name.rpartition(":")
     if not where or not function.isidentifier():
         raise ConfigError(f"reward_function: {short_repr(name)} is not FILE.py:NAME or MODULE:NAME")
-    digest: str | None = None
     try:
-        if where.endswith(".py"):
-            # What is hashed is what is run: the import system might take an older compiled file.
-            with open_regular(Path(where), ConfigError) as file:
-                source = file.read()
-            module = ModuleType("ligermodels_reward")
-            module.__file__ = where
-            exec(compile(source, where, "exec"), module.__dict__)
-            digest = hashlib.sha256(source).hexdigest()
-        else:
-            module = import_module(where)
-            path = getattr(module, "__file__", None)
-            if path is not None:
-                digest = file_hash(path)
+        found = run_path(where) if where.endswith(".py") else vars(import_module(where))
     except (Exception, SystemExit) as error:  # the file is the user's own
-        kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"reward_function: {where} cannot be imported: {kind}{first_line(error)}"
+            f"reward_function: {where} cannot be imported: {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from error
-    found = getattr(module, function, None)
-    if not callable(found):
+    if not callable(found.get(function)):
         raise ConfigError(f"reward_function: {where} has no function {function!r}")
-    return found, digest
+    path = found.get("__file__")
+    return found[function], None if path is None else file_hash(path)

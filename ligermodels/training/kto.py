@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
-from ligermodels.losses import LossOutput, Mean, kto_kl, kto_loss, token_metrics
+from ligermodels.losses import Mean, kto_kl, kto_loss, token_metrics
 from ligermodels.losses.terms import mean_of
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import read_judged
@@ -24,8 +24,10 @@ class KTOObjective(PairObjective):
     """KTO: a loss of completions that are desirable or not."""
 
     shown = ("eval_loss", "loss")
-
     options: KTO
+    formula = staticmethod(kto_loss)
+    group_size = 1
+    token_stats = ("entropy", "mean_logits")
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return completions, each with another one for the KL."""
@@ -57,28 +59,29 @@ class KTOObjective(PairObjective):
         """Count completions."""
         return {"normalizer": len(batch.groups)}
 
-    def loss(  # type: ignore[override]
-        self, call: Call, batch: GroupBatch, normalizer: Tensor
-    ) -> LossOutput:
-        """Return the loss of the completions of a batch, and its metrics."""
-        labels = [group.label for group in batch.groups]
-        desirable = torch.tensor(labels, device=batch.mask.device)
-        reference = reference_log_probs(call, batch, self.reference_model)
-        names = "beta", "loss_type", "desirable_weight", "undesirable_weight"
-        options = self.options.formula_options(*names) | {"normalizer": normalizer}
+    def inputs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the reference's log-probabilities, the labels and the KL of the step."""
+        assert batch.ref_log_probs is not None
+        found = {"ref_log_probs": batch.ref_log_probs[rows], "label": _labels(batch)[rows]}
+        return found if batch.kl is None else {**found, "kl": batch.kl}
 
-        def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
-            log_probs, mask, label = log_probs_of(tokens), batch.mask[rows], desirable[rows]
-            kl = 0.0 if batch.kl is None else batch.kl
-            loss, metrics = kto_loss(log_probs, reference[rows], mask, label, kl, **options)
-            metrics |= token_metrics(mask, entropy=tokens.entropy)
-            assert tokens.mean_logits is not None
-            for name, some in (("chosen", label), ("rejected", ~label)):
-                metrics[f"logits/{name}"] = mean_of(tokens.mean_logits, mask & some[:, None])
-            return LossOutput(loss, metrics)
+    def metrics(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Mean]:
+        """Return the metrics that depend on the head's output alone."""
+        mask, label = batch.mask[rows], _labels(batch)[rows, None]
+        metrics = token_metrics(mask, entropy=tokens.entropy)
+        assert tokens.mean_logits is not None
+        for name, some in (("chosen", label), ("rejected", ~label)):
+            metrics[f"logits/{name}"] = mean_of(tokens.mean_logits, mask & some)
+        return metrics
 
-        share = len(batch.groups) / normalizer
-        return self.loss_of_rows(call, batch, of_rows, share, stats=("entropy", "mean_logits"))
+
+def _labels(batch: GroupBatch) -> Tensor:
+    """Return whether each completion is desirable: (rows) bool."""
+    return torch.tensor([group.label for group in batch.groups], device=batch.mask.device)
 
 
 def _part(batch: GroupBatch, number: int) -> GroupBatch:

@@ -7,8 +7,10 @@ does not import torch, so that the command line shows its help quickly. The form
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import Any, ClassVar
 
 from ligermodels.errors import ConfigError
@@ -23,7 +25,9 @@ _REFERENCE = (
     "model in a dtype; or, with adapters, the model with its adapters off"
 )
 _SMOOTHING = "rate of wrong preferences"
-_WRONG_RATE: dict[str, Any] = {"at_least": 0, "less_than": 0.5}
+_SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+_RATE: dict[str, Any] = {"at_least": 0, "less_than": 0.5}
+_SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}
 
 
 @dataclass(kw_only=True)
@@ -37,6 +41,7 @@ class Loss(Options):
         packed: whether it learns from documents that are packed into rows. Others compare whole
             completions.
         splits_rows: whether several processes may compute parts of a row.
+        trains: the option that says what is trained, if the loss has one.
         fixed: options of the formula that the loss does not leave to the user.
     """
 
@@ -45,6 +50,7 @@ class Loss(Options):
     computed_by: ClassVar[str]
     packed: ClassVar[bool] = False
     splits_rows: ClassVar[bool] = False
+    trains: ClassVar[str | None] = None
     fixed: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
@@ -75,9 +81,9 @@ class Loss(Options):
         module, name = self.computed_by.split(":")
         return getattr(import_module(f"ligermodels.training.{module}"), name)(config)
 
-    def formula_options(self, *names: str) -> dict[str, Any]:
-        """Return options of these names that are set. The formulas have defaults for the others."""
-        given = {name: getattr(self, name) for name in names}
+    def formula_options(self, formula: Callable[..., Any]) -> dict[str, Any]:
+        """Return the options that a formula takes, if they are set; it has defaults for others."""
+        given = {name: getattr(self, name, None) for name in signature(formula).parameters}
         return {name: value for name, value in given.items() if value is not None} | self.fixed
 
 
@@ -113,44 +119,30 @@ class DPO(Loss, name="dpo"):
     )
     beta: float = option(0.1, _BETA, more_than=0)
     label_smoothing: float = option(
-        0.0, f"{_SMOOTHING}, for robust, exo_pair, aot and aot_unpaired", **_WRONG_RATE
+        0.0,
+        _SMOOTHING,
+        only_for={"loss_type": ("robust", "exo_pair", "aot", "aot_unpaired")},
+        **_RATE,
     )
     reference: str = option("file", _REFERENCE, choices=("file", *COPIES))
     f_divergence_type: str = option(
         "reverse_kl", "divergence from the reference model", choices=DIVERGENCES
     )
     f_alpha_divergence_coef: float | None = option(
-        None, "the coefficient of alpha_divergence (default: 0.5)"
+        None,
+        "the coefficient of alpha_divergence (default: 0.5)",
+        only_for={"f_divergence_type": ("alpha_divergence",)},
     )
     discopop_tau: float | None = option(
-        None, "the temperature of discopop (default: 0.05)", more_than=0
+        None,
+        "the temperature of discopop (default: 0.05)",
+        more_than=0,
+        only_for={"loss_type": ("discopop",)},
     )
     ld_alpha: float | None = option(
-        None,
-        "weight of the tokens beyond the length of the shorter completion of a pair",
-        at_least=0,
-        at_most=1,
+        None, "weight of the tokens beyond the length of a pair's shorter completion", **_SHARE
     )
     use_weighting: bool = option(False, "weight each pair by its probability under the model (WPO)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        smoothed = ("robust", "exo_pair", "aot", "aot_unpaired")
-        if self.label_smoothing and self.loss_type not in smoothed:
-            raise ConfigError(
-                f"label_smoothing: this is only for the loss types {', '.join(smoothed)}"
-            )
-        if self.loss_type == "exo_pair" and not self.label_smoothing:
-            raise ConfigError("label_smoothing: exo_pair needs more than 0; its paper takes 1e-3")
-        if self.discopop_tau is not None and self.loss_type != "discopop":
-            raise ConfigError("discopop_tau: this is only for the loss_type discopop")
-        if (
-            self.f_alpha_divergence_coef is not None
-            and self.f_divergence_type != "alpha_divergence"
-        ):
-            raise ConfigError(
-                "f_alpha_divergence_coef: this is only for the f_divergence_type alpha_divergence"
-            )
 
 
 @dataclass(kw_only=True)
@@ -190,12 +182,7 @@ class CPO(Loss, name="cpo"):
         "sigmoid", "variant of the loss, named as in TRL", choices=("sigmoid", "hinge", "ipo")
     )
     beta: float = option(0.1, "the scale of the margin", more_than=0)
-    label_smoothing: float = option(0.0, f"{_SMOOTHING}, for sigmoid", **_WRONG_RATE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ConfigError("label_smoothing: this is only for the loss type sigmoid")
+    label_smoothing: float = option(0.0, _SMOOTHING, only_for={"loss_type": ("sigmoid",)}, **_RATE)
 
 
 @dataclass(kw_only=True)
@@ -208,7 +195,7 @@ class SimPO(Loss, name="simpo"):
 
     beta: float = option(0.1, "the scale of the margin", more_than=0)
     simpo_gamma: float = option(0.5, "the margin that is asked for", at_least=0)
-    label_smoothing: float = option(0.0, _SMOOTHING, **_WRONG_RATE)
+    label_smoothing: float = option(0.0, _SMOOTHING, **_RATE)
 
 
 @dataclass(kw_only=True)
@@ -250,19 +237,13 @@ class GRPO(Loss, name="grpo"):
             raise ConfigError("epsilon_high: cispo needs it, the largest ratio, for example 5.0")
 
     def check(self, config: Any) -> None:
-        """Check that a step holds whole groups, and a row a prompt and its completion."""
+        """Check that a step holds whole groups."""
         super().check(config)
-        schedule, seq_len = config.schedule, config.data.seq_len
-        completions = schedule.batch_size * schedule.gradient_accumulation_steps
+        completions = config.schedule.batch_size * config.schedule.gradient_accumulation_steps
         if completions % self.num_generations:
             raise ConfigError(
                 "num_generations: must divide the completions of a step, batch_size * "
                 f"gradient_accumulation_steps = {completions}, but is {self.num_generations}"
-            )
-        if self.max_completion_length >= seq_len:
-            raise ConfigError(
-                f"max_completion_length: {self.max_completion_length} tokens leave no room for a "
-                f"prompt in rows of {seq_len}; use longer rows (seq_len)"
             )
 
 
@@ -281,8 +262,7 @@ class Distillation(Loss, name="distillation"):
         0.5,
         "0: KL(teacher || model); 1: KL(model || teacher); between them the generalized "
         "Jensen-Shannon divergence",
-        at_least=0,
-        at_most=1,
+        **_SHARE,
     )
     temperature: float = option(1.0, "temperature of both distributions", more_than=0)
     distill_weight: float = option(
@@ -305,6 +285,7 @@ class Medusa(Loss, name="medusa"):
     help = "heads that make generation faster; data as for sft"
     computed_by = "medusa:MedusaObjective"
     packed = True
+    trains = "medusa_heads"
 
     medusa_heads: int = option(
         3, "train so many heads, which are exported with the model", at_least=1, at_most=64
@@ -321,15 +302,8 @@ class Medusa(Loss, name="medusa"):
     )
 
     def check(self, config: Any) -> None:
-        """Refuse what freezes parts of the model, and a plan for layers that keep nothing."""
+        """Refuse a plan for layers that keep nothing."""
         super().check(config)
-        for name, value in (
-            ("lora_r", config.adapter.lora_r),
-            ("freeze", config.model.freeze),
-            ("train_only", config.model.train_only),
-        ):
-            if value:
-                raise ConfigError(f"{name} and medusa_heads: set only one of them")
         if config.memory.budget not in (None, "off") and self.medusa_stage == 1:
             raise ConfigError(
                 "memory: in medusa_stage 1 the model is frozen, and its layers keep nothing that a "

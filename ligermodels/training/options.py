@@ -54,6 +54,7 @@ def option(
     metavar: str | None = None,
     is_size: bool = False,
     positional: bool = False,
+    only_for: Mapping[str, tuple[str, ...]] | None = None,
     **limits: float,
 ) -> Any:
     """Return a dataclass field that holds an option's help, choices and limits.
@@ -66,6 +67,7 @@ def option(
         metavar: what stands for its value in the help of the command line.
         is_size: whether it is a number of bytes, which may be written as 5GB.
         positional: whether the command line takes its value without its name.
+        only_for: another option, and its values for which this one has a meaning.
         limits: those of `limit_complaint`.
     """
     facts = {
@@ -77,6 +79,7 @@ def option(
         "metavar": metavar,
         "is_size": is_size,
         "positional": positional,
+        "only_for": only_for or {},
     }
     return field(default=default, metadata=facts)
 
@@ -153,6 +156,11 @@ class Options:
             else:
                 value = _checked(each, kind, value)
             setattr(self, each.name, value)
+        for each in fields(self):
+            for other, values in each.metadata["only_for"].items():
+                if getattr(self, each.name) != each.default and getattr(self, other) not in values:
+                    known = ", ".join(values)
+                    raise ConfigError(f"{flat_name(each)}: this is only for the {other} {known}")
 
 
 def _checked(each: Field[Any], kind: Any, value: Any) -> Any:

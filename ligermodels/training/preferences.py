@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, orpo_loss, token_metrics
+from ligermodels.losses import LossOutput, Mean, cpo_loss, dpo_loss, orpo_loss, token_metrics
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import local_tensor, reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
@@ -32,7 +32,7 @@ from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import read_pairs
-from ligermodels.training.losses import CPO, DPO, ORPO, SimPO
+from ligermodels.training.losses import DPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
 from ligermodels.training.processes import partition
@@ -45,15 +45,20 @@ class PairObjective(Objective):
     """A loss of a chosen and a rejected completion of each prompt.
 
     Attributes:
+        formula: the function that computes it, with the options of the loss that it takes.
         prompt_targets: whether the prompts of the chosen completions are targets as well.
         divisible: whether the loss of a batch is the sum of those of its pairs.
+        group_size: how many rows the formula compares.
+        token_stats: what the head returns of each token, for the metrics.
     """
 
     shown = ("eval_rewards/accuracies", "reward accuracy")
     rows_per_item = 2
+    formula: Callable[..., LossOutput]
     prompt_targets = False
     divisible = True
-    token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logits")  # for the metrics
+    group_size = 2
+    token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logits")
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
@@ -103,37 +108,38 @@ class PairObjective(Objective):
             "token_normalizer": int((chosen != IGNORE_INDEX).sum()),
         }
 
-    def of_pairs(
-        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
-    ) -> LossOutput:
-        """Return the loss of some pairs of a batch, and its metrics.
+    def inputs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Return what the formula takes beside log-probabilities and mask.
 
-        Args: tokens: the head's output for these rows; rows: their numbers in the batch.
+        Args: tokens: the head's output for some rows; rows: their numbers in the batch.
         """
-        raise NotImplementedError
+        return {}
 
-    def loss(  # type: ignore[override]
-        self, call: Call, batch: GroupBatch, normalizer: Tensor, token_normalizer: Tensor
-    ) -> LossOutput:
-        """Return the loss of the pairs of a batch, and its metrics."""
+    def metrics(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Mean]:
+        """Return the metrics that depend on the head's output alone."""
+        stats = {name: getattr(tokens, name) for name in ("entropy", "correct", "mean_logits")}
+        return token_metrics(batch.mask[rows], paired=True, **stats)
+
+    def loss(self, call: Call, batch: GroupBatch, **normalizers: Tensor) -> LossOutput:  # type: ignore[override]
+        """Return the loss of a batch, and its metrics."""
+        if self.reference is not None:
+            reference = reference_log_probs(call, batch, self.reference_model)
+            batch = replace(batch, ref_log_probs=reference)
+        options = self.options.formula_options(self.formula) | normalizers
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
-            loss, metrics = self.of_pairs(
-                tokens, batch, rows, normalizer=normalizer, token_normalizer=token_normalizer
-            )
-            metrics |= token_metrics(
-                batch.mask[rows],
-                entropy=tokens.entropy,
-                correct=tokens.correct,
-                mean_logits=tokens.mean_logits,
-                paired=True,
-            )
-            return LossOutput(loss, metrics)
+            inputs = self.inputs(tokens, batch, rows) | {"mask": batch.mask[rows]}
+            loss, metrics = self.formula(log_probs_of(tokens), **inputs, **options)
+            return LossOutput(loss, metrics | self.metrics(tokens, batch, rows))
 
         return self.loss_of_rows(
-            *(call, batch, of_rows, len(batch.groups) / normalizer),
+            *(call, batch, of_rows, len(batch.groups) / normalizers["normalizer"]),
             stats=self.token_stats,
-            group_size=2,
+            group_size=self.group_size,
             divisible=self.divisible,
         )
 
@@ -142,6 +148,7 @@ class DPOObjective(PairObjective):
     """DPO: how much more the model prefers the chosen completions than its reference does."""
 
     options: DPO
+    formula = staticmethod(dpo_loss)
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
@@ -149,61 +156,39 @@ class DPOObjective(PairObjective):
         if self.options.use_weighting:
             self.token_stats += ("sum_sq_probs",)
         nothing = torch.zeros(2, 1)  # options that exclude each other are an error before the run
-        dpo_loss(nothing, nothing, nothing > 0, **self._formula(nothing, nothing > 0))
+        options = self.options.formula_options(dpo_loss)
+        dpo_loss(nothing, nothing, nothing > 0, log_sum_sq_probs=nothing, **options)
 
-    def loss(self, call: Call, batch: GroupBatch, **normalizers: Tensor) -> LossOutput:  # type: ignore[override]
-        """Return the loss of the pairs of a batch, and its metrics."""
-        reference = reference_log_probs(call, batch, self.reference_model)
-        return super().loss(call, replace(batch, ref_log_probs=reference), **normalizers)
-
-    def of_pairs(
-        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
-    ) -> LossOutput:
-        """Return the loss of some pairs of a batch, and its metrics."""
+    def inputs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the reference's log-probabilities, and for WPO what weights the pairs."""
         assert batch.ref_log_probs is not None
-        reference, mask = batch.ref_log_probs[rows], batch.mask[rows]
-        options = self._formula(tokens.sum_sq_probs, mask) | normalizers
-        return dpo_loss(log_probs_of(tokens), reference, mask, **options)
-
-    def _formula(self, sum_sq_probs: Tensor | None, mask: Tensor) -> dict[str, Any]:
-        """Return the options of the formula."""
-        names = ["beta", "loss_type", "label_smoothing", "f_divergence_type", "ld_alpha"]
-        names += ["f_alpha_divergence_coef", "discopop_tau"]
-        options = self.options.formula_options(*names)
-        if self.options.use_weighting:
-            assert sum_sq_probs is not None
+        found = {"ref_log_probs": batch.ref_log_probs[rows]}
+        if tokens.sum_sq_probs is not None:
             # Outside the mask they are 0, whose logarithm would give NaN.
-            logs = torch.where(mask, sum_sq_probs, 1.0).log()
-            options |= {"use_weighting": True, "log_sum_sq_probs": logs}
-        return options
+            sums = torch.where(batch.mask[rows], tokens.sum_sq_probs, 1.0)
+            found["log_sum_sq_probs"] = sums.log()
+        return found
 
 
 class ORPOObjective(PairObjective):
     """ORPO: the likelihood of the chosen texts, prompts included, and the odds of the answers."""
 
-    options: ORPO
+    formula = staticmethod(orpo_loss)
     prompt_targets = True
 
-    def of_pairs(
-        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
-    ) -> LossOutput:
-        """Return the loss of some pairs of a batch, and its metrics."""
-        nll_mask = F.pad(batch.labels[rows][:, 1:] != IGNORE_INDEX, (0, 1))
-        options = self.options.formula_options("beta") | normalizers
-        return orpo_loss(log_probs_of(tokens), batch.mask[rows], nll_mask=nll_mask, **options)
+    def inputs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the mask of the likelihood."""
+        return {"nll_mask": F.pad(batch.labels[rows][:, 1:] != IGNORE_INDEX, (0, 1))}
 
 
 class CPOObjective(PairObjective):
     """CPO and SimPO: a margin between the completions, and the likelihood of the chosen ones."""
 
-    options: CPO | SimPO
-
-    def of_pairs(
-        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor, **normalizers: Tensor
-    ) -> LossOutput:
-        """Return the loss of some pairs of a batch, and its metrics."""
-        options = self.options.formula_options(*(each.name for each in fields(self.options)))
-        return cpo_loss(log_probs_of(tokens), batch.mask[rows], **options | normalizers)
+    formula = staticmethod(cpo_loss)
 
 
 def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:

@@ -310,6 +310,7 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     for wrong, message in (
         ({"f_divergence_type": "forward_kl", "loss_type": "apo_zero"}, "only defined with"),
         ({"use_weighting": True, "loss_type": "aot"}, "no weight for each pair"),
+        ({"loss_type": "exo_pair"}, "label_smoothing: exo_pair needs more than 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(folder, tmp_path / "never", "dpo", **wrong)
