@@ -58,7 +58,7 @@ def make(**changes):
         (DPO_ | {"context_parallel": 2}, "cannot be combined with the loss dpo"),
         (DPO_ | {"stream": True}, "stream: this is for packed documents, not for dpo"),
         (DPO_ | {"reference": "adapters-off"}, "reference: this needs adapters"),
-        (DPO_ | {"label_smoothing": 0.1}, "label_smoothing: this is only for the loss_type robust, exo_pair"),
+        (DPO_ | {"label_smoothing": 0.1}, "this is only for the loss_type robust, exo_pair"),
         (DPO_ | {"discopop_tau": 0.1}, "discopop_tau: this is only for the loss_type"),
         ({"loss": "distillation"}, "teacher: distillation needs one"),
         ({"loss": "medusa", "freeze": ["norm"]}, "freeze and medusa_heads: set only one of them"),
