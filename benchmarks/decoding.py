@@ -3,7 +3,9 @@
 `python -m benchmarks.decoding --out FOLDER` needs a GPU of 80 GB and about seven minutes. The
 weights are random. "step" is the device's time of one step, by events around single steps. The
 others are (time of 128 tokens - time of one) / 127, of the medians of three calls, so "generate"
-includes the capture of the graph. "eager" launches each kernel. The caches of "step" hold random
+includes the capture of the graph. "eager" launches each kernel. "medusa" and "draft_model" draft
+four tokens for each pass, of which random weights accept hardly any or all. A pass takes the time
+of a token times the tokens of a pass, whatever the weights. The caches of "step" hold random
 numbers instead of a prompt.
 """
 
@@ -23,7 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, device_times, environment, graph_times, release_memory, write
+from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.generation import DraftModel, generate_drafted
 from ligermodels.generation.decode_step import StepDecoder
+from ligermodels.generation.models import DraftHeads
+from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
 
@@ -89,6 +95,23 @@ def step(model: nn.Module, rows: int, context: int) -> float:
     return statistics.median(device_times(lambda: decoder(ids), repeats=20))
 
 
+def drafted(model: nn.Module, ids: Tensor) -> dict[str, float]:
+    """Return the milliseconds of a token, and the tokens of a pass, with drafts of each kind."""
+    with torch.device("cuda"), bfloat16():
+        small = LigerLlama(LlamaConfig.preset("llama-3.2-1b")).requires_grad_(False)
+        heads = {"medusa": MedusaHeads(model.head, 4), "draft_model": DraftModel(small, 4)}
+    found = {}
+    for name, each in heads.items():
+
+        def passes(new: int, each: DraftHeads = each) -> list[int]:
+            out = generate_drafted(model, each, ids, max_new_tokens=new, eos_token_id=[])
+            return out.tokens_per_forward
+
+        found[name] = milliseconds_a_token(passes)
+        found[f"{name}_tokens_a_pass"] = (NEW - 1) / (len(passes(NEW)) - 1)
+    return found
+
+
 def transformers_model(config: Any) -> nn.Module:
     """Return transformers' model of the same sizes, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -140,6 +163,8 @@ def main() -> None:
             generation.can_decode = lambda *_: False
             row["eager"] = milliseconds_a_token(ours, 24)
             generation.can_decode = by_graph
+            if preset == "llama-3-8b" and batch == 1:
+                row |= drafted(model, ids)
             if with_peer:
                 row |= theirs(transformers_model(model.config), ids)
         release_memory()

@@ -59,7 +59,7 @@ class Arguments(LoadingOptions):
     )
     seed: int | None = option(None, "sample; the same seed gives the same text", at_least=0)
     heads: bool = option(
-        True, "use Medusa's heads, which a folder may hold and which make greedy generation faster"
+        True, "use Medusa's heads, which a folder may hold and which make generation faster"
     )
     stream: bool = option(True, "print the text while it is made")
     device: str | None = option(None, DEVICE)
@@ -143,7 +143,7 @@ def generate_options(
         **({"do_sample": True, **asked} if samples else {}),
         "max_new_tokens": given.max_new_tokens,
         "repetition_penalty": penalty,
-        "heads": None if samples or penalty != 1 else heads,
+        "heads": None if penalty != 1 else heads,
     }
 
 

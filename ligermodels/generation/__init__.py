@@ -1,6 +1,6 @@
 """Generate text: continue prompts token by token."""
 
-from ligermodels.generation.draft import DraftOptions as DraftOptions
+from ligermodels.generation.draft import DraftModel as DraftModel
 from ligermodels.generation.draft import DraftResult as DraftResult
 from ligermodels.generation.draft import generate_drafted as generate_drafted
 from ligermodels.generation.generate import generate as generate

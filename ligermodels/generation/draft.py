@@ -1,40 +1,30 @@
-"""Greedy generation with heads that draft the tokens after the next one (arXiv:2401.10774).
+"""Generation in passes that check drafts of the next tokens, several tokens for each pass.
 
-Each pass checks the drafts of the pass before: those that greedy generation would have chosen are
-accepted, so the tokens are those of greedy generation, in fewer passes.
+Heads on the model (arXiv:2401.10774, arXiv:2412.19437) or a small model draft the tokens. A pass of
+the model over all of them says which it would have chosen itself, so the tokens are those of
+generation without drafts, or with draws, as likely as those (arXiv:2302.01318).
+
+Shape legend: S prompt length, K drafts, Q = K + 1 tokens of a pass, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.generation.generation_config import (
-    checked_generation_config,
-    resolve_eos_token_ids,
-    resolve_repetition_penalty,
-)
-from ligermodels.generation.models import DraftHeads, LanguageModel
+from ligermodels.generation.decode_step import Replayed, can_decode
+from ligermodels.generation.generation_config import resolve_rule
+from ligermodels.generation.models import Drafter, DraftHeads, LanguageModel
 from ligermodels.generation.prompts import Prompts, batch_prompts
+from ligermodels.generation.sampling import Sampler, draw, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """The options of a generation with heads.
-
-    Attributes:
-        max_new_tokens, eos_token_id: as in `generate`.
-        repetition_penalty: 1, which means none. If generation_config.json has another one, the
-            default is an error, because these would not be the tokens of `generate`.
-    """
-
-    max_new_tokens: int = 64
-    eos_token_id: int | Iterable[int] | None = None
-    repetition_penalty: float | None = None
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.kernel_report import decoding_obstacle
 
 
 class DraftResult(NamedTuple):
@@ -52,20 +42,25 @@ def generate_drafted(
     callback: Callable[[Tensor], object] | None = None,
     **options: Any,
 ) -> DraftResult:
-    """Continue one prompt with the likeliest tokens, several for each forward pass.
+    """Continue one prompt, with several tokens for each forward pass.
 
-    The tokens are those of greedy `generate`, where rounding does not decide between two logits: a
-    pass over several tokens rounds in another way than passes over one token.
+    The tokens are those of `generate` without drafts, where rounding does not decide between two
+    logits: a pass over several tokens rounds in another way than passes over one token. Draws have
+    the distribution of its draws.
 
     Args:
-        model, heads: the body, and heads or multi-token prediction modules trained on it.
+        model, heads: the body, and heads or multi-token prediction modules trained on it, or a
+            `DraftModel`.
         input_ids: one prompt, as `generate` takes it.
         callback: a function that is called after every pass with its new tokens (new,).
-        options: those of `DraftOptions`.
+        options: max_new_tokens, eos_token_id, do_sample, temperature, top_k, top_p, min_p,
+            logit_bias and generator as in `generate`; repetition_penalty=1, which is needed if
+            generation_config.json has a penalty.
     Raises:
         ValueError: there is more than one prompt, or an argument is wrong.
+        LigerError: the logits hold NaN or infinity.
     """
-    ids, passes = drafted_passes(model, heads, input_ids, DraftOptions(**options))
+    ids, passes = drafted_passes(model, heads, input_ids, **options)
     found = [ids[0]]
     for new in passes:
         found.append(new)
@@ -75,65 +70,246 @@ def generate_drafted(
 
 
 def drafted_passes(
-    model: LanguageModel, heads: DraftHeads, input_ids: Prompts, options: DraftOptions
+    model: LanguageModel,
+    heads: DraftHeads,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    generator: torch.Generator | None = None,
+    **rule: Any,
 ) -> tuple[Tensor, Iterator[Tensor]]:
     """Check the arguments of `generate_drafted`.
 
     Returns: the prompt (1, seq), and an iterator over the new tokens (new,) of each forward pass.
     """
-    check_count("generate", "max_new_tokens", options.max_new_tokens, 1)
-    defaults = checked_generation_config(model)
-    penalty = resolve_repetition_penalty(options.repetition_penalty, defaults)
-    if penalty != 1.0:
+    check_count("generate", "max_new_tokens", max_new_tokens, 1)
+    sampling, stops, _ = resolve_rule(model, **rule)
+    penalty, presence = sampling.repetition_penalty, sampling.presence_penalty
+    if penalty != 1 or presence:
         raise ValueError(
-            f"generate with heads: repetition_penalty={penalty:g}, given or from "
-            "generation_config.json; heads do not support a penalty; pass repetition_penalty=1.0"
+            f"generate with drafts: repetition_penalty={penalty:g}, given or from "
+            f"generation_config.json, and presence_penalty={presence:g}; drafts cannot have a "
+            "penalty; pass 1 and 0"
         )
-    stops = resolve_eos_token_ids(options.eos_token_id, defaults, model.config)
     ids, _ = batch_prompts(input_ids, None, 0, model.config.vocab_size)
     if len(ids) != 1:
-        raise ValueError(f"generate with heads: got {len(ids)} prompts; expected one")
+        raise ValueError(f"generate with drafts: got {len(ids)} prompts; expected one")
     heads.check_model(model)
-    ids = ids.to(model.rotary_emb.inv_freq.device)
-    return ids, _passes(model, heads, ids, options.max_new_tokens, stops)
+    device = model.rotary_emb.inv_freq.device
+    vocab_size = model.config.vocab_size
+    sampler = Sampler(sampling, 1, vocab_size, device, stops=[], pad=0, generator=generator)
+    return ids.to(device), _passes(model, heads, ids.to(device), max_new_tokens, stops, sampler)
 
 
 @torch.no_grad()
 def _passes(
-    model: LanguageModel, heads: DraftHeads, prompt: Tensor, max_new_tokens: int, stops: list[int]
+    model: LanguageModel,
+    heads: DraftHeads,
+    prompt: Tensor,
+    max_new_tokens: int,
+    stops: list[int],
+    sampler: Sampler,
 ) -> Iterator[Tensor]:
     """Yield the new tokens (new,) of each forward pass, at least one.
 
-    Args: prompt: (1, seq) int64; max_new_tokens: of all passes; stops: the ids that end the text.
+    Args: prompt: (1, seq) int64; max_new_tokens: of all passes; stops: the ids that end the text;
+        sampler: its rule, its bias and its generator choose the tokens.
     """
-    ahead, left = heads.num_drafts, max_new_tokens
-    # A pass may write this many tokens that are rejected.
-    longest = prompt.shape[1] + max_new_tokens + ahead
-    cache = KVCache.of(cast(nn.Module, model), 1, longest, extra=ahead)
-    draft = heads.drafter(longest)
-    fed, known = prompt, prompt.shape[1]  # the first `known` of the tokens fed are not drafts
+    count = heads.num_drafts
+    # The device runs one pass ahead of what the host knows, and passes write the keys of drafts.
+    longest = prompt.shape[1] + max_new_tokens + 3 * (count + 1)
+    cache = KVCache.of(cast(nn.Module, model), 1, longest, extra=count)
+    decoder: _DraftDecoder | None = None
+    known, states, running = prompt, [], deque[_Result]()
+    left, ahead = max_new_tokens, int(prompt.is_cuda)
     while True:
-        hidden = model(fed, cache=cache)
-        chosen = model.head.logits(hidden[:, known - 1 :]).argmax(-1)[0]
-        agrees = (chosen[:-1] == fed[0, known:]).long()
-        accepted = int(agrees.cumprod(0).sum())
-        cache.truncate(cache.length - (len(agrees) - accepted))
-        new = _until_stop(chosen[: accepted + 1], stops, left)
-        yield new
-        left -= len(new)
-        if not left or int(new[-1]) in stops:
-            return
-        # The tokens that were fed and are right, and the token after each of them.
-        right = known + accepted
-        after = torch.cat((fed[0, 1:right], new[-1:]))[None]
-        fed = torch.cat((new[-1:][None], draft(hidden[:, :right], after)), 1)
-        known = 1
+        if decoder is not None:
+            made = decoder.replay()
+        else:
+            states.append(model(known[:, cache.length :], cache=cache))
+            made = _checked(model.head.logits(states[-1][0, -1:]), known[0, :0], None, sampler)
+            known = torch.cat((known, made[None, 2:]), 1)
+        running.append(_Result(made))
+        # Some drafters look back at as many tokens; until then, each pass gives one.
+        if decoder is None and cache.length > count:
+            decoder = _DraftDecoder(model, heads, cache, longest, sampler)
+            decoder.draft(torch.cat(states, 1), known, decoder.ends_1)
+        while len(running) > ahead:
+            result = running.popleft()
+            tokens = result.tokens(max_new_tokens - left)[:left]
+            ends = [i for i, token in enumerate(tokens, 1) if token in stops]
+            tokens = tokens[: ends[0]] if ends else tokens
+            left -= len(tokens)
+            yield result.made[2 : 2 + len(tokens)]
+            if ends or not left:
+                return
 
 
-def _until_stop(tokens: Tensor, stops: list[int], most: int) -> Tensor:
-    """Return the tokens up to the first stop token, and at most `most`."""
-    tokens = tokens[:most]
-    for i, token in enumerate(tokens.tolist()):
-        if token in stops:
-            return tokens[: i + 1]
-    return tokens
+class _DraftDecoder(Replayed):
+    """Checks drafts and makes new ones, in a CUDA graph if possible.
+
+    Args: model, heads: as in `generate_drafted`; cache: it holds the prompt; longest: the tokens
+        that it has room for; sampler: as in `_passes`.
+    Attributes:
+        ids_1Q: the last token, which is not in the cache, and the drafts of those after it.
+        given_KV: the probabilities that they were drawn with; None if they were not drawn.
+        ends_1: how many tokens are in the cache.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        heads: DraftHeads,
+        cache: KVCache,
+        longest: int,
+        sampler: Sampler,
+    ) -> None:
+        captures = (
+            can_decode(model, cache, {"input_ids"})
+            and type(heads).__module__.startswith("ligermodels.")
+            and decoding_obstacle(cast(nn.Module, heads)) is None
+        )
+        device = model.rotary_emb.inv_freq.device
+        super().__init__(device, sampler.generator, captures)
+        self.model, self.cache, self.sampler = model, cache, sampler
+        self.drafter = heads.drafter(longest, sampler)
+        self.ids_1Q = torch.zeros(1, heads.num_drafts + 1, dtype=torch.int64, device=device)
+        self.given_KV: Tensor | None = None
+        self.ends_1 = torch.full((1,), cache.length, device=device)
+
+    def run(self) -> Tensor:
+        """Return what `_checked` does for this pass."""
+        queries = self.ids_1Q.shape[1]
+        self.ends_1.add_(queries)
+        with self.cache.step_at(self.ends_1):
+            hidden = self.model(self.ids_1Q, cache=self.cache)
+        logits_QV = self.model.head.logits(hidden[0])
+        made = _checked(logits_QV, self.ids_1Q[0, 1:], self.given_KV, self.sampler)
+        right = made[:1]
+        self.ends_1.add_(right - queries)
+        self.draft(hidden, torch.cat((self.ids_1Q[:, :1], made[None, 2:]), 1), right)
+        return made
+
+    def draft(self, hidden: Tensor, tokens: Tensor, right: Tensor) -> None:
+        """Make the drafts of the next pass: see `Drafter`."""
+        drafts_1K, given_KV = self.drafter(hidden, tokens, right, self.ends_1)
+        self.ids_1Q.copy_(torch.cat((tokens.index_select(1, right), drafts_1K), 1))
+        if given_KV is not None:
+            self.given_KV = given_KV if self.given_KV is None else self.given_KV.copy_(given_KV)
+
+
+def _checked(
+    logits_QV: Tensor, drafts_K: Tensor, given_KV: Tensor | None, sampler: Sampler
+) -> Tensor:
+    """Choose the tokens after the last token and after each draft, as far as the drafts are right.
+
+    A draft is right with the probability min(1, p / q), where p is the model's and q the one that
+    it was drawn with. The first wrong one is replaced by a draw from max(0, p - q), and after right
+    ones there is a draw from p (arXiv:2302.01318, algorithm 2).
+
+    Args: given_KV: q for all tokens; None if the drafts were not drawn.
+    Returns: (2 + Q,) int64: the number of new tokens; 1 if the logits of one of them hold NaN or
+        infinity, else 0; and the tokens, of which those after the new ones mean nothing.
+    """
+    rule, generator = sampler.rule, sampler.generator
+    logits_QV = logits_QV.float()
+    broken_Q = ~logits_QV.amax(-1).isfinite()
+    logits_QV = sampler.changed(logits_QV)
+    if rule.do_sample:  # A draw from NaN would have no end.
+        logits_QV = logits_QV.masked_fill(broken_Q[:, None], 0.0)
+    if given_KV is None:
+        # A draw from p equals the draft with probability p, and else is one of the other tokens.
+        tokens_Q = rule.next_tokens(logits_QV, generator)
+        right_K = tokens_Q[:-1] == drafts_K
+    else:
+        p_QV, of_drafts = rule.filter(logits_QV).softmax(-1), drafts_K[:, None]
+        p_K, q_K = (x.gather(1, of_drafts)[:, 0] for x in (p_QV[:-1], given_KV))
+        right_K = torch.rand(p_K.shape, generator=generator, device=p_K.device) * q_K < p_K
+        p_QV[:-1] = (p_QV[:-1] - given_KV).clamp(min=0)
+        tokens_Q = draw(p_QV, generator)
+        tokens_Q[:-1] = torch.where(right_K, drafts_K, tokens_Q[:-1])
+    new = right_K.long().cumprod(0).sum() + 1
+    places = torch.arange(len(tokens_Q), device=tokens_Q.device)
+    failed = (broken_Q & (places < new)).any()
+    return torch.cat((torch.stack((new, failed.long())), tokens_Q))
+
+
+class _Result:
+    """What `_checked` returned, on its way to the host."""
+
+    def __init__(self, made: Tensor) -> None:
+        self.made, self.event = made.clone(), None
+        self.values = self.made
+        if made.is_cuda:
+            self.values = torch.empty_like(made, device="cpu", pin_memory=True)
+            self.values.copy_(made, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(made.device))
+
+    def tokens(self, before: int) -> list[int]:
+        """Return the new tokens, of which there were `before`. Raise LigerError for NaN."""
+        if self.event is not None:
+            self.event.synchronize()
+        new, failed, *tokens = self.values.tolist()
+        if failed:
+            raise no_token_error(0, before + new - 1)
+        return tokens[:new]
+
+
+class DraftModel(nn.Module):
+    """A small model that drafts tokens for a large one with the same tokenizer.
+
+    Args: model: the small model; num_drafts: how many tokens it drafts for each pass of the other.
+    """
+
+    def __init__(self, model: DecoderModel, num_drafts: int = 4) -> None:
+        super().__init__()
+        self.model = model
+        self.num_drafts = check_count("generate", "num_drafts", num_drafts, 1)
+
+    def check_model(self, model: LanguageModel) -> None:
+        """Raise ValueError unless the large model has the same vocabulary, on the same device."""
+        own, theirs = self.model.head.vocab_size, model.head.vocab_size
+        if own != theirs:
+            raise ValueError(
+                f"draft_model: its vocabulary has {own} tokens, and the model's has {theirs}; a "
+                "draft model must have the model's tokenizer"
+            )
+        device, other = (x.rotary_emb.inv_freq.device for x in (self.model, model))
+        if device != other:
+            raise ValueError(f"draft_model: it is on {device}, and the model is on {other}")
+
+    def drafter(self, max_length: int, sampler: Sampler) -> Drafter:
+        """Return what drafts tokens: see `Drafter`."""
+        return _ModelDrafter(self, max_length, sampler)
+
+
+class _ModelDrafter:
+    """The small model with a cache.
+
+    The last draft was never read, so each call first reads the last two tokens.
+    """
+
+    def __init__(self, drafts: DraftModel, max_length: int, sampler: Sampler) -> None:
+        self.model, self.count, self.sampler = drafts.model, drafts.num_drafts, sampler
+        self.cache = KVCache.of(self.model, 1, max_length, extra=self.count)
+
+    def __call__(
+        self, hidden: Tensor, tokens: Tensor, right: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        rule = self.sampler.rule
+        if not self.cache.length:
+            self.model(tokens[:, :-1], cache=self.cache)
+        fed = tokens.index_select(1, right + torch.arange(-1, 1, device=right.device))
+        drafts, given = [], []
+        for i in range(self.count):
+            with self.cache.step_at(ends + 1 + i):
+                hidden = self.model(fed, cache=self.cache)
+            logits_1V = self.model.head.logits(hidden[:, -1]).float()
+            if rule.do_sample:
+                given.append(rule.filter(logits_1V).softmax(-1))
+                drafts.append(draw(given[-1].clone(), self.sampler.generator)[None])
+            else:
+                drafts.append(logits_1V.argmax(-1, keepdim=True))
+            fed = drafts[-1]
+        return torch.cat(drafts, 1), torch.cat(given) if given else None

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ligermodels.errors import LigerError, did_you_mean, short_repr
+from ligermodels.errors import did_you_mean, short_repr
 from ligermodels.generation.decode_step import StepDecoder, can_decode
-from ligermodels.generation.draft import DraftOptions, drafted_passes
-from ligermodels.generation.generation_config import (
-    resolve_rule,
-)
+from ligermodels.generation.draft import DraftModel, drafted_passes
+from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.generation.models import DraftHeads, LanguageModel
 from ligermodels.generation.prompts import Prompts, batch_prompts
-from ligermodels.generation.sampling import Sampler
+from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
@@ -27,6 +25,11 @@ from ligermodels.text.streaming import Decoder, StopStrings, TextStream
 
 # From the tokens so far (batch, seq + new) and the float32 logits (batch, vocab), other logits.
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+# What drafts can honour: a penalty depends on the tokens before, which are not known.
+_DRAFT_OPTIONS = (
+    *("repetition_penalty", "max_new_tokens", "eos_token_id", "pad_token_id", "do_sample"),
+    *("temperature", "top_k", "top_p", "min_p", "logit_bias", "generator"),
+)
 # A row cannot be longer: no machine has the memory for its cache.
 MAX_NEW_TOKENS = 10**9
 
@@ -54,6 +57,8 @@ class GenerateOptions(TypedDict, total=False):
     attention_mask: Tensor | None
     generator: torch.Generator | None
     cache: KVCache | None
+    draft_model: DecoderModel | None
+    num_drafts: int
 
 
 @overload
@@ -103,8 +108,10 @@ def generate(
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
         heads: a trained `MedusaHeads` or `MultiTokenModel` that drafts further tokens, for one
-            prompt without sampling. `ligermodels.generation.generate_drafted` also returns how many
-            tokens each forward pass gave. callback then gets all tokens of a pass.
+            prompt. `ligermodels.generation.generate_drafted` also returns how many tokens each
+            forward pass gave. callback then gets all tokens of a pass.
+        draft_model: a small model with the same tokenizer that drafts tokens instead of heads.
+        num_drafts: how many tokens draft_model drafts for each pass of the model, 4 by default.
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
             Generation ends earlier if every row has stopped.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
@@ -143,15 +150,9 @@ def generate(
         CheckpointError: generation_config.json has a value of a wrong type.
     """
     _check_names("generate", options)
-    if heads is not None:
-        if return_log_probs:
-            raise ValueError("return_log_probs: heads that draft return no log-probabilities")
-        prompt_BS, passes = _passes(model, heads, input_ids, options)
-        steps: Iterator[tuple[Tensor, Tensor | None]] = ((tokens, None) for tokens in passes)
-    else:
-        prompt_BS, steps = _start(model, input_ids, tokenizer, return_log_probs, **options)
+    prompt_BS, steps = _begin(model, input_ids, heads, tokenizer, return_log_probs, **options)
     columns, log_probs = [prompt_BS], []
-    for tokens, log_probs_B in steps:  # (batch,), or with heads (new,) of one row
+    for tokens, log_probs_B in steps:  # (batch,), or with drafts (new,) of one row
         columns.append(tokens.view(len(prompt_BS), -1))
         if log_probs_B is not None:
             log_probs.append(log_probs_B)
@@ -170,20 +171,6 @@ def _check_names(function: str, options: GenerateOptions) -> None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def _passes(
-    model: LanguageModel, heads: DraftHeads, input_ids: Prompts | None, options: GenerateOptions
-) -> tuple[Tensor, Iterator[Tensor]]:
-    """Return the prompt (1, seq), and the new tokens (new,) of each pass with heads."""
-    possible = ("max_new_tokens", "eos_token_id", "repetition_penalty")
-    if input_ids is None or any(value and name not in possible for name, value in options.items()):
-        raise ValueError(
-            "generate: heads take input_ids and, of the options, only max_new_tokens, "
-            "eos_token_id, repetition_penalty=1.0 and callback; leave the others out"
-        )
-    given: dict[str, Any] = {name: x for name, x in options.items() if name in possible}
-    return drafted_passes(model, heads, input_ids, DraftOptions(**given))
-
-
 def stream(
     model: LanguageModel,
     input_ids: Prompts | None = None,
@@ -199,16 +186,13 @@ def stream(
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
     _check_names("stream", options)
-    if heads is not None:
-        _, passes = _passes(model, heads, input_ids, options)
-        return (token for new in passes for token in new.tolist())
-    prompt_BS, steps = _start(model, input_ids, tokenizer, **options)
+    prompt_BS, steps = _begin(model, input_ids, heads, tokenizer, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
             f"stream: got {prompt_BS.shape[0]} prompts, expected one; for a batch, call "
             "generate(callback=...)"
         )
-    return (int(tokens_B) for tokens_B, _ in steps)
+    return (token for tokens, _ in steps for token in tokens.tolist())
 
 
 def stream_text(
@@ -236,6 +220,35 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
             yield piece
     if piece := text.finish():
         yield piece
+
+
+def _begin(
+    model: LanguageModel,
+    input_ids: Prompts | None,
+    heads: DraftHeads | None,
+    tokenizer: Decoder | None,
+    with_log_probs: bool = False,
+    *,
+    draft_model: DecoderModel | None = None,
+    num_drafts: int = 4,
+    **options: Any,
+) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor | None]]]:
+    """Return what `_start` does. With drafts, each step has the tokens of a pass, (new,)."""
+    if draft_model is not None:
+        if heads is not None:
+            raise ValueError("heads and draft_model: pass one of them")
+        heads = DraftModel(draft_model, num_drafts)
+    if heads is None:
+        return _start(model, input_ids, tokenizer, with_log_probs, **options)
+    others = [x for name, x in options.items() if name not in _DRAFT_OPTIONS]
+    if input_ids is None or with_log_probs or any(isinstance(x, Tensor) or x for x in others):
+        raise ValueError(
+            "generate: drafts take input_ids and, of the options, only callback, "
+            f"repetition_penalty=1.0, {', '.join(_DRAFT_OPTIONS[1:])}; leave the others out"
+        )
+    given = {name: x for name, x in options.items() if name in _DRAFT_OPTIONS}
+    prompt_1S, passes = drafted_passes(model, heads, input_ids, **given)
+    return prompt_1S, ((tokens, None) for tokens in passes)
 
 
 def _start(
@@ -281,7 +294,7 @@ def _start(
             f"{prompt} prompt tokens and {max_new_tokens} new tokens go beyond "
             f"max_position_embeddings={config.max_position_embeddings}; the model was not trained "
             "on longer sequences",
-            stacklevel=3,
+            stacklevel=4,
         )
     device = model.rotary_emb.inv_freq.device  # These stay on the device if weights are offloaded.
     ids_BS = ids_BS.to(device)
@@ -421,14 +434,5 @@ class _Look:
             self.event.synchronize()
         all_stopped, failed = self.values[0].tolist()
         if failed:
-            raise _no_token(self.sampler.failed_B, step)
+            raise no_token_error(int(self.sampler.failed_B.int().argmax()), step)
         return all_stopped
-
-
-def _no_token(failed_B: Tensor, step: int) -> LigerError:
-    row = int(failed_B.int().argmax())
-    return LigerError(
-        f"generate: the logits of row {row} are NaN or infinite, at new token {step} or before, so "
-        "that there is no likeliest token; check the weights, and load the model in bfloat16 or "
-        "float32 if it is in float16"
-    )

@@ -60,7 +60,7 @@ def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
             f"{path}: these settings are not implemented and have no effect: {', '.join(left_out)}",
-            stacklevel=5,  # This is the caller of `generate`.
+            stacklevel=6,  # This is the caller of `generate`.
         )
     return found
 

@@ -1,6 +1,5 @@
 """The interfaces that generation needs of a model and of heads that draft."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -42,11 +41,29 @@ class DraftHeads(Protocol):
     def check_model(self, model: Any) -> None:
         """Raise ValueError unless the heads belong to this model or fit it."""
 
-    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function that drafts tokens, for one row of so many tokens.
+    def drafter(self, max_length: int, sampler: Any) -> "Drafter":
+        """Return what drafts tokens for one row of at most so many tokens.
 
-        Its arguments are the hidden states (1, new, hidden) of the tokens since the last call, and
-        the tokens after each of them (1, new). It returns the tokens after the last one, (1,
-        num_drafts).
+        Args: sampler: the `Sampler` of the generation. What only drafts likely tokens needs none.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """Drafts the tokens after a row's last one. A CUDA graph may hold all calls but the first."""
+
+    def __call__(
+        self, hidden: Tensor, tokens: Tensor, right: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return drafts (1, num_drafts), and the probabilities that they were drawn with.
+
+        Args:
+            hidden: (1, seq, hidden), the model's hidden states of the last pass, which in the first
+                call is that of the prompt.
+            tokens: (1, seq + 1), the tokens that they are of, and those after each of them.
+            right: (1,), how many of the states are of right tokens: tokens[:, right] is the row's
+                last token. In the first call it is seq.
+            ends: (1,), the tokens of the row without the last one.
+        Returns: (1, num_drafts) int64, and (num_drafts, vocab), or None if they were not drawn.
         """
         ...

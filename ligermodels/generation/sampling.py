@@ -11,6 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ligermodels.errors import LigerError
 from ligermodels.kernels.checks import check_count
 
 # At this temperature a draw takes the likeliest token. Closer to 0, the logits would overflow.
@@ -105,10 +106,25 @@ class Sampling:
         """Return one token for each row of the float32 logits, (B,)."""
         if not self.do_sample:
             return logits_BV.argmax(-1)
-        probabilities = self.filter(logits_BV).softmax(-1)
-        # The same draw as torch.multinomial's, which would wait for the device.
-        waits = torch.empty_like(probabilities).exponential_(generator=generator)
-        return probabilities.div_(waits).argmax(-1)
+        return draw(self.filter(logits_BV).softmax(-1), generator)
+
+
+def draw(probabilities_BV: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return one token for each row, (B,), and overwrite the probabilities.
+
+    It is the same draw as torch.multinomial's, which would wait for the device.
+    """
+    waits = torch.empty_like(probabilities_BV).exponential_(generator=generator)
+    return probabilities_BV.div_(waits).argmax(-1)
+
+
+def no_token_error(row: int, step: int) -> LigerError:
+    """Return the error for logits from which no token can be chosen."""
+    return LigerError(
+        f"generate: the logits of row {row} are NaN or infinite, at new token {step} or before, so "
+        "that there is no likeliest token; check the weights, and load the model in bfloat16 or "
+        "float32 if it is in float16"
+    )
 
 
 class Sampler:

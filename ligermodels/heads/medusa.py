@@ -169,9 +169,16 @@ class MedusaHeads(nn.Module):
                 f"of {theirs[1]}, but the model has {own[0]} and {own[1]}"
             )
 
-    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def drafter(self, max_length: int, sampler: object) -> Callable[..., tuple[Tensor, None]]:
         """Return what drafts tokens in generation: see `ligermodels.generation.models`."""
-        return lambda hidden, _: self.logits(hidden[:, -1]).argmax(-1).view(1, -1)
+
+        def draft(
+            hidden: Tensor, tokens: Tensor, right: Tensor, ends: Tensor
+        ) -> tuple[Tensor, None]:
+            last = hidden[0].index_select(0, right - 1)
+            return self.logits(last)[:, 0].argmax(-1)[None], None
+
+        return draft
 
     @property
     def ignore_index(self) -> int:

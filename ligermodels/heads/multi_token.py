@@ -5,7 +5,7 @@ token k places later, which it has already been told. Embedding and head are the
 """
 
 import copy
-from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ class MultiTokenModel(nn.Module):
         if self.model is not model:
             raise ValueError("generate with heads: the modules belong to another model")
 
-    def drafter(self, max_length: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def drafter(self, max_length: int, sampler: object) -> "_Drafter":
         """Return a function that drafts tokens in generation, as `MedusaHeads.drafter` does."""
         return _Drafter(self, max_length)
 
@@ -111,30 +111,37 @@ class _Drafter:
     """The modules with a cache each.
 
     Module k reads at position i a hidden state of the module before it and the token i + k. At the
-    last k - 1 positions those are drafts, so they are computed again when the tokens are known.
+    last k - 1 positions those are drafts. So each call reads the positions that are new or had a
+    wrong draft, and in order that it is always the same work, the same number of last positions:
+    with K modules K + 1, for up to K right drafts and the token after them.
     """
 
     def __init__(self, model: MultiTokenModel, max_length: int) -> None:
         self.model, self.body = model, model.model
         count = len(model.mtp)
+        self.width = count + 1
         self.caches = [KVCache.of(module, 1, max_length, extra=count) for module in model.mtp]
-        # The states that a module has not yet read together with a known token.
-        self.waiting: list[Tensor | None] = [None] * count
+        # The body's states of the last positions, and the token after each of them.
+        self.states: Tensor | None = None
+        self.after: Tensor
 
-    def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        states, length = hidden, self.caches[0].length + hidden.shape[1]
-        final = length  # so many positions have final states
-        for k, (module, cache) in enumerate(zip(self.model.mtp, self.caches), 1):
-            if (waiting := self.waiting[k - 1]) is not None:
-                states = torch.cat((waiting, states), 1)
-            start = cache.length
-            embeds = self.body.embed_tokens(tokens[:, -states.shape[1] :])
-            context = self.body.prepare_context(states, cache=cache)
-            made = module(states, embeds, context.layers[-1])
-            cache.advance(states.shape[1])
-            known = max(0, length + 1 - k)  # so many positions have read a known token
-            cache.truncate(known)
-            self.waiting[k - 1] = states[:, known - start : final - start]
-            guess = self.body.head.logits(made[:, -1:]).argmax(-1)
-            tokens, states, final = torch.cat((tokens, guess), 1), made, known
-        return tokens[:, -len(self.model.mtp) :]
+    def __call__(
+        self, hidden: Tensor, tokens: Tensor, right: Tensor, ends: Tensor
+    ) -> tuple[Tensor, None]:
+        states, after, is_prompt = hidden, tokens[:, 1:], self.states is None
+        if self.states is None:
+            self.states, self.after = (x[:, -self.width :].clone() for x in (states, after))
+        else:
+            last = right + torch.arange(self.width, device=right.device)
+            states = self.states.copy_(torch.cat((self.states, states), 1).index_select(1, last))
+            after = self.after.copy_(torch.cat((self.after, after), 1).index_select(1, last))
+        count = states.shape[1]
+        for module, cache in zip(self.model.mtp, self.caches):
+            embeds = self.body.embed_tokens(after[:, -count:])
+            with nullcontext() if is_prompt else cache.step_at(ends):
+                context = self.body.prepare_context(states, cache=cache)
+                states = module(states, embeds, context.layers[-1])
+            cache.advance(count if is_prompt else 0)
+            guess = self.body.head.logits(states[:, -1:]).argmax(-1)
+            after = torch.cat((after, guess), 1)
+        return after[:, -len(self.caches) :], None

@@ -272,11 +272,13 @@ class Attention(Planned, CachedLayer, nn.Module):
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: DecodeStep) -> Tensor:
         """Attend from the new tokens of each row to the cache, in a step of decoding."""
         owner = self.layer_index if self.kv_from is None else self.kv_from
+        ends, firsts = step.ends.to(q.device), step.firsts
         return decode_attention(
             q,
             None if self.kv_from is not None else (k, v),
             *cache.buffers(owner),
-            *step,
+            ends,
+            None if firsts is None else firsts.to(q.device),
             scale=self.scale,
             window=self.sliding_window,
             softcap=self.softcap,

@@ -110,7 +110,8 @@ class KVCache:
 
         The windows are those of the causal `Attention` layers in it. A layer whose keys and values
         others take keeps as many as the widest window of them. Every layer with a window keeps
-        `extra` tokens more, so that `truncate` may remove as many of the last ones. A layer that
+        `extra` tokens more, so that `truncate` may remove as many of the last ones, or a step of
+        decoding write one more than as many. A layer that
         is several times in `model.layers` has buffers for each time.
 
         Raises:
@@ -150,6 +151,11 @@ class KVCache:
             ValueError: the new tokens do not fit, their batch differs from the cache's, or a layer
                 is updated twice in one pass.
         """
+        if self.step is not None:
+            raise ValueError(
+                "KVCache: layers of another class than ligermodels.layers.Attention append keys in "
+                "a step of decoding; generate without drafts"
+            )
         end = self.end_of(k.shape[2])
         if k.shape[0] != self.batch:
             raise ValueError(

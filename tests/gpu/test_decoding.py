@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from ligermodels.adapters.adapted_model import add_adapters, quantize
-from ligermodels.generation import generate
+from ligermodels.generation import DraftModel, generate
 from ligermodels.generation.decode_step import StepDecoder
+from ligermodels.generation.draft import _DraftDecoder
 from ligermodels.generation.sampling import Sampler, Sampling
+from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.heads.multi_token import MultiTokenModel
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
 from tests.tiny_models import VOCAB, random_model
@@ -72,6 +75,65 @@ def test_draws_in_a_graph_are_those_of_launched_steps():
                 torch.cuda.set_sync_debug_mode("default")
             found[captures] = torch.stack(made)
         assert torch.equal(found[True], found[False])
+
+
+@pytest.mark.parametrize("rule", [{}, {"do_sample": True, "top_p": 0.9}])
+@pytest.mark.parametrize("kind", ["medusa", "modules", "model"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_graph_checks_drafts_and_makes_new_ones(family, kind, rule):
+    """Its passes are those of launched kernels bitwise, past the window, and wait for nothing."""
+    model = random_model(family, **SIZES).to("cuda", torch.bfloat16)
+    small = random_model(family, **SIZES).to("cuda", torch.bfloat16)
+    for weight in small.layers.parameters():
+        weight.data += 0.05 * weight.std() * torch.randn_like(weight)
+    heads = {
+        "medusa": lambda: MedusaHeads(model.head, 3),
+        "modules": lambda: MultiTokenModel(model, 3),
+        "model": lambda: DraftModel(small, 3),
+    }[kind]()
+    prompt, found = torch.randint(3, VOCAB, (1, 9), device="cuda"), {}
+    with torch.no_grad():
+        for captures in (False, True):
+            sampler = Sampler(
+                *(Sampling(**rule), 1, VOCAB, prompt.device),
+                stops=[],
+                pad=0,
+                generator=torch.Generator("cuda").manual_seed(0),
+            )
+            cache = KVCache.of(model, 1, 120, extra=3)
+            hidden = model(prompt[:, :8], cache=cache)
+            decoder = _DraftDecoder(model, heads, cache, 120, sampler)
+            assert decoder.captures
+            decoder.captures = captures
+            decoder.draft(hidden, prompt, decoder.ends_1.clone())
+            made = [decoder.replay().clone() for _ in range(3)]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                made += [decoder.replay().clone() for _ in range(17)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            found[captures] = torch.stack(made)
+    assert decoder.graph is not None
+    assert torch.equal(found[True], found[False])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "modules", "model"])
+def test_drafts_change_no_token(kind):
+    """In float32, with a stop token, which the device runs past."""
+    model = random_model("mistral", **SIZES).to("cuda")
+    small = random_model("mistral", **SIZES).to("cuda")
+    for weight in small.layers.parameters():
+        weight.data += 0.05 * weight.std() * torch.randn_like(weight)
+    drafts = {
+        "medusa": lambda: {"heads": MedusaHeads(model.head, 3)},
+        "modules": lambda: {"heads": MultiTokenModel(model, 3)},
+        "model": lambda: {"draft_model": small, "num_drafts": 3},
+    }[kind]()
+    free = generate(model, [5, 9, 3], max_new_tokens=60, eos_token_id=[])
+    for stop in ([], int(free[0, 40])):
+        options = {"max_new_tokens": 60, "eos_token_id": stop}
+        plain = generate(model, [5, 9, 3], **options)
+        assert torch.equal(generate(model, [5, 9, 3], **options, **drafts), plain)
 
 
 def test_a_graph_reads_the_weights_of_today():
