@@ -6,4 +6,5 @@ from ligermodels.generation.draft import generate_drafted as generate_drafted
 from ligermodels.generation.generate import generate as generate
 from ligermodels.generation.generate import stream as stream
 from ligermodels.generation.generate import stream_text as stream_text
+from ligermodels.generation.many import generate_many as generate_many
 from ligermodels.generation.sampling import Sampling as Sampling

@@ -15,21 +15,22 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.models.kernel_report import decoding_obstacle
 
 
-def can_decode(model: object, cache: KVCache, given: set[str]) -> bool:
+def can_decode(model: object, cache: KVCache, given: set[str], captures: bool = True) -> bool:
     """Return whether a StepDecoder can compute the tokens after the prompts.
 
     Args:
         cache: it holds the prompts.
         given: the names of the model's inputs.
+        captures: whether a CUDA graph is to hold the step.
     """
     return (
         isinstance(model, DecoderModel)
         and type(model).forward is DecoderModel.forward
         and type(cache) is KVCache
         and not given - {"input_ids", "inputs_embeds", "prefix_lengths"}
-        and decoding_obstacle(model) is None
+        and decoding_obstacle(model, captures) is None
         and not autocast_is_on(model.embed_tokens.weight)
-        and not torch.cuda.is_current_stream_capturing()
+        and not (captures and torch.cuda.is_current_stream_capturing())
     )
 
 

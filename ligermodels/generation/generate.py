@@ -326,11 +326,7 @@ def _start(
             sampler.read(row, ids_S if mask_BS is None else ids_S[mask_BS[row] == 1])
     if inputs_embeds is not None:
         ids_BS = ids_BS[:, :0]
-    texts = None
-    if stop_strings:
-        if tokenizer is None or isinstance(stop_strings, str):
-            raise ValueError("stop_strings: pass a list of strings, and the model's tokenizer")
-        texts = StopStrings(tokenizer, stop_strings, ids_BS.tolist())
+    texts = stop_strings_of(stop_strings, tokenizer, ids_BS.tolist())
     steps = _steps(
         model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, logits_processor, texts, cache
     )
@@ -356,7 +352,7 @@ def _steps(
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
     kept = {name: x for name, x in inputs.items() if name in ("memory", "memory_mask")}
     decoder: StepDecoder | None = None
-    look: _Look | None = None  # at the last step whose end the host has not seen
+    look: Look | None = None  # at the last step whose end the host has not seen
     for step in range(max_new_tokens):
         if decoder is not None and processor is None:
             tokens_B = decoder(inputs["input_ids"] if step == 1 else None).clone()
@@ -379,7 +375,7 @@ def _steps(
         # always has a step to run.
         before, look = look, None
         if on_cpu or sampler.stops or texts is not None:
-            look = _Look(sampler, tokens_B if texts is not None else None)
+            look = Look(sampler, tokens_B)
         if before is not None and not on_cpu:
             if before.all_stopped(step - 1):
                 return
@@ -403,25 +399,41 @@ def _steps(
         if mask_BS is not None and decoder is None:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(mask_BS), 1)], dim=1)
         positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1
-    _Look(sampler).all_stopped(max_new_tokens - 1)
+    Look(sampler).all_stopped(max_new_tokens - 1)
 
 
-class _Look:
-    """Two flags on the way to the host, all rows have ended and a row has failed, and tokens.
+def stop_strings_of(
+    strings: Sequence[str], tokenizer: Decoder | None, contexts: list[list[int]]
+) -> StopStrings | None:
+    """Return what finds the strings in the rows, or None if there are none.
 
-    Args: tokens_B: the tokens to look at, or None.
+    Raises:
+        ValueError: there is no tokenizer, or `strings` is one string.
+    """
+    if not strings:
+        return None
+    if tokenizer is None or isinstance(strings, str):
+        raise ValueError("stop_strings: pass a list of strings, and the model's tokenizer")
+    return StopStrings(tokenizer, strings, contexts)
+
+
+class Look:
+    """What the host sees of a step, on its way there: the sampler's flags, and tensors of the rows.
+
+    Args: tensors: the tokens, or more of what the next step overwrites.
     """
 
-    def __init__(self, sampler: Sampler, tokens_B: Tensor | None = None) -> None:
+    def __init__(self, sampler: Sampler, *tensors: Tensor) -> None:
         self.sampler, self.event = sampler, None
-        made = [sampler.flags] if tokens_B is None else [sampler.flags, tokens_B]
-        self.values = made
+        made = (sampler.flags, *tensors)
         if sampler.flags.is_cuda:
             self.values = [torch.empty_like(x, device="cpu", pin_memory=True) for x in made]
             for value, x in zip(self.values, made):
                 value.copy_(x, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(sampler.flags.device))
+        else:
+            self.values = [x.clone() for x in made]
 
     @property
     def tokens(self) -> list[int]:

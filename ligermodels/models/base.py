@@ -1,6 +1,7 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
@@ -544,6 +545,12 @@ class DecoderModel(HFModel, PlannedModel):
         from ligermodels.generation.generate import generate
 
         return generate(self, input_ids, **options)
+
+    def generate_many(self, prompts: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
+        """Continue many prompts in a full batch; see `ligermodels.generation.generate_many`."""
+        from ligermodels.generation.many import generate_many
+
+        return generate_many(self, prompts, *args, **options)
 
     def kernels(self) -> dict[str, str]:
         """Return which implementation each op uses on this model in its present state, and why.

@@ -66,16 +66,18 @@ def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, s
     return report
 
 
-def decoding_obstacle(model: nn.Module) -> str | None:
+def decoding_obstacle(model: nn.Module, captures: bool = True) -> str | None:
     """Return why a CUDA graph cannot hold a step of decoding, or None if it can.
 
     A graph launches kernels alone, so what else a step would run must be known.
+
+    Args: captures: False asks only whether a step may leave out the model's forward.
     """
     weights = [*model.parameters(), *model.buffers()]
     devices = {weight.device for weight in weights}
     if len(devices) != 1:
         return f"the weights are on {len(devices)} devices"
-    if dispatch.choose(weights[0].device, weights[0].dtype)[0] != "triton":
+    if captures and dispatch.choose(weights[0].device, weights[0].dtype)[0] != "triton":
         return dispatch.choose(weights[0].device, weights[0].dtype)[1]
     if any(map(is_sharded, weights)) or getattr(model, "layout", None) is not None:
         return "the weights are spread over ranks"
