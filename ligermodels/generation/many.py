@@ -77,12 +77,19 @@ def generate_many(
     """
     check_count("generate_many", "max_new_tokens", max_new_tokens, 1)
     check_count("generate_many", "num_samples", num_samples, 1)
-    if max_batch is not None:
-        check_count("generate_many", "max_batch", max_batch, num_samples)
+    if (
+        max_batch is not None
+        and check_count("generate_many", "max_batch", max_batch, 1) < num_samples
+    ):
+        raise ValueError(
+            f"generate_many: max_batch={max_batch} is less than num_samples={num_samples}; the "
+            "samples of a prompt are in the batch together"
+        )
     device = model.rotary_emb.inv_freq.device
     pad, vocab_size = 0, model.config.vocab_size
     given = [batch_prompts(ids, None, pad, vocab_size)[0] for ids in prompts]
-    if several := next((ids for ids in given if len(ids) != 1), None):
+    several = next((ids for ids in given if len(ids) != 1), None)
+    if several is not None:
         raise ValueError(
             f"generate_many: a prompt has shape {tuple(several.shape)}; expected one row"
         )
