@@ -262,3 +262,97 @@ def checked_linear(
     if bias is not None:
         check_linear_bias(op, weight, bias)
     return hidden, weight, bias
+
+
+def check_classes(vocab: int, class_weights: Tensor | None) -> None:
+    """Raise ValueError if the vocabulary is empty or class_weights do not fit it."""
+    if vocab == 0:
+        raise ValueError("cross entropy: the vocabulary has 0 classes; expected 1 or more")
+    if class_weights is None:
+        return
+    if class_weights.shape != (vocab,):
+        raise ValueError(
+            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
+        )
+    if class_weights.is_complex():
+        raise ValueError(
+            f"cross entropy: class_weights are {class_weights.dtype}; expected real numbers"
+        )
+
+
+def check_targets(
+    targets: Tensor,
+    shape: torch.Size,
+    vocab: int,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    device: torch.device,
+) -> None:
+    """Raise if targets or class weights do not fit logits of (*shape, vocab) on device.
+
+    Only CPU eager mode looks for targets outside the vocabulary.
+    """
+    if targets.shape != shape:
+        raise ValueError(
+            f"cross entropy: targets {tuple(targets.shape)} do not fit the input; expected "
+            f"{tuple(shape)}"
+        )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
+    if targets.device != device:
+        raise ValueError(
+            f"cross entropy: targets are on {targets.device}; expected {device}, like the input"
+        )
+    check_classes(vocab, class_weights)
+    if class_weights is not None and class_weights.device != device:
+        raise ValueError(
+            f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
+            "like the input"
+        )
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
+        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
+        if wrong.any():
+            position = int(wrong.flatten().nonzero()[0])
+            raise IndexError(
+                f"cross entropy: target {int(targets.flatten()[position])} at flat position "
+                f"{position} is outside the vocabulary of {vocab} and is not "
+                f"ignore_index={ignore_index}"
+            )
+
+
+def check_alternatives(classes: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Return the alternatives of tokens as (rows, k).
+
+    Raises:
+        ValueError: they do not fit the targets.
+        IndexError: one is outside the vocabulary, on CPU in eager mode.
+    """
+    if classes.dim() == 0 or classes.shape[:-1] != targets.shape or classes.shape[-1] == 0:
+        raise ValueError(
+            f"cross entropy: alternatives {tuple(classes.shape)} do not fit targets "
+            f"{tuple(targets.shape)}; expected their shape and one more dimension, of 1 or more"
+        )
+    if classes.dtype != torch.int64 or classes.device != targets.device:
+        raise ValueError(
+            f"cross entropy: alternatives are {classes.dtype} on {classes.device}; expected "
+            f"torch.int64 on {targets.device}, like the targets"
+        )
+    if classes.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = classes >= vocab
+        if wrong.any():
+            raise IndexError(
+                f"cross entropy: alternative {int(classes[wrong][0])} is outside the vocabulary of "
+                f"{vocab}"
+            )
+    return classes.reshape(targets.numel(), classes.shape[-1])
+
+
+def checked_token_weights(token_weights: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the weights of tokens, 0 at ignored targets; raise if they do not fit the targets."""
+    if token_weights.shape != targets.shape or token_weights.device != targets.device:
+        raise ValueError(
+            f"loss head: token_weights {tuple(token_weights.shape)} on {token_weights.device} do "
+            f"not fit targets {tuple(targets.shape)} on {targets.device}; expected the same shape "
+            "and device"
+        )
+    return token_weights.detach().masked_fill(targets == ignore_index, 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from ligermodels.kernels.checks import check_count, check_number
+from ligermodels.kernels.checks import check_alternatives, check_count, check_number
 from ligermodels.kernels.dtypes import compute_dtype
 
 _OP = "cross entropy"  # the name in messages
@@ -178,11 +178,20 @@ class LossOptions(NamedTuple):
             self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale
         )
 
-    @property
-    def request(self) -> TokenRequest:
-        """What is asked of each token."""
+    def request_of(self, targets: Tensor, vocab: int) -> TokenRequest:
+        """Return what is asked of each token, with alternatives as (rows, k).
+
+        Raises:
+            ValueError: top_k is larger than the vocabulary, or alternatives do not fit the targets.
+            IndexError: an alternative is outside the vocabulary, on CPU in eager mode.
+        """
         assert isinstance(self.return_token_stats, tuple), "`of` has checked the names"
-        return TokenRequest(self.return_token_stats, self.alternatives, self.top_k)
+        if self.top_k > vocab:
+            raise ValueError(f"{_OP}: top_k={self.top_k}; expected at most the vocabulary, {vocab}")
+        classes = self.alternatives
+        if classes is not None:
+            classes = check_alternatives(classes, targets, vocab)
+        return TokenRequest(self.return_token_stats, classes, self.top_k)
 
 
 def check_known(caller: str, options: Iterable[str], known: Collection[str]) -> None:
@@ -246,22 +255,6 @@ def _check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     ):
         raise ValueError(
             f"{_OP}: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
-        )
-
-
-def check_classes(vocab: int, class_weights: Tensor | None) -> None:
-    """Raise ValueError if the vocabulary is empty or class_weights do not fit it."""
-    if vocab == 0:
-        raise ValueError("cross entropy: the vocabulary has 0 classes; expected 1 or more")
-    if class_weights is None:
-        return
-    if class_weights.shape != (vocab,):
-        raise ValueError(
-            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
-        )
-    if class_weights.is_complex():
-        raise ValueError(
-            f"cross entropy: class_weights are {class_weights.dtype}; expected real numbers"
         )
 
 
@@ -386,3 +379,51 @@ def output_grads(
         return None
     loss = lse.new_zeros(1) if grad_loss is None else grad_loss.contiguous()
     return OutputGrads(loss, TokenStats(**given), values)
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The output of the cross entropy ops, in float32, or in float64 for float64 inputs."""
+
+    loss: Tensor  # scalar, or (...) with reduction "none"; it includes the z-loss
+    z_loss: Tensor  # the part of loss that is the z-loss, not differentiable
+    token_loss: Tensor  # (...) the loss of each token; with reduction "none" the same as loss
+    log_probs: Tensor | None = None  # (...) log softmax(logits) at the target, 0 if ignored
+    entropy: Tensor | None = None  # (...) entropy of softmax(logits) in nats, 0 if ignored
+    # (...) bool: the target has the highest logit, and the lowest index among equal logits.
+    correct: Tensor | None = None
+    sum_sq_probs: Tensor | None = None  # (...) sum of softmax(logits)^2, 0 if ignored
+    mean_logits: Tensor | None = None  # (...) mean of the logits over the classes, 0 if ignored
+    alternative_log_probs: Tensor | None = None  # (..., k) log softmax(logits) at `alternatives`
+    top_ids: Tensor | None = None  # (..., top_k) int64, the classes with the highest logits
+    top_log_probs: Tensor | None = None  # (..., top_k) log softmax(logits) at top_ids
+
+
+def token_output(
+    loss: Tensor,
+    z_loss: Tensor,
+    token_loss: Tensor,
+    request: TokenRequest,
+    stats: Iterable[Tensor],
+) -> CrossEntropyOutput:
+    """Return the output with the statistics that were asked for, given in the request's order."""
+    made = dict(zip(request.names, stats))
+    given = request.num_picked - request.top_k
+    picked, log_probs = made.pop("picked", None), made.pop("picked_log_probs", None)
+    if log_probs is not None and request.alternatives is not None:
+        made["alternative_log_probs"] = log_probs[..., :given].clone()  # FSDP2 warns of views
+    if picked is not None and log_probs is not None and request.top_k:
+        made["top_ids"] = picked[..., given:]
+        made["top_log_probs"] = log_probs[..., given:].clone()
+    return CrossEntropyOutput(loss, z_loss, token_loss, **made)
+
+
+def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
+    """Turn the output of reduction "none" into that of "mean", with loss = sum(loss) / divisor.
+
+    Only this loss is differentiable. It is for losses whose backward takes a gradient for each
+    token; otherwise `mean_loss` of the kernels is faster, because it is one launch.
+    """
+    loss, z_loss, _, *stats = tokens
+    detached = [None if x is None else x.detach() for x in stats]
+    loss_sum, z_loss_sum = loss.sum() / divisor, z_loss.sum() / divisor
+    return CrossEntropyOutput(loss_sum, z_loss_sum, loss.detach(), *detached)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.checks import check_classes
 from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_loss,
     log_prob_options,
@@ -34,9 +34,9 @@ from ligermodels.kernels.loss_options import (
     HEAD_OPTIONS,
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
+    CrossEntropyOutput,
     LossKeywords,
     LossOptions,
-    check_classes,
     check_known,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded

@@ -4,18 +4,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.kernels.cross_entropy import (
-    CrossEntropyOutput,
-    check_request,
-    checked_token_weights,
-    reduce_tokens,
-    token_output,
-    token_values,
-)
+from ligermodels.kernels.checks import check_targets, checked_token_weights
+from ligermodels.kernels.cross_entropy import row_losses
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import gather, scatter, valid_rows
-from ligermodels.kernels.loss_options import LossOptions, TokenRequest, loss_divisor
+from ligermodels.kernels.loss_options import (
+    CrossEntropyOutput,
+    LossOptions,
+    TokenRequest,
+    loss_divisor,
+    reduce_tokens,
+    token_output,
+)
 from ligermodels.layers.fusion import is_sharded
 
 _DROPOUTS = (
@@ -37,12 +38,10 @@ def replaced_loss(
     computes and accumulates the projection's gradients. The valid rows of all chunks are
     gathered before the first one.
     """
-    if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"loss head: the shape of targets, {tuple(targets.shape)}, must be that of hidden, "
-            f"{tuple(hidden.shape)}, without its last dimension"
-        )
-    request = check_request(options.request, targets, vocab_size)
+    class_weights, ignore_index = options.class_weights, options.ignore_index
+    shape = hidden.shape[:-1]
+    check_targets(targets, shape, vocab_size, class_weights, ignore_index, hidden.device)
+    request = options.request_of(targets, vocab_size)
     index, row_targets = valid_rows(targets, options)
     rows = gather(hidden.reshape(-1, hidden.shape[-1]), index)
     chunk_size = options.chunk_size
@@ -59,8 +58,9 @@ def replaced_loss(
         class_weights: Tensor | None,
         chunk_alternatives: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        of_chunk = options._replace(class_weights=class_weights, alternatives=chunk_alternatives)
-        return token_values(proj(chunk), chunk_targets, of_chunk)
+        of_chunk = options._replace(class_weights=class_weights)
+        asked = request._replace(alternatives=chunk_alternatives)
+        return row_losses(proj(chunk), chunk_targets, of_chunk, asked)
 
     # The capture of a CUDA graph may not read the random state, which only dropout needs again.
     keeps_random_state = not _is_captured(rows) or any(map(_drops, proj.modules()))
@@ -71,14 +71,13 @@ def replaced_loss(
             chunk_outputs,
             rows[chunk],
             row_targets[chunk],
-            options.class_weights,
+            class_weights,
             None if alternatives is None else alternatives[chunk],
             use_reentrant=False,
             preserve_rng_state=keeps_random_state,
         )
         for chunk in chunk_plan.chunks(len(rows), chunk_size)
     ]
-    ignore_index = options.ignore_index
     loss, z_loss, *stats = (scatter(torch.cat(x), index, targets, ignore_index) for x in zip(*made))
     if options.token_weights is not None:
         weights = checked_token_weights(options.token_weights, targets, ignore_index)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_eos_token_ids
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.losses import (
     LossOutput,

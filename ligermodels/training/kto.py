@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.losses import Mean, kto_kl, kto_loss, token_metrics
 from ligermodels.losses.terms import mean_of
 from ligermodels.text.tokenizer import Tokenizer

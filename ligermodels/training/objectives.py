@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers import HeadOutput
 from ligermodels.losses import LossOutput, Mean, sft_loss
 from ligermodels.models.base import DecoderModel

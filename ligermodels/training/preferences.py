@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ligermodels.adapters.reference import WithoutAdapters, frozen_copy
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean, cpo_loss, dpo_loss, orpo_loss, token_metrics
 from ligermodels.models.base import DecoderModel

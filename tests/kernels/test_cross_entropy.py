@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ligermodels.kernels import cross_entropy
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.loss_options import (
     TOKEN_STATS,
     CrossEntropyOptions,
+    CrossEntropyOutput,
     OutputGrads,
     TokenRequest,
     TokenStats,

@@ -44,6 +44,14 @@ def wide_copies(hidden: Tensor, request: TokenRequest) -> tuple[int, int]:
     return 1, most - 1
 
 
+def shard_copies(options: LossOptions, request: TokenRequest) -> int:
+    """Return how many copies of the logits in `compute_dtype` `ShardedRows` makes at its peak.
+
+    Without an option that needs all of them, it only calls the kernel.
+    """
+    return 6 if not request.is_empty else 3 if options.label_smoothing else 0
+
+
 class Sizes(NamedTuple):
     """The sizes that a chunk plan depends on."""
 

@@ -13,17 +13,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.checks import checked_linear
-from ligermodels.kernels.cross_entropy import (
-    CrossEntropyOutput,
-    check_request,
-    check_targets,
-    checked_token_weights,
-    reduce_tokens,
-    token_output,
-)
+from ligermodels.kernels.checks import check_targets, checked_linear, checked_token_weights
 from ligermodels.kernels.dtypes import compute_dtype
-from ligermodels.kernels.linear_cross_entropy import chunk_plan, vocab_shard
+from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.autograd import (
     GradsInForward,
     Head,
@@ -36,12 +28,15 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, Vo
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
+    CrossEntropyOutput,
     LossKeywords,
     LossOptions,
     TokenRequest,
     check_known,
     check_switches,
     loss_divisor,
+    reduce_tokens,
+    token_output,
 )
 from ligermodels.kernels.simulation import real_device
 
@@ -254,7 +249,7 @@ def make_head(
     vocab = len(weight) if shard is None else shard.vocab
     ignore_index, token_weights = options.ignore_index, options.token_weights
     check_targets(targets, shape, vocab, options.class_weights, ignore_index, hidden.device)
-    request = check_request(options.request, targets, vocab)
+    request = options.request_of(targets, vocab)
     if shard is not None:
         if options.top_k:
             raise ValueError(
@@ -341,7 +336,7 @@ def _plan(
     copies, row_copies = chunk_plan.wide_copies(hidden, request)
     ahead = 0
     if shard is not None:
-        copies = max(copies, vocab_shard.wide_copies(options.formula, request))
+        copies = max(copies, chunk_plan.shard_copies(options, request))
         # `token_loop` computes the next chunk's logits while the ranks exchange.
         ahead = (vocab + (width if skip else 0)) * narrow
     saved_weight = single_chunk = 0

@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 
 from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_count
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput, token_output
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 from ligermodels.kernels.dtypes import compute_dtype
 from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, Head, LossArgs, scaled_grad
@@ -28,11 +27,13 @@ from ligermodels.kernels.linear_cross_entropy.functions import (
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,
+    CrossEntropyOutput,
     LossKeywords,
     LossOptions,
     TokenStats,
     check_known,
     output_grads,
+    token_output,
 )
 
 GROUP_OPTIONS = LOG_PROB_OPTIONS | {"return_token_stats", "alternatives"}

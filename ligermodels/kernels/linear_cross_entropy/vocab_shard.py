@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.dtypes import cast, compute_dtype
-from ligermodels.kernels.loss_options import CrossEntropyOptions, TokenRequest, TokenStats
+from ligermodels.kernels.loss_options import CrossEntropyOptions, TokenStats
 
 # torch renames these two, and warns of the old names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,14 +40,6 @@ class VocabShard:
     def most_classes(self) -> int:
         """The classes of the rank that has most of them."""
         return -(-self.vocab // dist.get_world_size(self.group))
-
-
-def wide_copies(options: CrossEntropyOptions, request: TokenRequest) -> int:
-    """Return how many copies of the logits in `compute_dtype` `ShardedRows` makes at its peak.
-
-    Without an option that needs all of them, it only calls the kernel.
-    """
-    return 6 if not request.is_empty else 3 if options.label_smoothing else 0
 
 
 class ShardedRows:

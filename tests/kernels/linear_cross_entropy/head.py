@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels import kernels
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
+from ligermodels.kernels.loss_options import CrossEntropyOutput
 from tests.kernels import ops_table
 from tests.kernels.checks import placed
 
