@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.dispatch import outputs_are_stored
-from ligermodels.kernels.dtypes import cast
+from ligermodels.kernels.dispatch import cast, outputs_are_stored
 
 
 class RowRange(NamedTuple):

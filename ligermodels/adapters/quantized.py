@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.dequantize import dequantize
-from ligermodels.kernels.dtypes import cast
+from ligermodels.kernels.dispatch import autocast_dtype, cast
 
 BITS = (4, 8)
 BLOCK = 64  # neighbouring 4-bit values of a row that share a scale

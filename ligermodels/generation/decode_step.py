@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.sampling import Sampler
-from ligermodels.kernels.autocast import autocast_is_on
+from ligermodels.kernels.dispatch import autocast_is_on
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.kernel_report import decoding_obstacle

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.autocast import cast_operands
+from ligermodels.kernels.dispatch import cast_operands
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASTING_MODES = ("llama", "gemma")

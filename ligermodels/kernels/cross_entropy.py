@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_floating, check_targets
-from ligermodels.kernels.dispatch import refuse_double_backward, select
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import (
+    compute_dtype,
+    refuse_double_backward,
+    select,
+    without_autocast,
+)
 from ligermodels.kernels.loss_options import (
     LOGIT_OPTIONS,
     CrossEntropyOptions,

@@ -1,17 +1,21 @@
-"""The choice of an op's implementation: Triton for GPU tensors, plain PyTorch for all others."""
+"""How an op runs: on which device, in which dtype, and by which implementation.
+
+Triton runs for GPU tensors, plain PyTorch for all others. While `ligermodels.memory` runs a step,
+meta tensors stand for the tensors of a device: the step makes the same allocations as on the
+device, launches nothing and has no values.
+"""
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-from ligermodels.kernels import reference
-from ligermodels.kernels.simulation import real_device
 
 ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton reads as true
@@ -74,14 +78,16 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
     dtype = x.dtype
     if residual is not None and residual.dtype == torch.float64:
         dtype = torch.float64
+    # torch.compile can trace an import statement, but not importlib.import_module.
     if choose(x.device, dtype)[0] == "torch":
-        return getattr(reference, op)
+        import ligermodels.kernels.reference as reference
+
+        return getattr(reference, op)  # type: ignore[no-any-return]
     if x.is_cpu and os.environ.get("TRITON_INTERPRET", "").lower() not in TRUE:
         raise RuntimeError(
             f"{ENVIRONMENT_VARIABLE}=triton, but the tensors are on a CPU: set TRITON_INTERPRET=1 "
             f"before Python starts to use Triton's interpreter, or unset {ENVIRONMENT_VARIABLE}"
         )
-    # torch.compile can trace an import statement, but not importlib.import_module.
     import ligermodels.kernels.triton as triton
 
     if x.is_cuda and not torch.compiler.is_compiling():  # Inductor sets the device itself
@@ -107,3 +113,100 @@ def refuse_double_backward(op: str) -> None:
         raise RuntimeError(
             f"{op}: second derivatives are not implemented; call backward without create_graph"
         )
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which an op computes: float64 for float64 inputs, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x.to(dtype), or x itself if it already has this dtype.
+
+    Under torch.compile, torch 2.11 loses the gradient of a `to` that changes nothing.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def autocast_is_on(x: Tensor) -> bool:
+    """Return whether autocast is enabled for x's device."""
+    kind = x.device.type
+    if kind == "meta":
+        simulator = simulator_of(x.device)
+        return simulator is not None and simulator.autocast is not None
+    return torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast casts operands of matmuls with x.
+
+    Return None if autocast is disabled or x is float64.
+    """
+    if not autocast_is_on(x) or x.dtype == torch.float64:
+        return None
+    simulator = simulator_of(x.device)
+    return torch.get_autocast_dtype(x.device.type) if simulator is None else simulator.autocast
+
+
+def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Cast weight and bias of a linear of x as autocast does. The casts are differentiable."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return weight, bias
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which autocast is disabled for x's device."""
+    if not autocast_is_on(x):
+        return nullcontext()
+    simulator = simulator_of(x.device)
+    if simulator is not None:
+        return simulator.without_autocast()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class Simulator(Protocol):
+    """The device that meta tensors stand for, and the counters of a simulated step."""
+
+    device: torch.device
+    num_sms: int  # of the GPU
+    autocast: torch.dtype | None  # to which autocast casts; None while it is disabled
+
+    def without_autocast(self) -> AbstractContextManager[object]:
+        """Return a context in which autocast is disabled."""
+
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """A function (backend, q, k, v, options of `attend`) with a backend's allocations."""
+
+    def copied(self, to_host: bool, size: int) -> None:
+        """Count `size` bytes that go to the host or come back from it."""
+
+
+class _Running(threading.local):
+    simulator: Simulator | None = None
+
+
+_running = _Running()
+
+
+def simulator_of(device: torch.device) -> Simulator | None:
+    """Return the simulator that runs in this thread, if `device` is the meta device."""
+    return _running.simulator if device.type == "meta" else None
+
+
+def real_device(device: torch.device) -> torch.device:
+    """Return the device that a simulated tensor on the meta device stands for, else `device`."""
+    simulator = simulator_of(device)
+    return device if simulator is None else simulator.device
+
+
+@contextmanager
+def simulating(simulator: Simulator) -> Iterator[None]:
+    """Let meta tensors stand for the simulator's device in this thread."""
+    before, _running.simulator = _running.simulator, simulator
+    try:
+        yield
+    finally:
+        _running.simulator = before

@@ -13,10 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import checked_linear
-from ligermodels.kernels.dispatch import choose, refuse_double_backward, select
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import (
+    choose,
+    compute_dtype,
+    real_device,
+    refuse_double_backward,
+    select,
+    without_autocast,
+)
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, NeedsGrad, scaled_grad
 from ligermodels.kernels.loss_options import (
@@ -26,7 +31,6 @@ from ligermodels.kernels.loss_options import (
     check_known,
     given_divisor,
 )
-from ligermodels.kernels.simulation import real_device
 
 DIVERGENCE_OPTIONS = frozenset(
     "token_weights reduction normalizer temperature softcap logit_scale chunk_size "

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.autocast import cast_operands, without_autocast
 from ligermodels.kernels.checks import (
     NormOptions,
     check_glu,
@@ -21,7 +20,13 @@ from ligermodels.kernels.checks import (
     check_rms_norm,
     check_rope,
 )
-from ligermodels.kernels.dispatch import outputs_are_stored, refuse_double_backward, select
+from ligermodels.kernels.dispatch import (
+    cast_operands,
+    outputs_are_stored,
+    refuse_double_backward,
+    select,
+    without_autocast,
+)
 from ligermodels.kernels.glu import glu_backward
 from ligermodels.kernels.rms_norm import grads_of_summands
 from ligermodels.kernels.rope import split_qkv

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.simulation import simulator_of
+from ligermodels.kernels.dispatch import simulator_of
 
 
 class Launch(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
 from ligermodels.kernels.checks import check_alternatives, check_count, check_number
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import compute_dtype
 
 _OP = "cross entropy"  # the name in messages
 

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligermodels.kernels.autocast import autocast_dtype, without_autocast
-from ligermodels.kernels.simulation import real_device, simulator_of
+from ligermodels.kernels.dispatch import autocast_dtype, real_device, simulator_of, without_autocast
 from ligermodels.layers.attention_mask import AttentionMask, compiled
 from ligermodels.layers.causal_suffix import causal_suffix
 

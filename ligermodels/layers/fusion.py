@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ligermodels import kernels
-from ligermodels.kernels.autocast import autocast_dtype
-from ligermodels.kernels.dtypes import cast
+from ligermodels.kernels.dispatch import autocast_dtype, cast
 from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
 
 Kind = TypeVar("Kind", bound=nn.Module)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_classes
+from ligermodels.kernels.dispatch import without_autocast
 from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_loss,
     log_prob_options,

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels.checks import check_targets, checked_token_weights
 from ligermodels.kernels.cross_entropy import row_losses
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import gather, scatter, valid_rows
 from ligermodels.kernels.loss_options import (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from ligermodels.kernels.dispatch import refuse_double_backward
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype, refuse_double_backward
 from ligermodels.layers.fusion import is_plain, is_sharded
 
 RowFunction = Callable[..., tuple[Tensor, Tensor]]

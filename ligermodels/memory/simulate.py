@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ligermodels.errors import ConfigError, first_line
-from ligermodels.kernels.dispatch import choose
-from ligermodels.kernels.simulation import simulating
+from ligermodels.kernels.dispatch import choose, simulating
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
 from ligermodels.memory.torch_private import (

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 class SimulatedDevice:
-    """The device that meta tensors stand for; see `kernels.simulation.Simulator`."""
+    """The device that meta tensors stand for; see `kernels.dispatch.Simulator`."""
 
     def __init__(
         self, device: torch.device, num_sms: int, autocast: torch.dtype | None, tracker: Tracker

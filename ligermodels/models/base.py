@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError, did_you_mean
-from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
     CrossAttention,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.kernels.autocast import autocast_dtype
 from ligermodels.kernels.checks import check_token_ids
+from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,

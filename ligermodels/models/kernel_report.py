@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels import dispatch
-from ligermodels.kernels.autocast import autocast_dtype
+from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
     Attention,
     AttentionMask,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.kernels.checks import check_count
-from ligermodels.kernels.simulation import simulator_of
+from ligermodels.kernels.dispatch import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
 from ligermodels.layers.recompute import set_policy
 from ligermodels.memory.fit import Planner

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_eos_token_ids
-from ligermodels.kernels.autocast import without_autocast
+from ligermodels.kernels.dispatch import without_autocast
 from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.losses import (

@@ -20,7 +20,7 @@ from math import prod
 import pytest
 import torch
 
-from ligermodels.kernels import autocast
+from ligermodels.kernels import dispatch
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.launch import Launches
@@ -182,7 +182,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
         size = case.sizes[(len(case.sizes) - 1) // 2]
         launch(case, torch.float16, size)
         with monkeypatch.context() as patch:
-            patch.setattr(autocast, "autocast_dtype", lambda x: torch.bfloat16)
+            patch.setattr(dispatch, "autocast_dtype", lambda x: torch.bfloat16)
             launch(case, torch.float32, size)
         if "residual" in differentiable(case):
             launch(case, torch.float32, size, x_dtype=torch.bfloat16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ligermodels.kernels import dispatch, reference
+from ligermodels.kernels.dispatch import real_device, simulating, simulator_of
 from ligermodels.kernels.launch import num_sms
-from ligermodels.kernels.simulation import real_device, simulating, simulator_of
 
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 SIMULATOR = SimpleNamespace(device=GPU, num_sms=7, autocast=None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.simulation import simulating
+from ligermodels.kernels.dispatch import simulating
 from ligermodels.layers import attention_backend, attention_mask
 from ligermodels.layers.attention_backend import (
     attend,

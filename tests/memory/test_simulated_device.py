@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.simulation import simulating
+from ligermodels.kernels.dispatch import simulating
 from ligermodels.layers.attention_backend import attend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice

@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.autocast import without_autocast
-from ligermodels.kernels.dispatch import outputs_are_stored, refuse_double_backward, select
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import (
+    compute_dtype,
+    outputs_are_stored,
+    refuse_double_backward,
+    select,
+    without_autocast,
+)
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     ChunkPlan,
     chunks,

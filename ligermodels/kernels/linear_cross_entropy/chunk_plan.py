@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import choose
+from ligermodels.kernels.dispatch import choose, real_device
 from ligermodels.kernels.loss_options import LossOptions, TokenRequest
-from ligermodels.kernels.simulation import real_device
 
 DEFAULT_LOGITS_BYTES = 2**30
 """Default budget for logits. The float32 accumulator of the weight gradient is not part of it."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_targets, checked_linear, checked_token_weights
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import compute_dtype, real_device, without_autocast
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.autograd import (
     GradsInForward,
@@ -38,7 +37,6 @@ from ligermodels.kernels.loss_options import (
     reduce_tokens,
     token_output,
 )
-from ligermodels.kernels.simulation import real_device
 
 
 def linear_cross_entropy(

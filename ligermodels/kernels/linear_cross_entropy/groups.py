@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.autocast import without_autocast
 from ligermodels.kernels.checks import check_count
-from ligermodels.kernels.dispatch import refuse_double_backward, select
-from ligermodels.kernels.dtypes import compute_dtype
+from ligermodels.kernels.dispatch import (
+    compute_dtype,
+    refuse_double_backward,
+    select,
+    without_autocast,
+)
 from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, Head, LossArgs, scaled_grad
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import scatter
 from ligermodels.kernels.linear_cross_entropy.functions import (

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import select
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype, select
 from ligermodels.kernels.loss_options import CrossEntropyOptions, TokenStats
 
 # torch renames these two, and warns of the old names.

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype, real_device
 from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
     OutputGrads,
     TokenStats,
     target_weight_sum,
 )
-from ligermodels.kernels.simulation import real_device
 
 
 def cross_entropy_rows(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype
 
 
 def decode_attention_forward(

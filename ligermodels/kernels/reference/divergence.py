@@ -7,7 +7,7 @@ Both logits are t = softcap * tanh(scale * logits / softcap); p = softmax(t) of 
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype
 from ligermodels.kernels.loss_options import DivergenceOptions
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype
 
 
 def glu_forward(gate_up: Tensor, activation: str) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype
 from ligermodels.kernels.reference.rms_norm import rms_norm_backward, rms_norm_forward
 from ligermodels.kernels.reference.rope import rotate
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
-from ligermodels.kernels.dtypes import cast, compute_dtype
+from ligermodels.kernels.dispatch import cast, compute_dtype
 
 
 def rms_norm_forward(
