@@ -41,7 +41,7 @@ from ligermodels.kernels.loss_options import (
 )
 from ligermodels.layers.fusion import is_plain, is_sharded
 from ligermodels.layers.replaced_loss import replaced_loss
-from ligermodels.layers.teacher import HeadParameters, Teacher, teacher_loss
+from ligermodels.layers.teacher import HeadParameters, Teacher
 
 # The options that a teacher's loss has as well.
 _TAUGHT_OPTIONS = (
@@ -268,7 +268,7 @@ class LossHead(nn.Module):
     ) -> HeadOutput:
         """Return the output of a head that learns from a teacher."""
         parameters = self.plain_parameters(hidden, "head")
-        loss = teacher_loss(hidden, parameters, targets, teacher, options)
+        loss = teacher.loss(hidden, parameters, targets, options)
         if teacher.share == 1:
             return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
         own = _head_output(self._cross_entropy(hidden, targets, options), num_valid, False)
