@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import MISSING, dataclass
 
-from ligermodels.cli.options import REVISION, CommonOptions
+from ligermodels.cli.options import CommonOptions
 from ligermodels.training.options import option
 
 HELP = "compare a family with transformers, on tiny random models"
@@ -21,19 +21,24 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class Arguments(CommonOptions):
-    """The options of `check-family`."""
+    """The options of `check-family`.
 
-    family: str = option(
-        MISSING,
-        "a model_type ('ligermodels families' lists them), or the local folder or hub id of a "
-        "checkpoint, of which only config.json is read",
-        positional=True,
-    )
-    revision: str | None = option(None, REVISION)
-    compile: bool = option(True, "check torch.compile")
-    seed: int = option(0, "seed of weights and inputs", at_least=0)
-    device: str = option("cpu", "where the models compute, for example cuda")
-    json: bool = option(False, "print JSON")
+    Attributes:
+        family: a model_type ('ligermodels families' lists them), or the local folder or hub id of a
+            checkpoint, of which only config.json is read
+        revision: branch, tag or commit of a hub checkpoint
+        compile: check torch.compile
+        seed: seed of weights and inputs
+        device: where the models compute, for example cuda
+        json: print JSON
+    """
+
+    family: str = option(MISSING, positional=True)
+    revision: str | None = option(None)
+    compile: bool = option(True)
+    seed: int = option(0, at_least=0)
+    device: str = option("cpu")
+    json: bool = option(False)
 
 
 def run(given: Arguments) -> None:

@@ -32,17 +32,21 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class Arguments(LoadingOptions):
-    """The options of `convert`."""
+    """The options of `convert`.
 
-    source: str = option(
-        MISSING, "hub id or local folder of a checkpoint, or RUN/checkpoint-STEP", positional=True
-    )
-    target: str | None = option(None, "the folder to write", positional=True)
-    verify: bool = option(False, "compare tensors, config keys and tokenizer files")
-    max_shard_size: int = option(
-        5 * 10**9, "largest size of one weight file, such as 5GB", is_size=True
-    )
-    overwrite: bool = option(False, "replace the checkpoint that TARGET holds")
+    Attributes:
+        source: hub id or local folder of a checkpoint, or RUN/checkpoint-STEP
+        target: the folder to write
+        verify: compare tensors, config keys and tokenizer files
+        max_shard_size: largest size of one weight file, such as 5GB
+        overwrite: replace the checkpoint that TARGET holds
+    """
+
+    source: str = option(MISSING, positional=True)
+    target: str | None = option(None, positional=True)
+    verify: bool = option(False)
+    max_shard_size: int = option(5 * 10**9, is_size=True)
+    overwrite: bool = option(False)
 
 
 def run(given: Arguments) -> None:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from ligermodels.cli.options import DEVICE, MODEL, LoadingOptions, data_library
+from ligermodels.cli.options import LoadingOptions, data_library
 from ligermodels.errors import LigerError
 from ligermodels.training.options import option
 
@@ -22,23 +22,33 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class Arguments(LoadingOptions):
-    """The options of `evaluate`."""
+    """The options of `evaluate`.
 
-    model: str = option(MISSING, MODEL, positional=True)
-    files: list[str] = option((), "text or .jsonl files", metavar="FILE")
-    tasks: list[str] = option((), "names of lm-eval's tasks", metavar="TASK")
-    seq_len: int = option(1024, "tokens per row", at_least=2)
-    batch_size: int = option(4, "rows of a forward pass", at_least=1)
-    separator: str | None = option(
-        None, "line that separates the documents of a text file", metavar="LINE"
-    )
-    num_fewshot: int | None = option(
-        None, "examples before each question of a task (default: what the task says)", at_least=0
-    )
-    limit: int | None = option(None, "the most questions of a task", at_least=1)
-    task_folder: str | None = option(None, "folder with YAML files of more tasks", metavar="DIR")
-    device: str | None = option(None, DEVICE)
-    json: bool = option(False, "print JSON")
+    Attributes:
+        model: hub id or local folder of a checkpoint
+        files: text or .jsonl files
+        tasks: names of lm-eval's tasks
+        seq_len: tokens per row
+        batch_size: rows of a forward pass
+        separator: line that separates the documents of a text file
+        num_fewshot: examples before each question of a task (default: what the task says)
+        limit: the most questions of a task
+        task_folder: folder with YAML files of more tasks
+        device: cpu or cuda (default: cuda if there is a GPU)
+        json: print JSON
+    """
+
+    model: str = option(MISSING, positional=True)
+    files: list[str] = option((), metavar="FILE")
+    tasks: list[str] = option((), metavar="TASK")
+    seq_len: int = option(1024, at_least=2)
+    batch_size: int = option(4, at_least=1)
+    separator: str | None = option(None, metavar="LINE")
+    num_fewshot: int | None = option(None, at_least=0)
+    limit: int | None = option(None, at_least=1)
+    task_folder: str | None = option(None, metavar="DIR")
+    device: str | None = option(None)
+    json: bool = option(False)
 
 
 def run(given: Arguments) -> None:

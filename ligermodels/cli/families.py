@@ -26,10 +26,15 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class Arguments(CommonOptions):
-    """The options of `families`."""
+    """The options of `families`.
 
-    family: str | None = option(None, "show only this family", positional=True)
-    json: bool = option(False, "print JSON")
+    Attributes:
+        family: show only this family
+        json: print JSON
+    """
+
+    family: str | None = option(None, positional=True)
+    json: bool = option(False)
 
 
 def run(given: Arguments) -> None:

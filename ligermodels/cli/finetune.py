@@ -40,35 +40,33 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class CommandOptions(CommonOptions):
-    """The options of the command itself."""
+    """The options of the command itself.
 
-    config: str | None = option(
-        None,
-        "YAML file of options, named as here with _ for -, at the top or under their subjects; "
-        "options on the command line win. A run writes its own to DIR/run.yaml",
-        metavar="FILE",
-    )
-    loss: str = option(SFT.name, "what to minimise; each loss has its own options", metavar="NAME")
-    quiet: bool = option(False, "print no progress bar and no notes")
+    Attributes:
+        config: YAML file of options, named as here with _ for -, at the top or under their
+            subjects; options on the command line win. A run writes its own to DIR/run.yaml
+        loss: what to minimise; each loss has its own options
+        quiet: print no progress bar and no notes
+    """
+
+    config: str | None = option(None, metavar="FILE")
+    loss: str = option(SFT.name, metavar="NAME")
+    quiet: bool = option(False)
 
 
 @dataclass(kw_only=True)
 class ProcessOptions(Options):
-    """How many processes run: options of the command that no run keeps."""
+    """How many processes run: options of the command that no run keeps.
 
-    gpus: int | None = option(
-        None,
-        "run on N GPUs of this machine, each with its own rows (with --device cpu, in N "
-        "processes); the model is spread over them (FSDP2)",
-        at_least=1,
-        at_most=1024,
-    )
-    max_restarts: int = option(
-        0,
-        "with --gpus, how often the run goes on from its last checkpoint by itself after a process "
-        "was killed",
-        at_least=0,
-    )
+    Attributes:
+        gpus: run on N GPUs of this machine, each with its own rows (with --device cpu, in N
+            processes); the model is spread over them (FSDP2)
+        max_restarts: with --gpus, how often the run goes on from its last checkpoint by itself
+            after a process was killed
+    """
+
+    gpus: int | None = option(None, at_least=1, at_most=1024)
+    max_restarts: int = option(0, at_least=0)
 
 
 @dataclass

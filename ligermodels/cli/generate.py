@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import DEVICE, MODEL, LoadingOptions
+from ligermodels.cli.options import LoadingOptions
 from ligermodels.errors import LigerError
 from ligermodels.training.options import option
 
@@ -32,37 +32,38 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class Arguments(LoadingOptions):
-    """The options of `generate`."""
+    """The options of `generate`.
 
-    model: str = option(MISSING, MODEL, positional=True)
-    prompt: str | None = option(
-        None, "the text to continue; - reads it from stdin", positional=True
-    )
-    chat: bool = option(False, "format the prompt with the chat template")
-    system: str | None = option(None, "the system message for --chat", metavar="TEXT")
-    max_new_tokens: int = option(256, "the most tokens to generate", at_least=1)
-    temperature: float | None = option(
-        None, "sample at this temperature (default: 1); 0 is greedy", at_least=0
-    )
-    top_k: int | None = option(None, "sample from so many most likely tokens", at_least=1)
-    top_p: float | None = option(
-        None,
-        "sample from the most likely tokens whose probabilities sum to this",
-        more_than=0,
-        at_most=1,
-    )
-    repetition_penalty: float | None = option(
-        None,
-        "a value above 1 makes tokens that occurred before less likely (default: that of "
-        "generation_config.json, else 1)",
-        more_than=0,
-    )
-    seed: int | None = option(None, "sample; the same seed gives the same text", at_least=0)
-    heads: bool = option(
-        True, "use Medusa's heads, which a folder may hold and which make generation faster"
-    )
-    stream: bool = option(True, "print the text while it is made")
-    device: str | None = option(None, DEVICE)
+    Attributes:
+        model: hub id or local folder of a checkpoint
+        prompt: the text to continue; - reads it from stdin
+        chat: format the prompt with the chat template
+        system: the system message for --chat
+        max_new_tokens: the most tokens to generate
+        temperature: sample at this temperature (default: 1); 0 is greedy
+        top_k: sample from so many most likely tokens
+        top_p: sample from the most likely tokens whose probabilities sum to this
+        repetition_penalty: a value above 1 makes tokens that occurred before less likely (default:
+            that of generation_config.json, else 1)
+        seed: sample; the same seed gives the same text
+        heads: use Medusa's heads, which a folder may hold and which make generation faster
+        stream: print the text while it is made
+        device: cpu or cuda (default: cuda if there is a GPU)
+    """
+
+    model: str = option(MISSING, positional=True)
+    prompt: str | None = option(None, positional=True)
+    chat: bool = option(False)
+    system: str | None = option(None, metavar="TEXT")
+    max_new_tokens: int = option(256, at_least=1)
+    temperature: float | None = option(None, at_least=0)
+    top_k: int | None = option(None, at_least=1)
+    top_p: float | None = option(None, more_than=0, at_most=1)
+    repetition_penalty: float | None = option(None, more_than=0)
+    seed: int | None = option(None, at_least=0)
+    heads: bool = option(True)
+    stream: bool = option(True)
+    device: str | None = option(None)
 
 
 def run(given: Arguments) -> None:

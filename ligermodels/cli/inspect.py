@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.cli.options import MODEL, REVISION, CommonOptions
+from ligermodels.cli.options import CommonOptions
 from ligermodels.errors import LigerError, printable
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.training.config import PRECISIONS
@@ -31,22 +31,27 @@ DESCRIPTION = (
 
 @dataclass(kw_only=True)
 class Arguments(CommonOptions):
-    """The options of `inspect`; the last five ask for a memory plan of training with AdamW."""
+    """The options of `inspect`; the last five ask for a memory plan of training with AdamW.
 
-    model: str = option(MISSING, MODEL, positional=True)
-    revision: str | None = option(None, REVISION)
-    json: bool = option(False, "print JSON")
-    batch: int | None = option(None, "rows of a batch to plan for", at_least=1)
-    seq: int | None = option(None, "tokens of a row to plan for", at_least=1)
-    budget: str | None = option(
-        None, "memory to plan for, such as 80GiB (default: the GPU's)", metavar="SIZE"
-    )
-    gpu: str | None = option(
-        None, "GPU to plan for, such as H200 (default: this machine's, or H100)", metavar="NAME"
-    )
-    precision: str | None = option(
-        None, "precision to plan for (default: bf16-mixed)", choices=PRECISIONS
-    )
+    Attributes:
+        model: hub id or local folder of a checkpoint
+        revision: branch, tag or commit of a hub checkpoint
+        json: print JSON
+        batch: rows of a batch to plan for
+        seq: tokens of a row to plan for
+        budget: memory to plan for, such as 80GiB (default: the GPU's)
+        gpu: GPU to plan for, such as H200 (default: this machine's, or H100)
+        precision: precision to plan for (default: bf16-mixed)
+    """
+
+    model: str = option(MISSING, positional=True)
+    revision: str | None = option(None)
+    json: bool = option(False)
+    batch: int | None = option(None, at_least=1)
+    seq: int | None = option(None, at_least=1)
+    budget: str | None = option(None, metavar="SIZE")
+    gpu: str | None = option(None, metavar="NAME")
+    precision: str | None = option(None, choices=PRECISIONS)
 
 
 def run(given: Arguments) -> None:

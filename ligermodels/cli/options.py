@@ -19,34 +19,41 @@ from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
 from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 from ligermodels.training.config import EXPORT_DTYPES
-from ligermodels.training.options import OTHER_NAMES, Options, flat_name, option, typed, types_of
-
-DEVICE = "cpu or cuda (default: cuda if there is a GPU)"
-MODEL = "hub id or local folder of a checkpoint"
-REVISION = "branch, tag or commit of a hub checkpoint"
+from ligermodels.training.options import (
+    OTHER_NAMES,
+    Options,
+    flat_name,
+    helps,
+    option,
+    typed,
+    types_of,
+)
 
 
 @dataclass(kw_only=True)
 class CommonOptions(Options):
-    """The option that every command has."""
+    """The option that every command has.
 
-    modules: list[str] | None = option(
-        None,
-        "import modules, or .py files, that register model families or losses",
-        flag="import",
-        metavar="MODULE",
-    )
+    Attributes:
+        modules: import modules, or .py files, that register model families or losses
+    """
+
+    modules: list[str] | None = option(None, flag="import", metavar="MODULE")
 
 
 @dataclass(kw_only=True)
 class LoadingOptions(CommonOptions):
-    """How a checkpoint is loaded."""
+    """How a checkpoint is loaded.
 
-    revision: str | None = option(None, REVISION)
-    dtype: str | None = option(
-        None, "dtype of the weights (default: as stored)", choices=EXPORT_DTYPES
-    )
-    allow_nonfinite: bool = option(False, "accept NaN and infinite weights")
+    Attributes:
+        revision: branch, tag or commit of a hub checkpoint
+        dtype: dtype of the weights (default: as stored)
+        allow_nonfinite: accept NaN and infinite weights
+    """
+
+    revision: str | None = option(None)
+    dtype: str | None = option(None, choices=EXPORT_DTYPES)
+    allow_nonfinite: bool = option(False)
 
     def loading(self) -> dict[str, Any]:
         """Return the arguments of `from_hf` that these options set, except the revision."""
@@ -84,12 +91,11 @@ def parse(
         if word.startswith("--") and after.startswith("--") and types.get(name, bool) is not bool:
             complain(command, f"{word}: its value is missing")
     typed_dict: Any = TypedDict  # What is not given is not in the result.
-    groups = {
-        subject: typed_dict(
-            subject, {flat_name(x): _described(x, types) for x in fields(kind)}, total=False
-        )
-        for subject, kind in subjects.items()
-    }
+    groups = {}
+    for subject, kind in subjects.items():
+        texts = helps(kind)
+        options = {flat_name(each): _described(each, types, texts) for each in fields(kind)}
+        groups[subject] = typed_dict(subject, options, total=False)
     # tyro keeps the end of a line before one that is indented.
     width = shutil.get_terminal_size().columns
     wrapper = textwrap.TextWrapper(width, initial_indent=" ", subsequent_indent=" ")
@@ -114,7 +120,7 @@ def parse(
     return found
 
 
-def _described(each: Field[Any], types: Mapping[str, Any]) -> Any:
+def _described(each: Field[Any], types: Mapping[str, Any], helps: Mapping[str, str]) -> Any:
     """Return the type of an option for tyro, with what its help shows.
 
     tyro takes every value as a text: what is a mistake in it, the option says.
@@ -122,16 +128,16 @@ def _described(each: Field[Any], types: Mapping[str, Any]) -> Any:
     import tyro
 
     facts, name = each.metadata, flat_name(each)
-    kind = types[name]
+    kind, text = types[name], helps[name]
     is_list = get_origin(kind) is list
     usual = {int: "N", float: "X"}.get(get_args(kind)[0] if is_list else kind, name.upper())
     metavar = "SIZE" if facts["is_size"] else facts["metavar"] or usual
     if facts["choices"] is not None:
         metavar = "{" + ",".join(facts["choices"]) + "}"
-    hides = each.default in (None, MISSING, ()) or kind is bool or "(default:" in facts["help"]
+    hides = each.default in (None, MISSING, ()) or kind is bool or "(default:" in text
     argument = tyro.conf.arg(
         name=name.replace("_", "-"),
-        help=facts["help"],
+        help=text,
         metavar=None if kind is bool else f"{metavar} ..." if is_list else metavar,
         help_behavior_hint="" if hides else f"(default: {each.default})",
     )

@@ -1,4 +1,4 @@
-"""The options of a fine-tuning run, by subject: each is declared once, with its help and limits.
+"""The options of a fine-tuning run, by subject: each is declared once, with its type and limits.
 
 `FinetuneConfig` holds one dataclass for each subject. Every option also has a name that no option
 of another subject has, such as `learning_rate`: that of the command line, of
@@ -31,6 +31,7 @@ from ligermodels.training.options import (
     flat_name,
     flat_names,
     free_option,
+    helps,
     option,
     typed,
     types_of,
@@ -46,67 +47,55 @@ NOT_KEPT = {"resume", "overwrite_output_dir"}  # what a resumed run does not tak
 
 @dataclass(kw_only=True)
 class ModelOptions(Options):
-    """The model to start from, what of it is trained, and where."""
+    """The model to start from, what of it is trained, and where.
 
-    path: str | None = free_option(
-        None,
-        "hub id or local folder of the checkpoint to start from",
-        flag="model",
-        positional=True,
-    )
-    revision: str | None = free_option(None, "branch, tag or commit of a hub checkpoint")
-    freeze: list[str] | None = option(
-        None,
-        "parameters or modules that are not trained, by name, as in embed_tokens layers.*.mlp",
-        metavar="NAME",
-    )
-    train_only: list[str] | None = option(
-        None, "the only parameters or modules that are trained, as for freeze", metavar="NAME"
-    )
-    precision: str | None = option(
-        None,
-        "bf16-mixed keeps float32 weights and computes in bfloat16; bf16 also keeps the weights in "
-        "bfloat16 (default: bf16-mixed on a GPU, float32 on a CPU)",
-        choices=PRECISIONS,
-    )
-    device: str | None = free_option(None, "cpu or cuda (default: cuda if there is a GPU)")
-    compile: bool = option(False, "run the model through torch.compile")
+    Attributes:
+        path: hub id or local folder of the checkpoint to start from
+        revision: branch, tag or commit of a hub checkpoint
+        freeze: parameters or modules that are not trained, by name, as in embed_tokens layers.*.mlp
+        train_only: the only parameters or modules that are trained, as for freeze
+        precision: bf16-mixed keeps float32 weights and computes in bfloat16; bf16 also keeps the
+            weights in bfloat16 (default: bf16-mixed on a GPU, float32 on a CPU)
+        device: cpu or cuda (default: cuda if there is a GPU)
+        compile: run the model through torch.compile
+    """
+
+    path: str | None = free_option(None, flag="model", positional=True)
+    revision: str | None = free_option(None)
+    freeze: list[str] | None = option(None, metavar="NAME")
+    train_only: list[str] | None = option(None, metavar="NAME")
+    precision: str | None = option(None, choices=PRECISIONS)
+    device: str | None = free_option(None)
+    compile: bool = option(False)
 
 
 @dataclass(kw_only=True)
 class DataOptions(Options):
-    """What is learned, and how it becomes rows."""
+    """What is learned, and how it becomes rows.
 
-    train_files: list[str] = free_option(
-        (),
-        "plain text, or .jsonl objects with text, prompt and completion, or messages; also records "
-        "of ShareGPT (conversations) and of Alpaca (instruction, input, output). With the library "
-        "datasets also .parquet, .csv, and data sets of the hub: OWNER/NAME, OWNER/NAME:SPLIT or "
-        "OWNER/NAME:CONFIG:SPLIT",
-        metavar="FILE",
-    )
-    eval_files: list[str] | None = free_option(
-        None, "files to measure perplexity on, in the same formats", metavar="FILE"
-    )
-    eval_fraction: float = free_option(
-        0.05, "share of the data to hold out without evaluation files", at_least=0, less_than=1
-    )
-    max_eval_rows: int | None = free_option(
-        None, "largest number of rows to evaluate on", at_least=1
-    )
-    separator: str | None = option(
-        None,
-        "line that separates the documents of a text file; '' splits at blank lines "
-        "(default: each file is one document)",
-        metavar="LINE",
-    )
-    seq_len: int = option(1024, "tokens per row; documents are packed into rows", at_least=2)
-    stream: bool = option(
-        False, "keep the tokens on the disk (in HF_HOME); needs the library datasets"
-    )
-    data_weights: list[float] | None = option(
-        None, "the share of each training file in the rows, in any unit, as in 3 1", more_than=0
-    )
+    Attributes:
+        train_files: plain text, or .jsonl objects with text, prompt and completion, or messages;
+            also records of ShareGPT (conversations) and of Alpaca (instruction, input, output).
+            With the library datasets also .parquet, .csv, and data sets of the hub: OWNER/NAME,
+            OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT
+        eval_files: files to measure perplexity on, in the same formats
+        eval_fraction: share of the data to hold out without evaluation files
+        max_eval_rows: largest number of rows to evaluate on
+        separator: line that separates the documents of a text file; '' splits at blank lines
+            (default: each file is one document)
+        seq_len: tokens per row; documents are packed into rows
+        stream: keep the tokens on the disk (in HF_HOME); needs the library datasets
+        data_weights: the share of each training file in the rows, in any unit, as in 3 1
+    """
+
+    train_files: list[str] = free_option((), metavar="FILE")
+    eval_files: list[str] | None = free_option(None, metavar="FILE")
+    eval_fraction: float = free_option(0.05, at_least=0, less_than=1)
+    max_eval_rows: int | None = free_option(None, at_least=1)
+    separator: str | None = option(None, metavar="LINE")
+    seq_len: int = option(1024, at_least=2)
+    stream: bool = option(False)
+    data_weights: list[float] | None = option(None, more_than=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,32 +108,26 @@ class DataOptions(Options):
 
 @dataclass(kw_only=True)
 class AdapterOptions(Options):
-    """Adapters on a frozen model (LoRA), if any."""
+    """Adapters on a frozen model (LoRA), if any.
 
-    lora_r: int | None = option(
-        None, "freeze the model and train adapters of this rank on its linears", at_least=1
-    )
-    lora_alpha: float | None = option(
-        None, "scale of the adapters, times their rank (default: twice the rank)", more_than=0
-    )
-    lora_dropout: float = option(
-        0.0, "rate at which inputs of the adapters are dropped", at_least=0, less_than=1
-    )
-    lora_targets: list[str] | None = option(
-        None,
-        "the linears that get an adapter, such as q_proj v_proj (default: all of the layers)",
-        metavar="NAME",
-    )
-    load_in: str | None = option(
-        None,
-        "with adapters, keep the frozen weights of the layers in so few bits: 4bit (NF4) or 8bit",
-        choices=("4bit", "8bit"),
-    )
-    export: str = free_option(
-        "merged",
-        "with adapters, export the model with the adapters added, or the adapters alone for PEFT",
-        choices=("merged", "adapter"),
-    )
+    Attributes:
+        lora_r: freeze the model and train adapters of this rank on its linears
+        lora_alpha: scale of the adapters, times their rank (default: twice the rank)
+        lora_dropout: rate at which inputs of the adapters are dropped
+        lora_targets: the linears that get an adapter, such as q_proj v_proj (default: all of the
+            layers)
+        load_in: with adapters, keep the frozen weights of the layers in so few bits: 4bit (NF4) or
+            8bit
+        export: with adapters, export the model with the adapters added, or the adapters alone for
+            PEFT
+    """
+
+    lora_r: int | None = option(None, at_least=1)
+    lora_alpha: float | None = option(None, more_than=0)
+    lora_dropout: float = option(0.0, at_least=0, less_than=1)
+    lora_targets: list[str] | None = option(None, metavar="NAME")
+    load_in: str | None = option(None, choices=("4bit", "8bit"))
+    export: str = free_option("merged", choices=("merged", "adapter"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,67 +138,67 @@ class AdapterOptions(Options):
 
 @dataclass(kw_only=True)
 class ScheduleOptions(Options):
-    """How many steps a run makes, of which size, and the learning rate of each."""
+    """How many steps a run makes, of which size, and the learning rate of each.
 
-    batch_size: int = option(4, "rows (or pairs) per forward pass", at_least=1)
-    gradient_accumulation_steps: int = option(1, "forward passes per optimizer step", at_least=1)
-    num_train_epochs: float = option(1.0, "passes over the training rows", more_than=0)
-    max_steps: int | None = option(
-        None, "number of optimizer steps, instead of the number of epochs", at_least=1
-    )
-    name: str = option(
-        "cosine",
-        "how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps",
-        choices=SCHEDULES,
-        flag="schedule",
-    )
-    learning_rate: float = option(2e-5, "peak learning rate", more_than=0)
-    min_lr_rate: float = option(
-        0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1
-    )
-    warmup_steps: int | None = option(
-        None, "steps of linear warm-up (default: 3% of the steps)", at_least=0
-    )
-    eval_steps: int | None = free_option(
-        None, "steps between evaluations (default: five evaluations in the run)", at_least=1
-    )
-    seed: int = option(0, "seed for the held-out documents and the order of the rows", at_least=0)
+    Attributes:
+        batch_size: rows (or pairs) per forward pass
+        gradient_accumulation_steps: forward passes per optimizer step
+        num_train_epochs: passes over the training rows
+        max_steps: number of optimizer steps, instead of the number of epochs
+        name: how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps
+        learning_rate: peak learning rate
+        min_lr_rate: final learning rate, as a share of the peak
+        warmup_steps: steps of linear warm-up (default: 3% of the steps)
+        eval_steps: steps between evaluations (default: five evaluations in the run)
+        seed: seed for the held-out documents and the order of the rows
+    """
+
+    batch_size: int = option(4, at_least=1)
+    gradient_accumulation_steps: int = option(1, at_least=1)
+    num_train_epochs: float = option(1.0, more_than=0)
+    max_steps: int | None = option(None, at_least=1)
+    name: str = option("cosine", choices=SCHEDULES, flag="schedule")
+    learning_rate: float = option(2e-5, more_than=0)
+    min_lr_rate: float = option(0.1, at_least=0, at_most=1)
+    warmup_steps: int | None = option(None, at_least=0)
+    eval_steps: int | None = free_option(None, at_least=1)
+    seed: int = option(0, at_least=0)
 
 
 @dataclass(kw_only=True)
 class OptimizerOptions(Options):
-    """How the gradients change the weights."""
+    """How the gradients change the weights.
 
-    name: str = option(
-        "adamw",
-        "adamw_8bit keeps its moments in 8 bits and needs torchao; muon trains the matrices of the "
-        "layers, and AdamW the rest; adafactor needs a larger learning rate, such as 1e-3",
-        choices=OPTIMIZERS,
-        flag="optimizer",
-    )
-    weight_decay: float = option(0.01, "AdamW's weight decay, for matrices only", at_least=0)
-    adam_beta1: float = option(0.9, "decay rate of AdamW's first moment", at_least=0, less_than=1)
-    adam_beta2: float = option(0.95, "decay rate of AdamW's second moment", at_least=0, less_than=1)
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon", more_than=0)
-    max_grad_norm: float = option(
-        1.0, "clip gradients to this norm; 0 turns clipping off", at_least=0
-    )
+    Attributes:
+        name: adamw_8bit keeps its moments in 8 bits and needs torchao; muon trains the matrices of
+            the layers, and AdamW the rest; adafactor needs a larger learning rate, such as 1e-3
+        weight_decay: AdamW's weight decay, for matrices only
+        adam_beta1: decay rate of AdamW's first moment
+        adam_beta2: decay rate of AdamW's second moment
+        adam_epsilon: AdamW's epsilon
+        max_grad_norm: clip gradients to this norm; 0 turns clipping off
+    """
+
+    name: str = option("adamw", choices=OPTIMIZERS, flag="optimizer")
+    weight_decay: float = option(0.01, at_least=0)
+    adam_beta1: float = option(0.9, at_least=0, less_than=1)
+    adam_beta2: float = option(0.95, at_least=0, less_than=1)
+    adam_epsilon: float = option(1e-8, more_than=0)
+    max_grad_norm: float = option(1.0, at_least=0)
 
 
 @dataclass(kw_only=True)
 class MemoryOptions(Options):
-    """What stays in memory for backward."""
+    """What stays in memory for backward.
 
-    budget: str | None = free_option(
-        None,
-        "GPU memory for the run, such as 40GiB, or auto for all that is free: choose what each "
-        "layer keeps for backward; off keeps all (default: auto on a GPU, off on a CPU)",
-        flag="memory",
-        metavar="auto|SIZE|off",
-    )
-    activation_checkpointing: bool = option(
-        False, "recompute each block in backward to save memory"
-    )
+    Attributes:
+        budget: GPU memory for the run, such as 40GiB, or auto for all that is free: choose what
+            each layer keeps for backward; off keeps all (default: auto on a GPU, off on a CPU)
+        activation_checkpointing: recompute each block in backward to save memory
+    """
+
+    budget: str | None = free_option(None, flag="memory", metavar="auto|SIZE|off")
+    activation_checkpointing: bool = option(False)
 
     def __post_init__(self) -> None:
         if type(self.budget) is int:
@@ -234,57 +217,54 @@ class MemoryOptions(Options):
 
 @dataclass(kw_only=True)
 class ParallelOptions(Options):
-    """How several GPUs share the work."""
+    """How several GPUs share the work.
 
-    context_parallel: int = option(
-        1, "how many GPUs compute each row together, for rows too long for one", at_least=1
-    )
-    rank_timeout: int = free_option(
-        600, "seconds after which a process that does not answer ends the run", at_least=1
-    )
+    Attributes:
+        context_parallel: how many GPUs compute each row together, for rows too long for one
+        rank_timeout: seconds after which a process that does not answer ends the run
+    """
+
+    context_parallel: int = option(1, at_least=1)
+    rank_timeout: int = free_option(600, at_least=1)
 
 
 @dataclass(kw_only=True)
 class OutputOptions(Options):
-    """The folder of the run, and what is written where."""
+    """The folder of the run, and what is written where.
 
-    output_dir: str | None = free_option(
-        None, "folder of the run; the exported model goes to its subfolder model/", metavar="DIR"
-    )
-    resume: bool = free_option(
-        False, "continue from the last checkpoint in the output folder, if there is one"
-    )
-    overwrite_output_dir: bool = free_option(False, "remove the run that the output folder holds")
-    save_steps: int = free_option(
-        500, "steps between checkpoints; 0 writes one only if the run is interrupted", at_least=0
-    )
-    save_total_limit: int = free_option(2, "number of newest checkpoints to keep", at_least=1)
-    logging_steps: int = free_option(1, "steps between two reports of the loss", at_least=1)
-    report_to: list[str] | None = free_option(
-        None,
-        "loggers that get the metrics: tensorboard (in DIR/tensorboard) or wandb",
-        choices=("tensorboard", "wandb"),
-    )
-    sample_prompts: list[str] | None = free_option(
-        None, "texts that the model continues at evaluations, in DIR/samples.jsonl", metavar="TEXT"
-    )
-    sample_tokens: int = free_option(64, "most tokens of such a continuation", at_least=1)
-    sample_chat: bool = free_option(
-        False, "take each of these texts as the message of a user, for the chat template"
-    )
-    profile: bool = free_option(
-        False, "profile three steps, into DIR/profile: a trace and a table of the slowest ops"
-    )
-    push_to_hub: str | None = free_option(
-        None, "repository on the hub that gets the export; made if needed", metavar="OWNER/NAME"
-    )
-    hub_private_repo: bool = free_option(False, "create that repository as a private one")
-    export_dtype: str | None = free_option(
-        None, "dtype of the export (default: that of the trained weights)", choices=EXPORT_DTYPES
-    )
-    max_shard_size: int = free_option(
-        5 * 10**9, "largest size of one weight file of the export, such as 5GB", is_size=True
-    )
+    Attributes:
+        output_dir: folder of the run; the exported model goes to its subfolder model/
+        resume: continue from the last checkpoint in the output folder, if there is one
+        overwrite_output_dir: remove the run that the output folder holds
+        save_steps: steps between checkpoints; 0 writes one only if the run is interrupted
+        save_total_limit: number of newest checkpoints to keep
+        logging_steps: steps between two reports of the loss
+        report_to: loggers that get the metrics: tensorboard (in DIR/tensorboard) or wandb
+        sample_prompts: texts that the model continues at evaluations, in DIR/samples.jsonl
+        sample_tokens: most tokens of such a continuation
+        sample_chat: take each of these texts as the message of a user, for the chat template
+        profile: profile three steps, into DIR/profile: a trace and a table of the slowest ops
+        push_to_hub: repository on the hub that gets the export; made if needed
+        hub_private_repo: create that repository as a private one
+        export_dtype: dtype of the export (default: that of the trained weights)
+        max_shard_size: largest size of one weight file of the export, such as 5GB
+    """
+
+    output_dir: str | None = free_option(None, metavar="DIR")
+    resume: bool = free_option(False)
+    overwrite_output_dir: bool = free_option(False)
+    save_steps: int = free_option(500, at_least=0)
+    save_total_limit: int = free_option(2, at_least=1)
+    logging_steps: int = free_option(1, at_least=1)
+    report_to: list[str] | None = free_option(None, choices=("tensorboard", "wandb"))
+    sample_prompts: list[str] | None = free_option(None, metavar="TEXT")
+    sample_tokens: int = free_option(64, at_least=1)
+    sample_chat: bool = free_option(False)
+    profile: bool = free_option(False)
+    push_to_hub: str | None = free_option(None, metavar="OWNER/NAME")
+    hub_private_repo: bool = free_option(False)
+    export_dtype: str | None = free_option(None, choices=EXPORT_DTYPES)
+    max_shard_size: int = free_option(5 * 10**9, is_size=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -472,11 +452,12 @@ def config_text(settings: Mapping[str, Any], command: Mapping[str, Any]) -> str:
     lines += [_line(name, value) for name, value in command.items()]
     for subject, kind in subjects(settings["loss"]).items():
         lines.append(f"\n{subject}:")
+        texts = helps(kind)
         if subject == "loss":
             lines.append(f"  {_line('name', settings['loss'])}")
         for each in fields(kind):
             if (name := flat_name(each)) in settings:
-                lines.append(f"  # {each.metadata['help']}")
+                lines.append(f"  # {texts[name]}")
                 lines.append(f"  {_line(each.name, settings[name])}")
     return "\n".join(lines) + "\n"
 

@@ -17,14 +17,13 @@ from ligermodels.errors import ConfigError
 from ligermodels.training.options import Options, option
 
 LOSSES: dict[str, type[Loss]] = {}  # by name
+DPO_TYPES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
+    *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft"),
+)
+GRPO_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 COPIES = ("float32", "bfloat16", "int8", "adapters-off")  # references that are not a file
-_BETA = "how strongly the model is held to the one it starts from"
-_REFERENCE = (
-    "the reference model: its log-probabilities, computed once into a file; a frozen copy of the "
-    "model in a dtype; or, with adapters, the model with its adapters off"
-)
-_SMOOTHING = "rate of wrong preferences"
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 _RATE: dict[str, Any] = {"at_least": 0, "less_than": 0.5}
 _SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}
@@ -33,6 +32,8 @@ _SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}
 @dataclass(kw_only=True)
 class Loss(Options):
     """What a run minimises. A class with a name is found by it: `class Mine(Loss, name="mine")`.
+
+    What its docstring says of its options is their help.
 
     Attributes:
         name: the name on the command line and in run.yaml.
@@ -89,145 +90,156 @@ class Loss(Options):
 
 @dataclass(kw_only=True)
 class SFT(Loss, name="sft"):
-    """The loss of the next token."""
+    """The loss of the next token.
+
+    Attributes:
+        loss_type: variant of the loss, named as in TRL
+    """
 
     help = "the loss of the next token; text, prompt and completion, or messages"
     computed_by = "objectives:Objective"
     packed = True
     splits_rows = True
 
-    loss_type: str = option(
-        "nll", "variant of the loss, named as in TRL", choices=("nll", "dft", "focal")
-    )
+    loss_type: str = option("nll", choices=("nll", "dft", "focal"))
 
 
 @dataclass(kw_only=True)
 class DPO(Loss, name="dpo"):
-    """Direct preference optimization and its variants (Rafailov et al. 2023)."""
+    """Direct preference optimization and its variants (Rafailov et al. 2023).
+
+    Attributes:
+        loss_type: variant of the loss, named as in TRL
+        beta: how strongly the model is held to the one it starts from
+        label_smoothing: rate of wrong preferences
+        reference: the reference model: its log-probabilities, computed once into a file; a frozen
+            copy of the model in a dtype; or, with adapters, the model with its adapters off
+        f_divergence_type: divergence from the reference model
+        f_alpha_divergence_coef: the coefficient of alpha_divergence (default: 0.5)
+        discopop_tau: the temperature of discopop (default: 0.05)
+        ld_alpha: weight of the tokens beyond the length of a pair's shorter completion
+        use_weighting: weight each pair by its probability under the model (WPO)
+    """
 
     help = "preferences; prompt, chosen and rejected"
     computed_by = "preferences:DPOObjective"
 
-    loss_type: str = option(
-        "sigmoid",
-        "variant of the loss, named as in TRL",
-        choices=(
-            *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"),
-            *("sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"),
-            *("sigmoid_norm", "sft"),
-        ),
-    )
-    beta: float = option(0.1, _BETA, more_than=0)
-    label_smoothing: float = option(
-        0.0,
-        _SMOOTHING,
-        only_for={"loss_type": ("robust", "exo_pair", "aot", "aot_unpaired")},
-        **_RATE,
-    )
-    reference: str = option("file", _REFERENCE, choices=("file", *COPIES))
-    f_divergence_type: str = option(
-        "reverse_kl", "divergence from the reference model", choices=DIVERGENCES
-    )
+    loss_type: str = option("sigmoid", choices=DPO_TYPES)
+    beta: float = option(0.1, more_than=0)
+    label_smoothing: float = option(0.0, only_for={"loss_type": _SMOOTHED}, **_RATE)
+    reference: str = option("file", choices=("file", *COPIES))
+    f_divergence_type: str = option("reverse_kl", choices=DIVERGENCES)
     f_alpha_divergence_coef: float | None = option(
-        None,
-        "the coefficient of alpha_divergence (default: 0.5)",
-        only_for={"f_divergence_type": ("alpha_divergence",)},
+        None, only_for={"f_divergence_type": ("alpha_divergence",)}
     )
-    discopop_tau: float | None = option(
-        None,
-        "the temperature of discopop (default: 0.05)",
-        more_than=0,
-        only_for={"loss_type": ("discopop",)},
-    )
-    ld_alpha: float | None = option(
-        None, "weight of the tokens beyond the length of a pair's shorter completion", **_SHARE
-    )
-    use_weighting: bool = option(False, "weight each pair by its probability under the model (WPO)")
+    discopop_tau: float | None = option(None, more_than=0, only_for={"loss_type": ("discopop",)})
+    ld_alpha: float | None = option(None, **_SHARE)
+    use_weighting: bool = option(False)
 
 
 @dataclass(kw_only=True)
 class KTO(Loss, name="kto"):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024)."""
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024).
+
+    Attributes:
+        loss_type: variant of the loss, named as in TRL
+        beta: how strongly the model is held to the one it starts from
+        desirable_weight: factor of desirable examples
+        undesirable_weight: factor of the other examples
+        reference: the reference model: its log-probabilities, computed once into a file; a frozen
+            copy of the model in a dtype; or, with adapters, the model with its adapters off
+    """
 
     help = "judged completions; prompt, completion and label, or pairs"
     computed_by = "kto:KTOObjective"
 
-    loss_type: str = option(
-        "kto", "variant of the loss, named as in TRL", choices=("kto", "apo_zero_unpaired")
-    )
-    beta: float = option(0.1, _BETA, more_than=0)
-    desirable_weight: float = option(1.0, "factor of desirable examples", at_least=0)
-    undesirable_weight: float = option(1.0, "factor of the other examples", at_least=0)
-    reference: str = option("file", _REFERENCE, choices=("file", *COPIES))
+    loss_type: str = option("kto", choices=("kto", "apo_zero_unpaired"))
+    beta: float = option(0.1, more_than=0)
+    desirable_weight: float = option(1.0, at_least=0)
+    undesirable_weight: float = option(1.0, at_least=0)
+    reference: str = option("file", choices=("file", *COPIES))
 
 
 @dataclass(kw_only=True)
 class ORPO(Loss, name="orpo"):
-    """Odds ratio preference optimization (Hong et al. 2024)."""
+    """Odds ratio preference optimization (Hong et al. 2024).
+
+    Attributes:
+        beta: the weight of the odds ratio
+    """
 
     help = "preferences without a reference model; prompt, chosen and rejected"
     computed_by = "preferences:ORPOObjective"
 
-    beta: float = option(0.1, "the weight of the odds ratio", at_least=0)
+    beta: float = option(0.1, at_least=0)
 
 
 @dataclass(kw_only=True)
 class CPO(Loss, name="cpo"):
-    """Contrastive preference optimization (Xu et al. 2024)."""
+    """Contrastive preference optimization (Xu et al. 2024).
+
+    Attributes:
+        loss_type: variant of the loss, named as in TRL
+        beta: the scale of the margin
+        label_smoothing: rate of wrong preferences
+    """
 
     help = ORPO.help
     computed_by = "preferences:CPOObjective"
 
-    loss_type: str = option(
-        "sigmoid", "variant of the loss, named as in TRL", choices=("sigmoid", "hinge", "ipo")
-    )
-    beta: float = option(0.1, "the scale of the margin", more_than=0)
-    label_smoothing: float = option(0.0, _SMOOTHING, only_for={"loss_type": ("sigmoid",)}, **_RATE)
+    loss_type: str = option("sigmoid", choices=("sigmoid", "hinge", "ipo"))
+    beta: float = option(0.1, more_than=0)
+    label_smoothing: float = option(0.0, only_for={"loss_type": ("sigmoid",)}, **_RATE)
 
 
 @dataclass(kw_only=True)
 class SimPO(Loss, name="simpo"):
-    """Simple preference optimization (Meng et al. 2024)."""
+    """Simple preference optimization (Meng et al. 2024).
+
+    Attributes:
+        beta: the scale of the margin
+        simpo_gamma: the margin that is asked for
+        label_smoothing: rate of wrong preferences
+    """
 
     help = ORPO.help
     computed_by = "preferences:CPOObjective"
     fixed = {"loss_type": "simpo", "cpo_alpha": 0.0}  # noqa: RUF012 (of the class, not of a run)
 
-    beta: float = option(0.1, "the scale of the margin", more_than=0)
-    simpo_gamma: float = option(0.5, "the margin that is asked for", at_least=0)
-    label_smoothing: float = option(0.0, _SMOOTHING, **_RATE)
+    beta: float = option(0.1, more_than=0)
+    simpo_gamma: float = option(0.5, at_least=0)
+    label_smoothing: float = option(0.0, **_RATE)
 
 
 @dataclass(kw_only=True)
 class GRPO(Loss, name="grpo"):
-    """Group relative policy optimization (Shao et al. 2024), and its relatives."""
+    """Group relative policy optimization (Shao et al. 2024), and its relatives.
+
+    Attributes:
+        loss_type: variant of the loss, named as in TRL
+        beta: how strongly the model is held to the one it starts from
+        reference: with beta, the reference model: a frozen copy of the model in a dtype, or with
+            adapters the model with its adapters off (default: bfloat16, or with adapters
+            adapters-off)
+        reward_function: the reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts,
+            completions and the other keys of the data, each a list, and returns a list of numbers
+        num_generations: completions that are sampled for a prompt
+        max_completion_length: most tokens of a sampled completion
+        temperature: temperature of the samples
+        epsilon_high: how far above 1 ratios are clipped; for cispo the largest ratio
+    """
 
     help = "rewards of sampled completions; prompt, and keys for the reward function"
     computed_by = "grpo:GRPOObjective"
 
-    loss_type: str = option(
-        "dapo",
-        "variant of the loss, named as in TRL",
-        choices=("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
-    )
-    beta: float = option(0.0, _BETA, at_least=0)
-    reference: str | None = option(
-        None,
-        "with beta, the reference model: a frozen copy of the model in a dtype, or with adapters "
-        "the model with its adapters off (default: bfloat16, or with adapters adapters-off)",
-        choices=COPIES,
-    )
-    reward_function: str | None = option(
-        None,
-        "the reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts, completions and "
-        "the other keys of the data, each a list, and returns a list of numbers",
-    )
-    num_generations: int = option(8, "completions that are sampled for a prompt", at_least=2)
-    max_completion_length: int = option(256, "most tokens of a sampled completion", at_least=1)
-    temperature: float = option(1.0, "temperature of the samples", more_than=0)
-    epsilon_high: float | None = option(
-        None, "how far above 1 ratios are clipped; for cispo the largest ratio", more_than=0
-    )
+    loss_type: str = option("dapo", choices=GRPO_TYPES)
+    beta: float = option(0.0, at_least=0)
+    reference: str | None = option(None, choices=COPIES)
+    reward_function: str | None = option(None)
+    num_generations: int = option(8, at_least=2)
+    max_completion_length: int = option(256, at_least=1)
+    temperature: float = option(1.0, more_than=0)
+    epsilon_high: float | None = option(None, more_than=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -249,28 +261,24 @@ class GRPO(Loss, name="grpo"):
 
 @dataclass(kw_only=True)
 class Distillation(Loss, name="distillation"):
-    """The divergence from the next-token distribution of a teacher (GKD, Agarwal et al. 2023)."""
+    """The divergence from the next-token distribution of a teacher (GKD, Agarwal et al. 2023).
+
+    Attributes:
+        teacher: hub id or local folder of the teacher, a model with the same tokenizer
+        beta: 0: KL(teacher || model); 1: KL(model || teacher); between them the generalized
+            Jensen-Shannon divergence
+        temperature: temperature of both distributions
+        distill_weight: share of the divergence in the loss; the rest is the loss of the next token
+    """
 
     help = "the distribution of a teacher; data as for sft"
     computed_by = "distillation:DistillationObjective"
     packed = True
 
-    teacher: str | None = option(
-        None, "hub id or local folder of the teacher, a model with the same tokenizer"
-    )
-    beta: float = option(
-        0.5,
-        "0: KL(teacher || model); 1: KL(model || teacher); between them the generalized "
-        "Jensen-Shannon divergence",
-        **_SHARE,
-    )
-    temperature: float = option(1.0, "temperature of both distributions", more_than=0)
-    distill_weight: float = option(
-        1.0,
-        "share of the divergence in the loss; the rest is the loss of the next token",
-        more_than=0,
-        at_most=1,
-    )
+    teacher: str | None = option(None)
+    beta: float = option(0.5, **_SHARE)
+    temperature: float = option(1.0, more_than=0)
+    distill_weight: float = option(1.0, more_than=0, at_most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -280,26 +288,23 @@ class Distillation(Loss, name="distillation"):
 
 @dataclass(kw_only=True)
 class Medusa(Loss, name="medusa"):
-    """The losses of heads for the tokens after the next one (Cai et al. 2024)."""
+    """The losses of heads for the tokens after the next one (Cai et al. 2024).
+
+    Attributes:
+        medusa_heads: train so many heads, which are exported with the model
+        medusa_stage: 1: the model is frozen, and only its heads learn; 2: both learn, from the
+            heads that the folder of the model holds, if there are any
+        medusa_tied: the heads share the model's projection instead of each having its own
+    """
 
     help = "heads that make generation faster; data as for sft"
     computed_by = "medusa:MedusaObjective"
     packed = True
     trains = "medusa_heads"
 
-    medusa_heads: int = option(
-        3, "train so many heads, which are exported with the model", at_least=1, at_most=64
-    )
-    medusa_stage: int = option(
-        1,
-        "1: the model is frozen, and only its heads learn; 2: both learn, from the heads that the "
-        "folder of the model holds, if there are any",
-        at_least=1,
-        at_most=2,
-    )
-    medusa_tied: bool = option(
-        False, "the heads share the model's projection instead of each having its own"
-    )
+    medusa_heads: int = option(3, at_least=1, at_most=64)
+    medusa_stage: int = option(1, at_least=1, at_most=2)
+    medusa_tied: bool = option(False)
 
     def check(self, config: Any) -> None:
         """Refuse a plan for layers that keep nothing."""

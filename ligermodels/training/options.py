@@ -1,6 +1,7 @@
-"""Options as fields of a dataclass: a field holds an option's help, choices and limits.
+"""Options as fields of a dataclass: a field holds an option's choices and limits.
 
-The command line, a run's run.yaml and the checks of the values all follow from the fields.
+The docstring of the class says what each option is for, under "Attributes:". The command line, a
+run's run.yaml and the checks of the values all follow from the class.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import contextlib
 import math
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
+from inspect import cleandoc
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -46,7 +49,6 @@ OTHER_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in
 
 def option(
     default: Any,
-    help: str,
     *,
     choices: tuple[str, ...] | None = None,
     free_on_resume: bool = False,
@@ -57,7 +59,7 @@ def option(
     only_for: Mapping[str, tuple[str, ...]] | None = None,
     **limits: float,
 ) -> Any:
-    """Return a dataclass field that holds an option's help, choices and limits.
+    """Return a dataclass field that holds an option's choices and limits.
 
     Args:
         choices: of the option, or of each item of a list.
@@ -71,7 +73,6 @@ def option(
         limits: those of `limit_complaint`.
     """
     facts = {
-        "help": help,
         "choices": choices,
         "limits": {"at_least": 1} if is_size else limits,
         "free_on_resume": free_on_resume,
@@ -95,6 +96,16 @@ def flat_name(each: Field[Any]) -> str:
 def flat_names(kind: type[Options]) -> list[str]:
     """Return the names of the options of a class among those of all subjects."""
     return [flat_name(each) for each in fields(kind)]
+
+
+def helps(kind: type[Options]) -> dict[str, str]:
+    """Return the help of each option by its name, from the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        _, _, listed = cleandoc(each.__doc__ or "").partition("Attributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.+(?:\n {5}.+)*)", listed, re.MULTILINE):
+            found[name] = " ".join(text.removesuffix(".").split())
+    return {flat_name(each): found.get(each.name, "") for each in fields(kind)}
 
 
 def types_of(kind: type) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ligermodels.training.config import (
 )
 from ligermodels.training.losses import DPO, GRPO, LOSSES, SFT, Loss
 from ligermodels.training.objectives import Objective
-from ligermodels.training.options import flat_name, option
+from ligermodels.training.options import flat_name, helps, option
 
 NEEDED = {"grpo": {"reward_function": "f.py:f"}, "distillation": {"teacher": "t"}}
 SIZES = {"batch_size": 8, "seq_len": 512}
@@ -121,21 +121,29 @@ def test_a_loss_owns_its_options_and_no_name_is_there_twice(loss: str) -> None:
 def test_every_option_has_a_help() -> None:
     for loss in LOSSES:
         for kind in subjects(loss).values():
-            for each in fields(kind):
-                assert len(each.metadata["help"]) > 10, flat_name(each)
+            for name, text in helps(kind).items():
+                assert len(text) > 10 and "\n" not in text, name
 
 
 def test_a_loss_of_ones_own_is_found_by_its_name() -> None:
     @dataclass(kw_only=True)
     class Margin(Loss, name="margin"):
+        """A loss.
+
+        Attributes:
+            margin: how far
+                it goes.
+        """
+
         help = "of a test"
-        margin: float = option(0.5, "how far", at_least=0)
+        margin: float = option(0.5, at_least=0)
 
         def objective(self, config: FinetuneConfig) -> Objective:
             return Objective(config)
 
     try:
         assert make(loss="margin", margin=2).loss == Margin(margin=2)
+        assert helps(Margin) == {"margin": "how far it goes"}
         with pytest.raises(ConfigError, match="margin: must be at least 0"):
             make(loss="margin", margin=-1)
     finally:
