@@ -5,28 +5,32 @@ Only the device knows where the tokens stand in the cache, so all steps are the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.generation.sampling import Sampler
 from ligermodels.kernels.dispatch import autocast_is_on
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.base import DecoderModel
+from ligermodels.models.base import DecoderModel, kept_for_generation
 from ligermodels.models.kernel_report import decoding_obstacle
 
 
-def can_decode(model: object, cache: KVCache, given: set[str], captures: bool = True) -> bool:
+def can_decode(
+    model: object, cache: KVCache | None, given: set[str], captures: bool = True
+) -> bool:
     """Return whether a StepDecoder can compute the tokens after the prompts.
 
     Args:
-        cache: it holds the prompts.
+        cache: it holds the prompts; None for a new one.
         given: the names of the model's inputs.
         captures: whether a CUDA graph is to hold the step.
     """
     return (
         isinstance(model, DecoderModel)
         and type(model).forward is DecoderModel.forward
-        and type(cache) is KVCache
+        and (cache is None or type(cache) is KVCache)
         and not given - {"input_ids", "inputs_embeds", "prefix_lengths"}
         and decoding_obstacle(model, captures) is None
         and not autocast_is_on(model.embed_tokens.weight)
@@ -34,12 +38,15 @@ def can_decode(model: object, cache: KVCache, given: set[str], captures: bool = 
     )
 
 
+# The types of attributes that change what a module launches.
+_SETTINGS = (bool, int, float, str, type(None))
+
+
 class Replayed:
     """Work on the device that is the same launches each time: a CUDA graph after the first time.
 
-    The second call captures a graph, which the later ones launch. The graph belongs to this object,
-    so it never outlives the weights that it reads: a change of their values in place is seen, and
-    the next generation captures a graph of its own.
+    The second call captures a graph, which the later ones launch. A change of the weights' values
+    in place is seen.
 
     Args:
         device: where the work is.
@@ -113,6 +120,7 @@ class StepDecoder(Replayed):
         self.ids_B1 = torch.zeros(cache.batch, 1, dtype=torch.int64, device=device)
         self.ends_B = torch.full((cache.batch,), cache.length, device=device)
         self.firsts_B = None if mask_BS is None else (mask_BS == 0).sum(-1)
+        self.state = _state_of(model) if self.captures and not model.training else None
 
     def __call__(self, ids_B1: Tensor | None = None) -> Tensor:
         """Return the next tokens (batch,), or without a sampler the float32 logits (batch, vocab).
@@ -142,3 +150,48 @@ class StepDecoder(Replayed):
         tokens_B = self.sampler(logits_BV)
         self.ids_B1.copy_(tokens_B.unsqueeze(1))
         return tokens_B
+
+    def begin(self, sampler: Sampler, ends_B: Tensor | int) -> None:
+        """Go on from what a sampler remembers, and from these numbers of tokens in the cache."""
+        if self.sampler is not None and self.sampler is not sampler:
+            self.sampler.take(sampler)
+        if isinstance(ends_B, Tensor):
+            self.ends_B.copy_(ends_B)
+        else:
+            self.ends_B.fill_(ends_B)
+
+
+def kept_decoder(model: DecoderModel, sampler: Sampler, length: int) -> StepDecoder | None:
+    """Return the decoder of the model's last generation, if this one can go on with it.
+
+    Its graph reads the tensors and the settings of that time, so the model must still have them.
+
+    Args: length: the number of tokens that the cache must have room for.
+    """
+    decoder: StepDecoder | None = kept_for_generation.pop(model, None)
+    if decoder is None or decoder.sampler is None or decoder.cache.max_length < length:
+        return None
+    if not decoder.sampler.chooses_like(sampler) or decoder.state != _state_of(model):
+        return None
+    decoder.cache.reset()
+    decoder.model = model
+    return decoder
+
+
+def keep(decoder: StepDecoder) -> None:
+    """Keep the decoder for the next generation, if the model is in evaluation mode."""
+    model = decoder.model
+    if decoder.graph is not None and decoder.state is not None and decoder.firsts_B is None:
+        del decoder.model  # so that the model can end
+        kept_for_generation[model] = decoder
+
+
+def _state_of(model: nn.Module) -> list[Any]:
+    """Return what a graph holds of a model beside the values of tensors."""
+    state: list[Any] = []
+    for module in model.modules():
+        state.append(type(module))
+        state += [x for x in vars(module).items() if isinstance(x[1], _SETTINGS)]
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            state.append(x if x is None else (id(x), x.data_ptr(), x.shape, x.dtype))
+    return state

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import did_you_mean, short_repr
-from ligermodels.generation.decode_step import StepDecoder, can_decode
+from ligermodels.generation.decode_step import StepDecoder, can_decode, keep, kept_decoder
 from ligermodels.generation.draft import DraftModel, drafted_passes
 from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.generation.models import DraftHeads, LanguageModel
+from ligermodels.generation.prefill import chunks, read_prompts
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
@@ -30,6 +31,8 @@ _DRAFT_OPTIONS = (
     *("repetition_penalty", "max_new_tokens", "eos_token_id", "pad_token_id", "do_sample"),
     *("temperature", "top_k", "top_p", "min_p", "logit_bias", "generator"),
 )
+# A cache has room for a multiple of so many tokens, so that it fits the next call, too.
+ROOM = 256
 # A row cannot be longer: no machine has the memory for its cache.
 MAX_NEW_TOKENS = 10**9
 
@@ -299,16 +302,14 @@ def _start(
     device = model.rotary_emb.inv_freq.device  # These stay on the device if weights are offloaded.
     ids_BS = ids_BS.to(device)
     mask_BS = None if mask_BS is None else mask_BS.to(device)
-    if cache is None:
-        # The model never reads the last new token, so the cache needs no room for its keys.
-        cache = KVCache.of(cast(nn.Module, model), batch, prompt + max_new_tokens - 1)
-    elif cache.length >= prompt:
+    past = 0 if cache is None else cache.length
+    if past >= prompt:
         raise ValueError(
-            f"cache: the cache holds {cache.length} tokens already, but the prompt is only "
-            f"{prompt} long; pass a prompt of the cached tokens and at least one new token"
+            f"cache: the cache holds {past} tokens already, but the prompt is only {prompt} long; "
+            "pass a prompt of the cached tokens and at least one new token"
         )
     inputs = {"input_ids": ids_BS} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-    inputs = {name: x.to(device)[:, cache.length :] for name, x in inputs.items()}
+    inputs = {name: x.to(device)[:, past:] for name, x in inputs.items()}
     more = {"prefix_lengths": prefix_lengths, "memory": memory, "memory_mask": memory_mask}
     inputs |= {name: x.to(device) for name, x in more.items() if x is not None}
     sampler = Sampler(
@@ -344,32 +345,49 @@ def _steps(
     sampler: Sampler,
     processor: LogitsProcessor | None,
     texts: StopStrings | None,
-    cache: KVCache,
+    cache: KVCache | None,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     on_cpu = ids_BS.device.type == "cpu"
-    positions_BS = None
-    if mask_BS is not None:
-        positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, cache.length :]
-    kept = {name: x for name, x in inputs.items() if name in ("memory", "memory_mask")}
+    # Fewer steps take less time than a capture.
+    captures = max_new_tokens > 4 and can_decode(model, cache, set(inputs))
+    packs = captures and cache is None and mask_BS is not None and set(inputs) == {"input_ids"}
     decoder: StepDecoder | None = None
+    if cache is None:
+        batch, length = next(iter(inputs.values())).shape[:2]
+        length += max_new_tokens - 1  # The model never reads the last new token.
+        if captures and processor is None and (packs or mask_BS is None):
+            decoder = kept_decoder(cast(DecoderModel, model), sampler, length)
+            length = ROOM * -(-length // ROOM)
+        if decoder is None:
+            cache = KVCache.of(cast(nn.Module, model), batch, length)
+        else:
+            cache = decoder.cache
+    forward = _Forwards(model, inputs, mask_BS, cache)
+    fed_B1: Tensor | None = None  # what a step computes from, if its sampler has not chosen it
+    if packs:
+        assert mask_BS is not None
+        prompts = [row[mask == 1] for row, mask in zip(inputs["input_ids"], mask_BS)]
+        read_prompts(cast(DecoderModel, model), cache, range(batch), prompts)
+        fed_B1, ends_B, mask_BS = inputs["input_ids"][:, -1:], mask_BS.sum(-1) - 1, None
+    # The first step that the decoder computes, if there is one; the forward computes the others.
+    first = (0 if packs else 1) if captures else max_new_tokens
     look: Look | None = None  # at the last step whose end the host has not seen
     for step in range(max_new_tokens):
-        if decoder is not None and processor is None:
-            tokens_B = decoder(inputs["input_ids"] if step == 1 else None).clone()
+        if step == first:
+            if decoder is None:
+                chooses = sampler if processor is None else None
+                decoder = StepDecoder(cast(DecoderModel, model), cache, chooses, mask_BS)
+            decoder.begin(sampler, ends_B if packs else cache.length)
+            sampler = decoder.sampler or sampler
+        if decoder is not None and step >= first and processor is None:
+            tokens_B, fed_B1 = decoder(fed_B1).clone(), None
         else:
-            if decoder is not None:
-                logits_BV = decoder(inputs["input_ids"])
-            else:
-                where = {"position_ids": positions_BS, "attention_mask": mask_BS, "cache": cache}
-                hidden = model(**inputs, **where)
-                logits_BV = model.head.logits(hidden[:, -1:])[:, -1].float()
+            compute = forward if decoder is None or step < first else decoder
+            logits_BV = compute(fed_B1)
             if processor is not None:
                 logits_BV = processor(ids_BS, logits_BV)
             tokens_B = sampler(logits_BV)
-        # Fewer steps take less time than a capture.
-        if step == 0 and max_new_tokens > 4 and can_decode(model, cache, set(inputs)):
-            chooses = sampler if processor is None else None
-            decoder = StepDecoder(cast(DecoderModel, model), cache, chooses, mask_BS)
+            fed_B1 = tokens_B.unsqueeze(1)
         log_probs_B = None if sampler.log_probs_B is None else sampler.log_probs_B.clone()
         # A GPU waits only if the rows can end, and then for the step before this one, so that it
         # always has a step to run.
@@ -378,11 +396,11 @@ def _steps(
             look = Look(sampler, tokens_B)
         if before is not None and not on_cpu:
             if before.all_stopped(step - 1):
-                return
+                break
             if texts is not None and (ended := texts.push(before.tokens)):
                 sampler.stopped_B[ended] = True
                 if bool(sampler.stopped_B.all()):
-                    return
+                    break
                 tokens_B[ended] = sampler.pad
                 if log_probs_B is not None:
                     log_probs_B[ended] = 0.0
@@ -392,14 +410,55 @@ def _steps(
             over = bool(sampler.stopped_B.all())
         yield tokens_B, log_probs_B
         if over:
-            return
-        inputs = {"input_ids": tokens_B.unsqueeze(1), **kept}
+            break
         if processor is not None:
             ids_BS = torch.cat([ids_BS, tokens_B.unsqueeze(1)], dim=1)
-        if mask_BS is not None and decoder is None:
-            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(mask_BS), 1)], dim=1)
-        positions_BS = None if positions_BS is None else positions_BS[:, -1:] + 1
     Look(sampler).all_stopped(max_new_tokens - 1)
+    if decoder is not None:
+        keep(decoder)
+
+
+class _Forwards:
+    """Computes the logits of the next tokens by forwards of the model.
+
+    Args: inputs: the prompts, as the model's forward takes them; mask_BS: 0 for padding on the
+        left, for these and the tokens in the cache, or None; cache: takes their keys and values.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        inputs: dict[str, Tensor],
+        mask_BS: Tensor | None,
+        cache: KVCache,
+    ) -> None:
+        self.model, self.inputs, self.mask_BS, self.cache = model, inputs, mask_BS, cache
+
+    def __call__(self, ids_B1: Tensor | None) -> Tensor:
+        """Return the float32 logits (batch, vocab) after these tokens, or after the prompts."""
+        if ids_B1 is None:
+            inputs = self.inputs
+            if set(inputs) == {"input_ids"} and isinstance(self.model, DecoderModel):
+                *parts, last = chunks(self.model, inputs["input_ids"])
+                for part in parts:
+                    self._forward({"input_ids": inputs["input_ids"][:, part]})
+                inputs = {"input_ids": inputs["input_ids"][:, last]}
+        else:
+            kept = {name: x for name, x in self.inputs.items() if name.startswith("memory")}
+            inputs = {"input_ids": ids_B1, **kept}
+            if self.mask_BS is not None:
+                self.mask_BS = torch.cat([self.mask_BS, torch.ones_like(ids_B1)], dim=1)
+        return self.model.head.logits(self._forward(inputs)[:, -1:])[:, -1].float()
+
+    def _forward(self, inputs: dict[str, Tensor]) -> Any:
+        positions_BS = mask_BS = None
+        if self.mask_BS is not None:
+            new = next(iter(inputs.values())).shape[1]
+            mask_BS = self.mask_BS[:, : self.cache.length + new]
+            positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, -new:]
+        return self.model(
+            **inputs, position_ids=positions_BS, attention_mask=mask_BS, cache=self.cache
+        )
 
 
 def stop_strings_of(

@@ -3,6 +3,8 @@
 Shape legend: B batch, S sequence, V vocabulary.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -192,6 +194,21 @@ class Sampler:
         if self.seen_BV is not None:
             self.seen_BV[row] = False
             self.seen_BV[row, prompt_S] = True
+
+    def chooses_like(self, other: Sampler) -> bool:
+        """Return whether another sampler has the same rule for as many rows."""
+        names = ("rule", "stops", "pad", "generator")
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in names)
+            and len(self.stopped_B) == len(other.stopped_B)
+            and (self.log_probs_B is None) == (other.log_probs_B is None)
+        )
+
+    def take(self, other: Sampler) -> None:
+        """Take what another sampler with the same rule remembers of its rows."""
+        for name, value in vars(other).items():
+            if isinstance(value, Tensor):
+                getattr(self, name).copy_(value)
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """Return the next token of each row, (B,), from float32 logits.

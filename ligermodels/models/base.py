@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from ligermodels.errors import ConfigError, did_you_mean
 from ligermodels.kernels.dispatch import autocast_dtype
@@ -45,6 +46,9 @@ from ligermodels.models.inputs import (
 )
 from ligermodels.models.kernel_report import kernels_of
 from ligermodels.models.planned import PlannedModel
+
+# What generation keeps for the next call with a model in evaluation mode.
+kept_for_generation: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 class DecoderContext(NamedTuple):
@@ -539,6 +543,15 @@ class DecoderModel(HFModel, PlannedModel):
                     for weight in own:
                         if weight.dim() > 1:
                             nn.init.normal_(weight, std=std)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode. Training frees what generation keeps for its next call.
+
+        That is the cache and the CUDA graph of the last `generate`.
+        """
+        if mode:
+            kept_for_generation.pop(self, None)
+        return super().train(mode)
 
     def generate(self, input_ids: Tensor | list[Any] | None = None, **options: Any) -> Tensor:
         """Continue prompts, greedily by default; see `ligermodels.generation.generate`."""
