@@ -1,10 +1,13 @@
 """Decoding in a CUDA graph: the logits of launched steps, and of the weights of today."""
 
+import copy
+
 import pytest
 import torch
 
 from ligermodels.adapters.adapted_model import add_adapters, quantize
-from ligermodels.generation import DraftModel, generate
+from ligermodels.adapters.reference import adapters_off
+from ligermodels.generation import DraftModel, generate, generate_many
 from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.generation.draft import _DraftDecoder
 from ligermodels.generation.sampling import Sampler, Sampling
@@ -12,6 +15,7 @@ from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.multi_token import MultiTokenModel
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
+from ligermodels.models.base import kept_for_generation
 from tests.tiny_models import VOCAB, random_model
 
 pytestmark = pytest.mark.gpu
@@ -163,6 +167,79 @@ def test_a_graph_reads_the_weights_of_today():
         if "lora_b" in name.lower():
             torch.nn.init.normal_(weight, std=0.3)
     check(found)
+
+
+def test_a_kept_graph_serves_the_next_call_and_no_other_model():
+    """In evaluation mode the second call replays the first one's graph, if the model allows it."""
+    torch.manual_seed(0)
+    model = random_model("llama", **SIZES, initializer_range=0.3).to("cuda").eval()
+    options = {"max_new_tokens": 12, "eos_token_id": []}
+
+    def check(prompt, same, **more):
+        before = kept_for_generation.get(model)
+        found = generate(model, prompt, **options, **more)
+        assert (kept_for_generation[model] is before) == same
+        model.train().eval()
+        assert model not in kept_for_generation
+        if "generator" in more:
+            more["generator"].manual_seed(1)
+        assert torch.equal(generate(model, prompt, **options, **more), found)
+        return found
+
+    first = check([5, 9, 3], same=False)
+    assert not torch.equal(check([5, 9, 4, 4], same=True)[:, 4:], first[:, 3:])
+    check([5] * 250, same=False)  # needs a larger cache
+    check([[5, 9, 3], [4]], same=False)
+    check([[5, 9], [4, 3, 2]], same=True)
+    draws = {"do_sample": True, "generator": torch.Generator("cuda").manual_seed(1)}
+    check([5, 9, 3], same=False, **draws)
+    draws["generator"].manual_seed(1)
+    check([5, 9, 3], same=True, **draws)
+    first = check([5, 9, 3], same=False)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(-3)
+    second = check([5, 9, 3], same=True)
+    assert not torch.equal(first, second)
+    model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(
+        torch.randn_like(model.layers[1].mlp.down_proj.weight)
+    )
+    assert not torch.equal(check([5, 9, 3], same=False), second)
+    add_adapters(model, 4, 8.0)
+    model.eval()
+    for name, weight in model.named_parameters():
+        if "lora_b" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    with_adapters = check([5, 9, 3], same=False)
+    with adapters_off(model):
+        assert not torch.equal(check([5, 9, 3], same=False), with_adapters)
+
+
+@pytest.mark.parametrize("family", families())
+def test_many_prompts(family):
+    """In float32 each answer is that of its prompt alone; in bfloat16 prompts are read packed."""
+    model = random_model(family, **SIZES).cuda()
+    draw = torch.Generator().manual_seed(1)
+    lengths = (5, 1, 19, 8, 3, 12, 2, 30, 7)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=draw) for length in lengths]
+    options = {"eos_token_id": 7, "max_batch": 4, "return_log_probs": True}
+    for prompt, (tokens, _) in zip(prompts, generate_many(model, prompts, 14, **options)):
+        expected = generate(model, prompt, max_new_tokens=14, eos_token_id=7)[0, len(prompt) :]
+        assert torch.equal(tokens, expected.cpu())
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    errors = torch.zeros(2, dtype=torch.float64)
+    found = [*generate_many(low, prompts, 14, **options)]
+    again = [*generate_many(low, prompts, 14, **options)]
+    for prompt, (tokens, log_probs), (same, _) in zip(prompts, found, again):
+        assert torch.equal(tokens, same)
+        ids = torch.cat([prompt, tokens])[None].cuda()
+        new = slice(len(prompt) - 1, -1)
+        with torch.no_grad():
+            exact, theirs = (
+                each.head.log_probs(each(ids)[:, new], ids[:, len(prompt) :])[0][0].cpu()
+                for each in (model, low)
+            )
+        errors += torch.stack([(x - exact).double().square().sum() for x in (log_probs, theirs)])
+    assert errors[0].sqrt() <= 1.3 * errors[1].sqrt()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
