@@ -70,20 +70,20 @@ class HeadOutput(NamedTuple):
     loss: Tensor  # scalar, or in the shape of targets with reduction "none"; includes the z-loss
     z_loss: Tensor  # the z-loss that is part of the loss; not differentiable
     num_valid: Tensor  # exact number of targets that are not ignored, int64 scalar
-    # Optional, in the shape of targets. They are differentiable only with reduction "none".
+    # Optional, in the order of CrossEntropyOutput and the shape of targets. They are differentiable
+    # only with reduction "none".
     token_loss: Tensor | None = None
     token_log_probs: Tensor | None = None  # log-probability of the target; 0 if it is ignored
     token_entropy: Tensor | None = None  # of the softmax, in nats; 0 if the target is ignored
     token_correct: Tensor | None = None  # bool: whether the target has the highest logit
-    # What a model's layers add to the loss, such as the balance of experts. With reduction "mean"
-    # the loss includes it.
-    auxiliary_loss: Tensor | None = None
-    # More that can be asked of each token, and is differentiable like the others.
     token_sum_sq_probs: Tensor | None = None  # sum of the squared probabilities
     token_mean_logits: Tensor | None = None  # mean of the logits over the vocabulary
     token_alternative_log_probs: Tensor | None = None  # (..., k) of the option `alternatives`
     token_top_ids: Tensor | None = None  # (..., top_k) int64, the likeliest classes
     token_top_log_probs: Tensor | None = None  # (..., top_k) their log-probabilities
+    # What a model's layers add to the loss, such as the balance of experts. With reduction "mean"
+    # the loss includes it.
+    auxiliary_loss: Tensor | None = None
     hidden: Tensor | None = None  # (..., hidden) of a model that is asked for them
 
     @property
@@ -426,20 +426,7 @@ def _head_output(
     loss, z_loss, token_loss, *stats = made
     if not return_token_loss and all(x is None for x in stats):
         return HeadOutput(loss, z_loss, num_valid)
-    return HeadOutput(
-        loss,
-        z_loss,
-        num_valid,
-        token_loss,
-        made.log_probs,
-        made.entropy,
-        made.correct,
-        token_sum_sq_probs=made.sum_sq_probs,
-        token_mean_logits=made.mean_logits,
-        token_alternative_log_probs=made.alternative_log_probs,
-        token_top_ids=made.top_ids,
-        token_top_log_probs=made.top_log_probs,
-    )
+    return HeadOutput(loss, z_loss, num_valid, token_loss, *stats)
 
 
 def _check_combined(

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels.checks import check_targets, checked_token_weights
@@ -18,11 +19,6 @@ from ligermodels.kernels.loss_options import (
     token_output,
 )
 from ligermodels.layers.fusion import is_sharded
-
-_DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
 
 
 def replaced_loss(
@@ -55,23 +51,20 @@ def replaced_loss(
     def chunk_outputs(
         chunk: Tensor,
         chunk_targets: Tensor,
-        class_weights: Tensor | None,
         chunk_alternatives: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        of_chunk = options._replace(class_weights=class_weights)
         asked = request._replace(alternatives=chunk_alternatives)
-        return row_losses(proj(chunk), chunk_targets, of_chunk, asked)
+        return row_losses(proj(chunk), chunk_targets, options, asked)
 
     # The capture of a CUDA graph may not read the random state, which only dropout needs again.
     keeps_random_state = not _is_captured(rows) or any(map(_drops, proj.modules()))
     made = [
         # Autograd detects in-place changes before backward only in tensors that are arguments
-        # of the checkpointed function, so all of them are arguments.
+        # of the checkpointed function.
         checkpoint(
             chunk_outputs,
             rows[chunk],
             row_targets[chunk],
-            class_weights,
             None if alternatives is None else alternatives[chunk],
             use_reentrant=False,
             preserve_rng_state=keeps_random_state,
@@ -90,7 +83,8 @@ def replaced_loss(
 
 def _drops(module: nn.Module) -> bool:
     """Return whether a module applies dropout to its inputs."""
-    return isinstance(module, _DROPOUTS) and module.training and module.p > 0
+    # Its public subclasses are Dropout, Dropout1d to 3d, AlphaDropout and FeatureAlphaDropout.
+    return isinstance(module, _DropoutNd) and module.training and module.p > 0
 
 
 def _is_captured(x: Tensor) -> bool:

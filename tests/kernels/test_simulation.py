@@ -6,19 +6,11 @@ import pytest
 import torch
 
 from ligermodels.kernels import dispatch, reference
-from ligermodels.kernels.dispatch import real_device, simulating, simulator_of
+from ligermodels.kernels.dispatch import simulating
 from ligermodels.kernels.launch import num_sms
 
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 SIMULATOR = SimpleNamespace(device=GPU, num_sms=7, autocast=None)
-
-
-def test_only_meta_tensors_stand_for_a_device() -> None:
-    with simulating(SIMULATOR):
-        assert real_device(META) == GPU
-        assert real_device(CPU) == CPU
-        assert simulator_of(CPU) is None
-    assert real_device(META) == META
 
 
 def test_launchers_of_the_simulated_gpu(monkeypatch) -> None:

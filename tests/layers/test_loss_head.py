@@ -157,23 +157,6 @@ def test_the_output_is_a_tuple_with_the_loss_first() -> None:
     assert isinstance(tree_unflatten(leaves, structure), HeadOutput)
 
 
-@pytest.mark.parametrize("kind", ["own", "tied", "replaced, bias"])
-def test_compiled_equals_eager(kind: str) -> None:
-    head, weight, _ = build(kind)
-    if "replaced" in kind:
-        head.proj.forward = nn.Linear.forward.__get__(head.proj)  # Counting cannot be traced
-    hidden, targets = data()
-    options = {"chunk_size": 14, "label_smoothing": 0.1, "z_loss": 0.01}
-    torch._dynamo.reset()
-    results = []
-    for each in (head, torch.compile(head, fullgraph=True, backend="aot_eager")):
-        out = each(hidden, targets, **options)
-        assert isinstance(out, HeadOutput)
-        results.append([out.loss, *torch.autograd.grad(out.loss, [hidden, weight])])
-    for found, wanted in zip(*results):
-        assert relative(found, wanted) <= 1e-6
-
-
 def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,35 +177,26 @@ def test_a_planned_chunk_is_used_unless_a_chunk_or_a_budget_is_given(
     assert used == [(None, None), (3, None), (4, None), (None, 2**20)]
 
 
-@pytest.mark.parametrize("kind", ["own, bias", "tied", "replaced"])
+@pytest.mark.parametrize("kind", ["tied", "replaced"])
 def test_autocast(kind: str) -> None:
-    """The products are in bfloat16; values and gradients are in float32, and as near as eager's."""
-    head, weight, bias = build(kind)
+    """The products are in bfloat16; values and gradients are in float32, and near the exact ones.
+
+    `test_grid.py` compares the op with eager PyTorch under autocast.
+    """
+    head, weight, _ = build(kind, softcap=3.0, temperature=0.7, chunk_size=5)
     hidden, targets = data()
-    options = {"softcap": 3.0, "temperature": 0.7, "chunk_size": 5}  # logits of order one
     asked = {"return_token_stats": STATS, "top_k": 2, "reduction": "none"}
-
-    def values() -> list[Tensor]:
-        out = head(hidden, targets, **asked, **options)
-        whole = head.from_log_probs(
-            hidden, targets, lambda t, _: t.log_probs.square().sum(), **options
-        )
-        return [whole, *(x for x in out if x is not None and x.requires_grad)]
-
-    exact, loss = values(), head(hidden, targets).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        made, low = values(), head(hidden, targets).loss
-        logits = F.linear(hidden, weight, bias).float()
-        eager = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert abs(low - loss) <= 1.2 * abs(eager - loss) + 1e-3
-    for x, y in zip(made, exact, strict=True):
-        assert x.dtype == torch.float32 and relative(x, y) <= 1e-2
-    pairs = [
-        torch.autograd.grad(sum(x.square().sum() for x in each), [hidden, weight])
-        for each in (made, exact)
-    ]
-    for grad, want in zip(*pairs):
-        assert grad.dtype == torch.float32 and relative(grad, want) <= 2e-2
+    results = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = head(hidden, targets, **asked)
+            whole = head.from_log_probs(hidden, targets, lambda t, _: t.log_probs.square().sum())
+        values = [whole, *(x for x in out if x is not None and x.requires_grad)]
+        total = sum(x.square().sum() for x in values)
+        results.append([*values, *torch.autograd.grad(total, [hidden, weight])])
+    assert not torch.equal(results[0][0], results[1][0])
+    for found, exact in zip(*results, strict=True):
+        assert found.dtype == torch.float32 and relative(found, exact) <= 2e-2
 
 
 @pytest.mark.parametrize("kind", ["own", "replaced"])

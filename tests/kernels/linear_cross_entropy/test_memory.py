@@ -11,8 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
-from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, NeedsGrad
+from ligermodels.kernels import linear_cross_entropy, linear_log_probs
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from tests.kernels import formulas
 from tests.kernels.checks import check_repeatable
@@ -100,17 +99,6 @@ def test_number_of_products(float32_place, op, options, products) -> None:
         assert counter.get_total_flops() == wanted * one, frozen
 
 
-def test_the_bias_gradient_of_a_chunk_is_not_rounded() -> None:
-    """The sum of the first chunk needs more digits than bfloat16 has; the second takes 1 away."""
-    small, low = 2.0**-9, torch.bfloat16
-    hidden, weight = torch.ones(3, 2, dtype=low), torch.ones(4, 2, dtype=low)
-    sums = GradSums(hidden, weight, None, NeedsGrad(bias=True), one_chunk=False)
-    for rows, values in ((slice(0, 2), [1.0, small]), (slice(2, 3), [-1.0])):
-        grad_logits = torch.tensor(values, dtype=low)[:, None].expand(-1, 4)
-        sums.add(rows, hidden[rows], grad_logits)
-    assert torch.equal(sums.bias, torch.full((4,), small))
-
-
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 @pytest.mark.parametrize("place", places(BFLOAT16, gpu=(BFLOAT16,)), indirect=True)
@@ -155,30 +143,6 @@ def test_selective_checkpointing_may_keep_the_logits(float32_place, cut) -> None
     expected = torch.autograd.grad(loss(), leaves)
     again = checkpoint(loss, use_reentrant=False, context_fn=kept)
     assert all(map(torch.equal, torch.autograd.grad(again, leaves), expected))
-
-
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_a_loss_whose_gradient_is_dropped(float32_place, reduction) -> None:
-    """A function of the user's after the loss may return None as its gradient."""
-    for cut in CUTS:
-        made = on(float32_place, cut_inputs(cut, float32_place, head_loss, reduction=reduction))
-        logits = (made["hidden"] @ made["weight"].t()).detach().requires_grad_()
-        plain = cross_entropy(logits, made["targets"], reduction=reduction).loss
-        for each in (linear_cross_entropy(**made).loss, plain):
-            (_NoGradient.apply(each).sum() + made["hidden"].sum() + logits.sum()).backward()
-        for x in (made["hidden"], logits):
-            torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
-        assert made["weight"].grad is None and made["bias"].grad is None
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")

@@ -13,7 +13,7 @@ import torch
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
 from tests.kernels import formulas
-from tests.kernels.checks import as_tuple, compare
+from tests.kernels.checks import compare
 from tests.kernels.conftest import BFLOAT16, FLOAT32, INTERPRETING, PLACES, places
 from tests.kernels.linear_cross_entropy.head import (
     BLOCKS,
@@ -21,7 +21,6 @@ from tests.kernels.linear_cross_entropy.head import (
     CUTS,
     VOCAB,
     WIDTH,
-    both,
     cut_inputs,
     head_loss,
     inputs,
@@ -111,16 +110,6 @@ def test_all_ignored(place, cut, reduction, skipped) -> None:
     made["targets"] = torch.full_like(made["targets"], -100)
     for x in outputs_and_gradients(head_loss, made):
         assert torch.equal(x, torch.zeros_like(x))
-
-
-def test_without_gradients(float32_place) -> None:
-    made = on(float32_place, inputs())
-    for op in (head_loss, both):
-        with torch.no_grad():
-            outputs = as_tuple(op(**made))
-        for ours, expected in zip(outputs, as_tuple(op(**made))):
-            assert not ours.requires_grad
-            torch.testing.assert_close(ours, expected.detach())
 
 
 def test_ignored_rows_are_never_read(float32_place) -> None:
