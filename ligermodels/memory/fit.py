@@ -9,23 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ligermodels.errors import ConfigError, short_repr
-from ligermodels.kernels.dispatch import choose
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
-from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.loss_head import LossHead
-from ligermodels.memory.byte_sizes import integer, parse_bytes
-from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, checked_integer
+from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, check_choice, checked_integer
 from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
 from ligermodels.memory.rates import Rates, rates_of
-from ligermodels.memory.simulate import Simulation, simulate
-from ligermodels.memory.torch_private import (
-    Buckets,
-    Gradients,
-    Sharding,
-    adam_bytes,
-    state_bytes,
-    step_bytes,
-)
+from ligermodels.memory.simulate import LONGEST, Simulation, Step, simulate
+from ligermodels.memory.torch_private import Sharding, adam_bytes, state_bytes, step_bytes
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
 # by up to 1.3% where FSDP2 gathers parameters on its own streams. One row that was measured without
@@ -58,23 +49,13 @@ class Planner:
         optimizer_bytes: bytes of the optimizer's states, or the optimizer itself, which need not
             have made a step: see `state_bytes`. Then what a step allocates counts, too. By default
             they are twice the bytes of the parameters that need gradients, as for a fused AdamW.
-        autocast: the dtype of torch.autocast, if forward runs under it: bfloat16 or float16.
-        packed: whether the rows contain several documents (position_ids).
-        max_seqlen: if they are told by cu_seqlens, the longest document.
-        memory_seq: the keys of each row of the memory that layers with `CrossAttention` attend to.
-            The memory and its gradient count, but not the encoder that computes them.
-        head_options: options for the loss head.
-        gradients: "new" if they are allocated in every backward (zero_grad(set_to_none=True)),
-            "kept" if they exist before forward, "freed" if the optimizer runs in backward.
-        ddp_buckets: how `DistributedDataParallel` holds gradients, if forward runs through it:
-            "copies", which is its default, or "views" for gradient_as_bucket_view=True.
-        step_module: a module that contains the model, and that a step calls in its place, such as
-            one with a teacher; see `simulate`.
+        step: what else a step consists of, the fields of `ligermodels.memory.simulate.Step`:
+            autocast, packed, max_seqlen, memory_seq, head_options, gradients, ddp_buckets,
+            step_module.
     Raises:
-        ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, triton is
-            not installed, an argument has a value or a type that is not named above, parameters are
-            sharded in another way than by `fully_shard`, memory_seq is given for a model whose
-            layers attend to no memory, or step_module lacks the model or returns no loss.
+        ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, an
+            argument has a value or a type that is not named above or in `Step`, or parameters are
+            sharded in another way than by `fully_shard`.
     """
 
     def __init__(
@@ -88,76 +69,28 @@ class Planner:
         rates: Rates | None = None,
         device: torch.device | str | int | None = None,
         optimizer_bytes: int | str | torch.optim.Optimizer | None = None,
-        autocast: torch.dtype | None = None,
-        packed: bool = False,
-        max_seqlen: int | None = None,
-        memory_seq: int | None = None,
-        head_options: dict[str, Any] | None = None,
-        gradients: Gradients = "new",
-        ddp_buckets: Buckets | None = None,
-        step_module: nn.Module | None = None,
+        **step: Any,
     ) -> None:
-        parts = step_module.modules() if isinstance(step_module, nn.Module) else ()
-        if step_module is not None and all(x is not model for x in parts):
-            raise ConfigError(
-                f"memory plan: step_module is a {type(step_module).__name__} that does not contain "
-                "the model; pass a module that does, or leave it out"
-            )
-        sharding = Sharding(model, step_module)  # it refuses shards that are not simulated
+        if isinstance(optimizer_bytes, torch.optim.Optimizer):
+            step["step_bytes"] = step_bytes(optimizer_bytes)
+        options = Step(**step)
+        called = options.called(model)
+        sharding = Sharding(model, called)  # it refuses shards that are not simulated
         if reserve is None:
             reserve = SHARDED_RESERVE if sharding.groups else RESERVE
         if not 0 <= reserve < 1:
             raise ConfigError(
                 f"memory plan: reserve={short_repr(reserve)}; expected a number in [0, 1)"
             )
-        _check_choice("count", count, "reserved", "allocated")
-        _check_choice("gradients", gradients, "new", "kept", "freed")
-        _check_choice("ddp_buckets", ddp_buckets, None, "copies", "views")
-        _check_choice("autocast", autocast, None, torch.bfloat16, torch.float16)
-        _check_choice("packed", packed, False, True)
-        if max_seqlen is not None:
-            max_seqlen = _length("max_seqlen", max_seqlen)
-            if not packed:
-                raise ConfigError(
-                    f"memory plan: max_seqlen={max_seqlen} without packed=True; it is the longest "
-                    "document of packed rows"
-                )
+        check_choice("count", count, "reserved", "allocated")
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
         self.device = _device(model, device)
-        if self.device.type == "cuda" and choose(self.device)[0] != "triton":
-            reason = choose(self.device)[1]
-            raise ConfigError(
-                f"memory plan: a step on a GPU is simulated with the Triton kernels, but {reason}"
-            )
         own = _budget(budget, self.device), min(parse_bytes(host_budget, "host_budget"), NO_LIMIT)
-        if own[1] and self.device.type != "cuda":
-            raise ConfigError(
-                f"memory plan: host_budget={short_repr(host_budget)}, but {self.device} has no "
-                "pinned host memory; leave it out, or plan for a GPU"
-            )
         self.budget, self.host_budget = _smallest_on_all_ranks(own)
-        self.optimizer_bytes = _optimizer_bytes(
-            model if step_module is None else step_module, optimizer_bytes
-        )
+        self.optimizer_bytes = _optimizer_bytes(called, optimizer_bytes)
         gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
-        dtype = autocast or next(gathered, next(model.parameters()).dtype)
-        self._given_rates, self._dtype = rates, dtype
-        self._head_options = head_options or {}
-        self._simulate = partial(
-            simulate,
-            device=self.device,
-            autocast=autocast,
-            packed=packed,
-            max_seqlen=max_seqlen,
-            memory_seq=_memory_seq(model, memory_seq),
-            head_options=head_options,
-            gradients=gradients,
-            ddp_buckets=ddp_buckets,
-            step_module=step_module,
-            step_bytes=step_bytes(optimizer_bytes)
-            if isinstance(optimizer_bytes, torch.optim.Optimizer)
-            else 0,
-        )
+        self._dtype = options.autocast or next(gathered, next(model.parameters()).dtype)
+        self._given_rates, self._head_options, self._step = rates, options.head_options, step
         self._spaces = cache(self._new_spaces)
 
     @cached_property
@@ -253,7 +186,7 @@ class Planner:
             # A training step has gradients, also if it is planned where there are none. This
             # leaves torch.no_grad, too.
             with torch.inference_mode(False):
-                return self._simulate(self.model, batch, seq)
+                return simulate(self.model, batch, seq, device=self.device, **self._step)
         finally:
             self.model.apply_memory_plan(before)
 
@@ -263,56 +196,24 @@ def _device(model: nn.Module, device: torch.device | str | int | None) -> torch.
     if device is None:
         device = next(model.parameters()).device
     # torch takes an integer only where there is a GPU.
-    number = integer(device)
-    try:
-        found = torch.device(device if number is None else f"cuda:{number}")
-    except (RuntimeError, TypeError):
-        raise ConfigError(
-            f"memory plan: device={short_repr(device)}; expected a device of torch, such as "
-            '"cuda", "cuda:1" or "cpu", or the number of a GPU'
-        ) from None
-    here = torch.cuda.device_count()
-    if found.type == "cuda" and here and (found.index or 0) >= here:
-        raise ConfigError(
-            f"memory plan: device={short_repr(device)}, but this machine has {here} "
-            f"GPU{'s' * (here > 1)}, counted from 0"
-        )
+    found = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
     return torch.device("cuda") if found.type == "meta" else found
 
 
 def _budget(budget: int | str, device: torch.device) -> int:
-    if not isinstance(budget, str) or budget != "auto":
+    if budget != "auto":
         return parse_bytes(budget, "budget")
     if device.type != "cuda" or not torch.cuda.is_available():
-        reason = "this machine has none" if device.type == "cuda" else f"the model is on {device}"
         raise ConfigError(
-            f'budget="auto" needs a GPU, and {reason}; pass the bytes of the GPU that you plan for,'
-            ' such as budget="80GiB"'
+            f'budget="auto" is what is free on a GPU, and there is none to ask for {device}; pass '
+            'the bytes of the GPU that you plan for, such as budget="80GiB"'
         )
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 
 
-def _memory_seq(model: Any, given: int | None) -> int | None:
-    if given is not None:
-        given = _length("memory_seq", given)
-        if not any(isinstance(layer, CrossAttention) for layer in model.layers.modules()):
-            raise ConfigError(
-                f"memory plan: memory_seq={given}, but no layer of {type(model).__name__} attends "
-                "to a memory; leave it out"
-            )
-    return given
-
-
-def _check_choice(name: str, value: Any, *choices: object) -> None:
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        *others, last = map(repr, choices)
-        expected = f"{', '.join(others)} or {last}"
-        raise ConfigError(f"memory plan: {name}={short_repr(value)}; expected {expected}")
-
-
 def _length(name: str, value: int) -> int:
-    return checked_integer(name, value, 1, 2**31 - 1)
+    return checked_integer(name, value, 1, LONGEST)
 
 
 def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:
@@ -320,12 +221,7 @@ def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer 
         return adam_bytes(model)
     if isinstance(given, torch.optim.Optimizer):
         return state_bytes(given)
-    if isinstance(given, str) or integer(given) is not None:
-        return parse_bytes(given, "optimizer_bytes")
-    raise ConfigError(
-        f"optimizer_bytes={short_repr(given)}: expected an optimizer, such as "
-        "torch.optim.AdamW(model.parameters()), or a number of bytes"
-    )
+    return parse_bytes(given, "optimizer_bytes")
 
 
 def _distributed() -> bool:
@@ -346,16 +242,13 @@ def _from_rank_0(compute: Callable[[], Any]) -> Any:
     """Return what rank 0 computes, or raise its exception on every rank."""
     if not _distributed():
         return compute()
-    # The other ranks wait for an answer, and also get one if rank 0 is interrupted.
-    made: list[Any] = [ConfigError("memory plan: rank 0 was interrupted while it made the plan")]
-    try:
-        if dist.get_rank() == 0:
-            try:
-                made = [compute()]
-            except Exception as fault:
-                made = [fault]
-    finally:
-        dist.broadcast_object_list(made, src=0)
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [compute()]
+        except Exception as fault:  # the other ranks wait for an answer
+            made = [fault]
+    dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]

@@ -1,6 +1,6 @@
 """Copies between a device and pinned host memory: those of a GPU, and those of a simulated one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ from ligermodels.memory.pinned_pool import HostBlock
 
 
 class Copies:
-    """The operations of a device that an `Offloader` uses. On a simulated GPU they do nothing."""
+    """The operations of a device that an `Offloader` uses. On a simulated GPU they only count.
+
+    Args: count: called as count(to_host, nbytes) at each copy.
+    """
+
+    def __init__(self, count: Callable[[bool, int], None]) -> None:
+        self.count = count
 
     def slab(self, nbytes: int) -> Tensor | None:
         """Allocate host memory."""
@@ -19,9 +25,11 @@ class Copies:
 
     def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> Any:
         """Start to copy bytes into blocks of slabs; return an event that marks the end."""
+        self.count(True, source.nbytes)
 
     def to_device(self, target: Tensor, host_blocks: list[HostBlock], after: Any) -> Any:
         """Start to copy blocks of slabs into `target` after an event; return one for the end."""
+        self.count(False, target.nbytes)
 
     def stream(self) -> Any:
         """Return the stream that computes now in this thread."""

@@ -9,7 +9,7 @@ the host never waits. Whether a tensor leaves, and where it lies, is therefore t
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.checks import check_count
-from ligermodels.memory.byte_sizes import MIB, integer
+from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.host_copies import Copies, CudaCopies
 from ligermodels.memory.pinned_pool import PinnedBlock, PinnedPool
 
@@ -50,52 +49,35 @@ class Offloader:
         device: a GPU, or "meta" to simulate one: no memory is pinned and nothing is copied, but
             tensors are released and allocated at the same points.
         host_budget: bytes of pinned memory at most. Each rank of a host has its own budget.
-        hold: how many layers may run after a layer before its tensors leave GPU memory. A larger
-            number gives slow copies more time, and takes the memory of more layers.
-        on_copy: called as on_copy(to_host, nbytes) at each copy.
-        copies: replaces the device's own operations.
+        copies: the device's operations. By default they are those of the GPU.
     Raises:
         ConfigError: there is no pinned memory, because there is no GPU, or the budget is under
             1 MiB.
     """
 
     def __init__(
-        self,
-        device: torch.device | str,
-        host_budget: int,
-        *,
-        hold: int = HOLD,
-        on_copy: Callable[[bool, int], None] | None = None,
-        copies: Copies | None = None,
+        self, device: torch.device | str, host_budget: int, copies: Copies | None = None
     ) -> None:
-        if (integer(host_budget) or 0) < MIB:
+        if host_budget < MIB:
             raise ConfigError(
                 f"offload: host_budget={host_budget} bytes; expected {MIB} (1 MiB) or more, "
                 "or a plan without layers in host memory"
             )
         self.device = torch.device(device)
         if copies is None:
-            copies = self._copies_of_device()
-        self.copies = copies
-        self.hold = check_count("offload", "hold", hold, 1)
-        self.on_copy = on_copy
-        self.host_budget = host_budget
+            if self.device.type != "cuda" or not torch.cuda.is_available():
+                raise ConfigError(
+                    f"offload: device {self.device} has no pinned host memory to offload to; use a "
+                    "GPU, or a plan without layers in host memory"
+                )
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            copies = CudaCopies(self.device)
+        self.copies, self.host_budget = copies, host_budget
         self.pool = PinnedPool(host_budget, copies.slab)
         self._refused = 0
         self._pass = _Pass(())
         self._layer: _Layer | None = None  # an attribute, since hooks may run in other threads
-
-    def _copies_of_device(self) -> Copies:
-        if self.device.type == "meta":
-            return Copies()
-        if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(
-                f"offload: device {self.device} has no pinned host memory to offload to; use a "
-                "GPU, or a plan without layers in host memory"
-            )
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        return CudaCopies(self.device)
 
     def __reduce__(self) -> Any:
         # A copy of the model that owns this gets its own offloader.
@@ -132,7 +114,8 @@ class Offloader:
                 yield
         finally:
             self._layer = outer
-            layer.within.leave(index, self.hold)
+            # End the forward of the layer; release the ones more than `HOLD` layers before it.
+            layer.within.release(keep=layer.within.resident[-HOLD:])
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> "_Handle":
@@ -234,8 +217,6 @@ class _Stored:
         self.resident_version = self.resident._version
         self.stream = owner.copies.stream()
         self.event = owner.copies.to_host(self.resident, owner.pool.host_blocks(blocks))
-        if owner.on_copy is not None:
-            owner.on_copy(True, self.nbytes)
 
     def changed(self) -> bool:
         """Return whether the tensor was changed in place since the copy."""
@@ -257,8 +238,6 @@ class _Stored:
             host_blocks = owner.pool.host_blocks(self.blocks)
             self.event = owner.copies.to_device(resident, host_blocks, self.event)
             self.resident, self.resident_version = resident, resident._version
-            if owner.on_copy is not None:
-                owner.on_copy(False, self.nbytes)
         return self.resident
 
     def elements(self, dtype: torch.dtype) -> Tensor:
@@ -305,10 +284,6 @@ class _Pass:
         self.below[index] = next(reversed(self.below), None)
         self.of_layer[index] = []
         self.resident.append(index)
-
-    def leave(self, index: int, hold: int) -> None:
-        """End the forward of a layer; release the ones more than `hold` layers before it."""
-        self.release(keep=self.resident[-hold:])
 
     def visit(self, index: int) -> None:
         """Backward needs the tensors of a layer: load them, and those of the layer below."""

@@ -11,7 +11,6 @@ from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.byte_sizes import integer
 
 NO_LIMIT = 2**62  # bytes
-_RENAMED = {"keep": "policy"}  # in plans that were stored
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ class LayerPlan:
     tile: int | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(
-                f"memory plan: policy={short_repr(self.policy)}; expected one of {POLICIES}"
-            )
-        if not isinstance(self.host, bool):
-            raise ConfigError(f"memory plan: host={short_repr(self.host)}; expected True or False")
+        check_choice("policy", self.policy, *POLICIES)
+        check_choice("host", self.host, True, False)
         if self.tile is not None:
             _set(self, tile=checked_integer("tile", self.tile, 1))
 
@@ -182,21 +177,14 @@ class MemoryPlan:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the plan that `to_dict` has written.
 
-        Older plans have one `mlp_tile` for all layers, and `keep` instead of `policy`.
-
         Raises:
             ConfigError: the values are not those of a plan.
         """
         try:
-            older = {"tile": values.get("mlp_tile")}
-            values = {name: value for name, value in values.items() if name != "mlp_tile"}
-            layers = tuple(
-                LayerPlan(**(older | {_RENAMED.get(name, name): x for name, x in layer.items()}))
-                for layer in values["layers"]
-            )
+            layers = tuple(LayerPlan(**layer) for layer in values["layers"])
             prediction = values.get("prediction")
             if prediction is not None:
-                gains = tuple((more, seconds) for more, seconds in prediction["gains"])
+                gains = tuple(map(tuple, prediction["gains"]))
                 prediction = Prediction(**(prediction | {"gains": gains}))
             return cls(**(values | {"layers": layers, "prediction": prediction}))
         except (AttributeError, KeyError, TypeError, ValueError) as fault:
@@ -212,6 +200,14 @@ def checked_integer(name: str, value: Any, least: int, most: int | None = None) 
             f"memory plan: {name}={short_repr(value)}; expected an integer of {limits}"
         )
     return number
+
+
+def check_choice(name: str, value: Any, *choices: object) -> None:
+    """Raise ConfigError unless a value is one of the choices."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        *others, last = map(repr, choices)
+        expected = f"{', '.join(others)} or {last}"
+        raise ConfigError(f"memory plan: {name}={short_repr(value)}; expected {expected}")
 
 
 def _sequence(layers: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 
@@ -41,7 +41,7 @@ def choices_of(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Cho
     Args: simulations: the plan of every layer -> the step, for each policy, and for "input" with
         each size of tiles. Where gate_up is computed again, tiles make the same difference.
     """
-    found = {plan: _layer_costs(step, rates) for plan, step in simulations.items()}
+    found = {plan: _layer_costs(step, rates)[:4] for plan, step in simulations.items()}
     whole = LayerPlan("input")
     for other, tiled in product(map(LayerPlan, _TILED_ALSO), list(found)):
         if tiled.tile is not None:
@@ -68,34 +68,24 @@ def _outside(simulation: Simulation) -> Work:
     return sum(works, Work())
 
 
-def _passes(simulation: Simulation) -> list[tuple[Phase, Phase]]:
-    """Return the forward and the backward of each layer."""
+def _layer_costs(simulation: Simulation, rates: Rates) -> tuple[Array, ...]:
+    """Return the first four costs of `Choices` for each layer, and the seconds of its copies."""
     phases = simulation.phases
     count = sum(name.startswith("forward of layer") for name in phases)
+    forward = [phases[f"forward of layer {i}"] for i in range(count)]
     # Backward has no such phase if nothing in or below the layer needs a gradient.
-    return [
-        (phases[f"forward of layer {i}"], phases.get(f"backward of layer {i}", Phase(0)))
-        for i in range(count)
-    ]
-
-
-def _layer_costs(simulation: Simulation, rates: Rates) -> tuple[Array, ...]:
-    """Return the first four costs of `Choices` for each layer."""
-    passes = _passes(simulation)
-    kept = np.array([max(0, forward.after - forward.before) for forward, _ in passes])
-    peaks = np.array([max(forward.peak, backward.peak) for forward, backward in passes])
-    forward, backward = (
-        np.array([rates.seconds(phase.work) for phase in phases]) for phases in zip(*passes)
-    )
-    return kept, peaks - kept.cumsum(), forward, backward
+    backward = [phases.get(f"backward of layer {i}", Phase(0)) for i in range(count)]
+    kept = np.array([max(0, phase.after - phase.before) for phase in forward])
+    peaks = np.array([max(a.peak, b.peak) for a, b in zip(forward, backward)])
+    seconds = [np.array([rates.seconds(x.work) for x in each]) for each in (forward, backward)]
+    copied = np.array([phase.work.to_host_bytes for phase in forward])
+    return kept, peaks - kept.cumsum(), *seconds, copied / rates.host_bytes
 
 
 def step_seconds(simulation: Simulation, rates: Rates) -> float:
     """Return the seconds of a step, and of the copies to host memory that it waits for."""
-    _, _, forward, backward = _layer_costs(simulation, rates)
-    copied = np.array([forward.work.to_host_bytes for forward, _ in _passes(simulation)])
-    seconds = layer_seconds(forward, backward, copied / rates.host_bytes)
-    return float(seconds) + rates.seconds(_outside(simulation))
+    _, _, *costs = _layer_costs(simulation, rates)
+    return float(layer_seconds(*costs)) + rates.seconds(_outside(simulation))
 
 
 def search(task: Choices, budget: int) -> list[LayerPlan] | None:
@@ -135,13 +125,14 @@ def search(task: Choices, budget: int) -> list[LayerPlan] | None:
     return chosen[::-1]
 
 
+@dataclass(eq=False)
 class Space:
     """The plans of a step.
 
-    Args:
+    Attributes:
         simulate: a function that simulates a step under a plan.
         num_layers: of the model.
-        rates: of the device.
+        device_rates: the rates of the device.
         host_budget: bytes of pinned host memory.
         tiles: tokens that a tiled MLP may handle at once, from many to few.
         reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
@@ -149,26 +140,22 @@ class Space:
         head_chunk: tokens that the loss head handles at once; None means its default.
     """
 
-    def __init__(
-        self,
-        simulate: Simulate,
-        num_layers: int,
-        rates: Rates,
-        host_budget: int,
-        tiles: Sequence[int] = (),
-        *,
-        reserved: bool = False,
-        head_chunk: int | None = None,
-    ) -> None:
-        self.reserved, self.head_chunk = reserved, head_chunk
-        self.simulate = cache(simulate)
-        self.host_budget, self.uses_host = host_budget, host_budget >= MIB
+    simulate: Simulate
+    num_layers: int
+    device_rates: Rates
+    host_budget: int
+    tiles: Sequence[int] = ()
+    reserved: bool = False
+    head_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        self.simulate = cache(self.simulate)
+        self.uses_host = self.host_budget >= MIB
         choices = [LayerPlan(policy) for policy in POLICIES]
-        choices += [LayerPlan("input", tile=tile) for tile in tiles]
-        self.uniform = {choice: self.plan([choice] * num_layers) for choice in choices}
+        choices += [LayerPlan("input", tile=tile) for tile in self.tiles]
+        self.uniform = {choice: self.plan([choice] * self.num_layers) for choice in choices}
         # Every layer keeps as little as it can.
-        self.smallest = self.plan([replace(choices[-1], host=self.uses_host)] * num_layers)
-        self._rates = rates
+        self.smallest = self.plan([replace(choices[-1], host=self.uses_host)] * self.num_layers)
 
     def plan(self, layers: Sequence[LayerPlan]) -> MemoryPlan:
         """Return the plan with these layers."""
@@ -189,7 +176,7 @@ class Space:
     def rates(self) -> Rates:
         """The rates of the device in such a step."""
         found = self.simulate(self.uniform[LayerPlan()])
-        return self._rates.in_step(found.forward + found.backward)
+        return self.device_rates.in_step(found.work("forward") + found.work("backward"))
 
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan."""

@@ -1,8 +1,7 @@
 """The device that meta tensors stand for in a simulation: its attention, autocast and kernels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,16 +23,26 @@ from ligermodels.memory.torch_private import Flex, sdpa_backend
 from ligermodels.memory.tracker import Tracker
 
 _aten = torch.ops.aten
+# The kernels of scaled_dot_product_attention, and their arguments after q, k and v.
+_KERNELS: dict[SDPBackend, tuple[Any, tuple[Any, ...]]] = {
+    SDPBackend.CUDNN_ATTENTION: (_aten._scaled_dot_product_cudnn_attention, (None, True)),
+    SDPBackend.FLASH_ATTENTION: (_aten._scaled_dot_product_flash_attention, ()),
+    SDPBackend.EFFICIENT_ATTENTION: (_aten._scaled_dot_product_efficient_attention, (None, True)),
+}
+_CAST = torch.float32, torch.float16, torch.bfloat16  # what autocast casts
+_H100_SMS = 132  # multiprocessors of an H100 and an H200
 
 
 class SimulatedDevice:
     """The device that meta tensors stand for; see `kernels.dispatch.Simulator`."""
 
     def __init__(
-        self, device: torch.device, num_sms: int, autocast: torch.dtype | None, tracker: Tracker
+        self, device: torch.device, autocast: torch.dtype | None, tracker: Tracker
     ) -> None:
-        self.device, self.num_sms, self.autocast = device, num_sms, autocast
-        self.tracker = tracker
+        self.device, self.autocast, self.tracker = device, autocast, tracker
+        here = device.type == "cuda" and torch.cuda.is_available()
+        properties = torch.cuda.get_device_properties(device) if here else None
+        self.num_sms = _H100_SMS if properties is None else properties.multi_processor_count
 
     @contextmanager
     def without_autocast(self) -> Iterator[None]:
@@ -105,19 +114,10 @@ class SimulatedDevice:
             )[0]
         if visible is None:
             k, v = attention_backend.heads_for_sdpa(q, k, v)
-        backend = sdpa_backend(heads, k.shape[1], head_dim, q.dtype)
-        if visible is None and backend == SDPBackend.CUDNN_ATTENTION:
-            return _aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, causal, False, scale=scale
-            )[0]
-        if visible is None and backend == SDPBackend.FLASH_ATTENTION:
-            return _aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, causal, False, scale=scale
-            )[0]
-        if visible is None and backend == SDPBackend.EFFICIENT_ATTENTION:
-            return _aten._scaled_dot_product_efficient_attention(
-                q, k, v, None, True, 0.0, causal, scale=scale
-            )[0]
+            backend = sdpa_backend(heads, k.shape[1], head_dim, q.dtype)
+            if backend in _KERNELS:
+                kernel, options = _KERNELS[backend]
+                return kernel(q, k, v, *options, 0.0, causal, scale=scale)[0]
         return F.scaled_dot_product_attention(
             q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=True
         )
@@ -175,13 +175,13 @@ class Autocast(TorchFunctionMode):
             kwargs = {key: self._cast(x) for key, x in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
+    def end_forward(self) -> None:
+        self.keeps = False
+        self.casts.clear()
+
     def _cast(self, x: Any) -> Any:
         dtype = self.simulator.autocast
-        if not isinstance(x, Tensor) or x.dtype not in (
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-        ):
+        if not isinstance(x, Tensor) or x.dtype not in _CAST:
             return x
         if not (self.keeps and x.is_leaf and x.requires_grad and x.dtype == torch.float32):
             return x.to(dtype)
@@ -190,37 +190,21 @@ class Autocast(TorchFunctionMode):
         return self.casts[id(x)]
 
 
-class _NoLaunch:
-    """Stands in for a Triton kernel: a launch with meta tensors is counted, others happen."""
-
-    def __init__(self, kernel: Any, tracker: Tracker) -> None:
-        self.kernel, self.tracker = kernel, tracker
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(x, Tensor) and x.is_meta for x in args):
-                return self.tracker.launched(args)
-            return self.kernel[grid](*args, **kwargs)
-
-        return launch
-
-
 @contextmanager
 def no_launches(tracker: Tracker) -> Iterator[None]:
-    """Put `_NoLaunch` in the place of every Triton kernel of this library."""
-    import ligermodels.kernels.triton as triton
+    """Count a launch of a Triton kernel with meta tensors instead of launching it."""
+    from ligermodels.kernels.triton import glu
 
-    modules = [x for x in vars(triton).values() if isinstance(x, ModuleType)]
-    kernels = [
-        (module, name, kernel)
-        for module in modules
-        for name, kernel in vars(module).items()
-        if name.endswith("_kernel") and not isinstance(kernel, _NoLaunch)
-    ]
-    for module, name, kernel in kernels:
-        setattr(module, name, _NoLaunch(kernel, tracker))
+    kernel_class: Any = type(glu.glu_forward_kernel)  # another one in Triton's interpreter
+    run = kernel_class.run
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.is_meta for x in args):
+            return tracker.launched(args)
+        return run(kernel, *args, **options)
+
+    kernel_class.run = counted
     try:
         yield
     finally:
-        for module, name, kernel in kernels:
-            setattr(module, name, kernel)
+        kernel_class.run = run

@@ -18,9 +18,8 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,21 +39,34 @@ CHECKED = ("2.11", "2.13")
 # and for large blocks, which grow at their ends. Nothing goes back to the GPU.
 
 
-@dataclass(eq=False, slots=True)
-class Block:
-    """A part of a segment; `before` and `after` are its neighbours there."""
+class Block(NamedTuple):
+    """A part of a segment. Small blocks and large ones have separate addresses."""
 
     address: int
     size: int
     small: bool
-    free: bool = True
-    before: "Block | None" = None
-    after: "Block | None" = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """The order in which free blocks are tried."""
-        return self.size, self.address
+
+class _Pool:
+    """The free blocks for small requests, or those for large ones."""
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int]] = []  # (size, address), in the order in which they serve
+        self.sizes: dict[int, int] = {}  # by address
+        self.starts: dict[int, int] = {}  # by the address after the block
+        self.end = 0  # of the last segment
+
+    def put(self, address: int, size: int) -> None:
+        insort(self.free, (size, address))
+        self.sizes[address] = size
+        self.starts[address + size] = address
+
+    def take(self, address: int) -> int:
+        """Take out the block at an address; return its size."""
+        size = self.sizes.pop(address)
+        del self.starts[address + size]
+        self.free.pop(bisect_left(self.free, (size, address)))
+        return size
 
 
 class CachingAllocator:
@@ -66,85 +78,55 @@ class CachingAllocator:
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
         self.allocated = self.reserved = 0
-        self._free: dict[bool, list[Block]] = {True: [], False: []}  # small or not, by their keys
-        self._last: dict[bool, Block | None] = {True: None, False: None}  # of expandable segments
-        self._next_address = 0
+        self._pools = {True: _Pool(), False: _Pool()}  # small or not
 
     def allocate(self, size: int) -> Block:
         """Return a block for a request of `size` bytes."""
         size = max(-(-size // 512), 1) * 512
         small = size <= MIB
-        pool = self._free[small]
-        place = bisect_left(pool, (size, -1), key=lambda block: block.key)
-        if place + 1 < len(pool) and pool[place] is self._last[small]:
-            place += 1  # the last block counts as large as it may become
-        found = pool.pop(place) if place < len(pool) else None
-        if found is not None:
-            block = found
+        pool = self._pools[small]
+        place = bisect_left(pool.free, (size, -1))
+        # The last block of an expandable segment counts as large as it may become.
+        if self.expandable and place + 1 < len(pool.free) and sum(pool.free[place]) == pool.end:
+            place += 1
+        if place < len(pool.free):
+            address = pool.free[place][1]
+            whole = pool.take(address)
         else:
-            block = self._grown(size, small) if self.expandable else self._segment(size, small)
-        rest = block.size - size
+            address, whole = self._from_gpu(pool, size, small)
+        rest = whole - size
         if rest >= 512 if small or self.expandable else rest > MIB:
-            after = Block(block.address + size, rest, small, True, block, block.after)
-            if block.after is not None:
-                block.after.before = after
-            elif self.expandable:
-                self._last[small] = after
-            block.size, block.after = size, after
-            self._insert(after)
-        block.free = False
-        self.allocated += block.size
-        return block
+            pool.put(address + size, rest)
+        else:
+            size = whole
+        self.allocated += size
+        return Block(address, size, small)
 
     def free(self, block: Block) -> None:
         """Take a block back, and join it with free neighbours."""
         self.allocated -= block.size
-        block.free = True
-        if block.before is not None and block.before.free:
-            self._remove(block.before)
-            block = _joined(block.before, block)
-        if block.after is not None and block.after.free:
-            self._remove(block.after)
-            block = _joined(block, block.after)
-        if self.expandable and block.after is None:
-            self._last[block.small] = block
-        self._insert(block)
+        pool = self._pools[block.small]
+        start, end = block.address, block.address + block.size
+        if (before := pool.starts.get(start)) is not None:
+            pool.take(before)
+            start = before
+        if end in pool.sizes:
+            end += pool.take(end)
+        pool.put(start, end - start)
 
-    def _segment(self, size: int, small: bool) -> Block:
-        if small:
-            length = 2 * MIB
-        elif size < 10 * MIB:
-            length = 20 * MIB
+    def _from_gpu(self, pool: _Pool, size: int, small: bool) -> tuple[int, int]:
+        """Return the address and the size of memory that is new, at least in part."""
+        part = (2 if small else 20) * MIB
+        if self.expandable:  # the segment grows until its last block, if that is free, has the size
+            address = pool.starts.get(pool.end, pool.end)
+            found = pool.take(address) if address < pool.end else 0
+            new = _up(size - found, part)
         else:
-            length = -(-size // (2 * MIB)) * 2 * MIB
-        block = Block(self._next_address, length, small)
-        self._next_address += length
-        self.reserved += length
-        return block
-
-    def _grown(self, size: int, small: bool) -> Block:
-        """Let an expandable segment grow until its last block, if that is free, has the size."""
-        last, part = self._last[small], (2 if small else 20) * MIB
-        if last is not None and last.free:
-            self._remove(last)
-            block = last
-        else:
-            end = int(not small) << 60 if last is None else last.address + last.size
-            block = Block(end, 0, small, True, last)
-            if last is not None:
-                last.after = block
-        more = -(-(size - block.size) // part) * part
-        block.size += more
-        self.reserved += more
-        self._last[small] = block
-        return block
-
-    def _insert(self, block: Block) -> None:
-        insort(self._free[block.small], block, key=lambda other: other.key)
-
-    def _remove(self, block: Block) -> None:
-        pool = self._free[block.small]
-        pool.pop(bisect_left(pool, block.key, key=lambda other: other.key))
+            address, found = pool.end + 1, 0  # blocks of different segments are no neighbours
+            new = part if size < 10 * MIB else _up(size, 2 * MIB)
+        pool.end = address + found + new
+        self.reserved += new
+        return address, found + new
 
 
 def expandable_segments() -> bool:
@@ -161,55 +143,45 @@ def expandable_segments() -> bool:
     return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
-def _joined(first: Block, second: Block) -> Block:
-    """Make one block of two neighbours."""
-    first.size += second.size
-    first.after = second.after
-    if first.after is not None:
-        first.after.before = first
-    return first
-
-
 # The buffers of operators. A kernel's outputs and gradients are tensors that a simulation sees. Its
 # scratch is not: the table `SCRATCH` gives its bytes, for the arguments of the operator.
 
 FLOAT = 4  # bytes of a float32
 LONG = 8  # bytes of an int64
-_aten = torch.ops.aten
 
 
 def _up(length: int, block: int) -> int:
     return -(-length // block) * block
 
 
+def _fused_backward(rows: int, width: int, keys: int, heads: int, k: Tensor) -> int:
+    """Return the bytes of float32 sums of dq and of one number per row.
+
+    Where heads share keys, dk and dv of each query head are there, too, before they are summed.
+    """
+    shared = 0 if heads == k.shape[1] else 2 * keys * heads * k.shape[-1] * k.itemsize
+    return rows * (width + 1) * FLOAT + shared
+
+
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
-    """FlashAttention 2, mha_bwd: float32 sums of dq, one number per row, dk and dv of all heads."""
+    """FlashAttention 2, mha_bwd."""
     batch, heads, queries, head_dim = q.shape
     rows = batch * heads * _up(queries, 128)
-    scratch = rows * (_up(head_dim, 32) + 1) * FLOAT
-    return scratch + _expanded(batch * k.shape[2], heads, k.shape[1], head_dim, k.itemsize)
+    return _fused_backward(rows, _up(head_dim, 32), batch * k.shape[2], heads, k)
 
 
 def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, *arguments: Any) -> int:
-    """FlashAttention 2, mha_varlen_bwd: as above, with up to 128 rows more per document."""
+    """FlashAttention 2, mha_varlen_bwd: it has up to 128 rows more per document."""
     total, heads, head_dim = q.shape
     documents = next(x for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int32)
     rows = heads * (total + 128 * (len(documents) - 1))
-    scratch = rows * (_up(head_dim, 32) + 1) * FLOAT
-    return scratch + _expanded(len(k), heads, k.shape[1], head_dim, k.itemsize)
-
-
-def _expanded(keys: int, heads: int, kv_heads: int, head_dim: int, size: int) -> int:
-    """Return the bytes of the gradients of k and v for each query head, before they are summed."""
-    return 0 if heads == kv_heads else 2 * keys * heads * head_dim * size
+    return _fused_backward(rows, _up(head_dim, 32), len(k), heads, k)
 
 
 def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
-    """cudnn-frontend, the backward node of SDPA: float32 sums of dq, one number per row, and the
-    gradients of k and v for each query head."""
+    """cudnn-frontend, the backward node of SDPA."""
     batch, heads, queries, head_dim = q.shape
-    scratch = batch * heads * queries * (head_dim + 1) * FLOAT
-    return scratch + _expanded(batch * k.shape[2], heads, k.shape[1], head_dim, k.itemsize)
+    return _fused_backward(batch * heads * queries, head_dim, batch * k.shape[2], heads, k)
 
 
 def _efficient_backward(grad: Tensor, q: Tensor, *_: Any) -> int:
@@ -228,22 +200,18 @@ def _embedding_backward(grad: Tensor, ids: Tensor, *_: Any) -> int:
 
 
 # The bytes that an operator allocates and frees by itself.
-SCRATCH: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    _aten.embedding_dense_backward.default: _embedding_backward,
+SCRATCH: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::embedding_dense_backward": _embedding_backward,
+    "torch_attn::_varlen_attn_backward": _varlen_backward,
 }
 
 
-def scratch(operator: Any, arguments: tuple[Any, ...]) -> int:
+def scratch(operator: str, arguments: tuple[Any, ...]) -> int:
     """Return the bytes that an operator allocates and frees by itself on a GPU."""
-    if operator in SCRATCH:
-        return SCRATCH[operator](*arguments)
-    # PyTorch registers this one when its module is first imported.
-    if operator.name() == "torch_attn::_varlen_attn_backward":
-        return _varlen_backward(*arguments)
-    return 0
+    return SCRATCH[operator](*arguments) if operator in SCRATCH else 0
 
 
 def cublas_workspaces() -> tuple[int, int]:
@@ -298,6 +266,14 @@ class Flex(torch.autograd.Function):
 # Autograd
 
 
+def run_backward(loss: Tensor) -> None:
+    """Run backward as `loss.backward()` does, which would suspend the mode that is autocast."""
+    gradient = torch.ones_like(loss)
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (loss,), (gradient,), False, False, (), True, True
+    )
+
+
 def accumulates(total: Tensor) -> bool:
     """Return whether autograd adds a gradient to `total` in place when no dispatch mode runs.
 
@@ -307,8 +283,8 @@ def accumulates(total: Tensor) -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name in ("_fn", "inner"):
         frame = frame.f_back  # wrappers of `__torch_dispatch__`
-    # The engine is called by torch, for a backward inside a backward, and by `run_step`.
-    if frame.f_code.co_name not in ("_engine_run_backward", "step"):
+    # The engine is called by torch, for a backward inside a backward, and by `run_backward`.
+    if frame.f_code.co_name not in ("_engine_run_backward", "run_backward"):
         return False
     # The engine's buffer holds the tensor. The Python object, its call and this one add three.
     storage = total.untyped_storage()
@@ -358,8 +334,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     Others count as Adam. An optimizer that is made of others has them in `inner_optimizers`.
     """
     inner = getattr(optimizer, "inner_optimizers", [])
-    held = [value for state in optimizer.state.values() for value in state.values()]
-    found = sum(x.nbytes for x in _plain(held) if x.device.type != "cpu" or _on_cpu(optimizer))
+    # On a GPU some optimizers keep a count of steps on the CPU.
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    held = plain(*(value for state in optimizer.state.values() for value in state.values()))
+    found = sum(x.nbytes for x in held if x.device.type in devices)
     if inner and not found:
         return sum(map(state_bytes, inner))
     return found or sum(
@@ -377,18 +355,6 @@ def adam_bytes(model: nn.Module) -> int:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all parameters are on the CPU, where some optimizers keep a count of steps."""
-    return all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-
-
-def _plain(values: list[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data of some values; one in 8 bits is made of several."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield from plain(local(value))
 
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:
@@ -409,7 +375,7 @@ def _expected_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], x: Ten
     if hasattr(optimizer, "_new_buffer"):  # torchao's: the states of its classes differ in bits
         stand_in = torch.empty_like(x, device="meta")
         made = [optimizer._new_buffer(stand_in, signed) for signed in (True, False)]
-        return sum(each.nbytes for each in _plain(made + made[1:] * amsgrad))
+        return sum(each.nbytes for each in plain(*made, *made[1:] * amsgrad))
     return (_ADAM + amsgrad) * x.nbytes
 
 
@@ -423,12 +389,12 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _step_bytes_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    sizes = [local(p).nbytes for p in _trained(group)]
-    counts = [local(p).numel() for p in _trained(group)]
+    trained = [local(p) for p in _trained(group)]
+    sizes, counts = [p.nbytes for p in trained], [p.numel() for p in trained]
     if not sizes or group.get("fused"):
         return 0
     if hasattr(optimizer, "_new_buffer"):  # torchao's: both states of a parameter in float32
-        return 2 * 4 * max(counts)
+        return 2 * FLOAT * max(counts)
     if isinstance(optimizer, torch.optim.Muon):  # the update, and three matrices in bfloat16
         return max(size + 3 * 2 * count for size, count in zip(sizes, counts))
     before = [0, *sizes]  # of the parameter before, of which a tensor is still there
@@ -436,8 +402,7 @@ def _step_bytes_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> i
         return max(map(sum, zip(sizes, before)))
     if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
         return 0
-    on_gpu = any(local(p).is_cuda for p in _trained(group))
-    if group.get("foreach") or (group.get("foreach") is None and on_gpu):
+    if group.get("foreach") or (group.get("foreach") is None and any(p.is_cuda for p in trained)):
         return sum(sizes)  # all parameters are updated at once
     return max(map(sum, zip(sizes, sizes, before)))
 
@@ -447,13 +412,18 @@ def is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def plain(x: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data of a tensor; a quantized one is made of several."""
-    if is_wrapper(type(x)):
-        for name in x.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from plain(getattr(x, name))
-    else:
-        yield x
+def plain(*values: Any) -> Iterator[Tensor]:
+    """Yield the tensors that hold the data of values on this rank.
+
+    A quantized tensor is made of several. Values of other types have none.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            x = local(value)
+            if is_wrapper(type(x)):
+                yield from plain(*(getattr(x, name) for name in x.__tensor_flatten__()[0]))  # type: ignore[attr-defined]
+            else:
+                yield x
 
 
 # FSDP2. A simulation runs the model with whole weights, which it does not count. `Sharding` follows
@@ -467,63 +437,59 @@ Gradients = Literal["new", "kept", "freed"]
 OnStream = Callable[[str], AbstractContextManager[object]]
 
 
-@dataclass
 class ShardedParameter:
     """A parameter of which each rank has a shard.
 
     Attributes:
-        name: of the parameter in the model.
-        shape: of the whole parameter.
         local: elements of a shard, padded to the same number on each rank.
         dtype: of the shard and of its gradient.
         gathered_dtype: in which it is gathered.
         reduced_dtype: in which its gradient is reduced.
         trained: whether it needs a gradient.
+        whole: a meta tensor like the whole parameter, with which the simulation computes.
     """
 
-    name: str
-    shape: torch.Size
-    local: int
-    dtype: torch.dtype
-    gathered_dtype: torch.dtype
-    reduced_dtype: torch.dtype
-    trained: bool
-    whole: Tensor | None = None  # with which the simulation computes
-
-    def stand_in(self) -> Tensor:
-        """Return a meta tensor like the whole parameter, for the simulated step."""
+    def __init__(self, parameter: Any, policy: Any) -> None:
+        if parameter.offload_to_cpu:
+            raise ConfigError(
+                "memory plan: FSDP2 offloads parameters to the CPU, which is not simulated; write "
+                "a plan by hand (MemoryPlan.of) and measure its peak"
+            )
+        shard = self.shard = parameter.sharded_param
+        self.local, self.dtype = parameter.padded_sharded_param_size.numel(), shard.dtype
+        gathered = policy.param_dtype if shard.dtype.is_floating_point else None
+        self.gathered_dtype: torch.dtype = gathered or shard.dtype
+        self.reduced_dtype: torch.dtype = policy.reduce_dtype or self.gathered_dtype
+        self.trained = shard.requires_grad
         self.whole = torch.empty(
-            self.shape, dtype=self.gathered_dtype, device="meta", requires_grad=self.trained
+            shard.shape, dtype=self.gathered_dtype, device="meta", requires_grad=self.trained
         )
-        return self.whole
 
 
-@dataclass(eq=False)
 class ShardedParameterGroup:
     """Parameters that FSDP2 gathers and reduces together.
 
     Attributes:
         modules: whose forward and backward need them.
+        state: that of FSDP2. It says which groups are gathered when the forward or the backward of
+            this one begins. By default it is the group before this one, in backward.
         ranks: the number of shards.
         reshards: whether the gathered weights are freed after forward, and gathered again.
         replicated: whether the reduced gradients are then averaged over copies of the shards.
-        forward_prefetch: the groups that are gathered when the forward of this one begins.
-        backward_prefetch: the same for backward. By default it is the group before this one.
     """
 
-    modules: tuple[nn.Module, ...]
-    parameters: list[ShardedParameter]
-    ranks: int
-    reshards: bool
-    replicated: bool
-    forward_prefetch: "list[ShardedParameterGroup]" = field(default_factory=list)
-    backward_prefetch: "list[ShardedParameterGroup]" = field(default_factory=list)
-    buffer: Tensor | None = None  # of an all-gather that is under way
-    gathered: list[Tensor] = field(default_factory=list)
-    shard_grads: list[Tensor] = field(default_factory=list)
-    averaged: Tensor | None = None  # what was averaged over copies
-    forward_index: int = -1  # in the order of forward
-    reduced: bool = False
+    def __init__(self, group: Any, state: Any, keeps: bool) -> None:
+        mesh = group.mesh_info
+        self.modules, self.state, self.ranks = group.modules, state, mesh.shard_mesh_size
+        self.parameters = [ShardedParameter(p, group.mp_policy) for p in group.fsdp_params]
+        self.reshards = group.post_forward_mesh_info is not None and not keeps
+        self.replicated = getattr(mesh, "replicate_mesh_dim", None) is not None
+        self.buffer: Tensor | None = None  # of an all-gather that is under way
+        self.gathered: list[Tensor] = []
+        self.shard_grads: list[Tensor] = []
+        self.averaged: Tensor | None = None  # what was averaged over copies
+        self.forward_index = -1  # in the order of forward
+        self.reduced = False
 
 
 class Sharding:
@@ -531,41 +497,30 @@ class Sharding:
 
     Args:
         model: to which `fully_shard` was applied.
-        step_module: a module that contains it, and has the names of parameters. By default the
-            model.
+        called: the module that a step calls, which contains the model.
     Raises: ConfigError: a parameter is sharded in another way, which is not simulated.
     """
 
-    def __init__(self, model: nn.Module, step_module: nn.Module | None = None) -> None:
-        named = list((model if step_module is None else step_module).named_parameters())
-        names = {id(parameter): name for name, parameter in named}
-        self.groups: list[ShardedParameterGroup] = []
-        of_state: dict[int, list[ShardedParameterGroup]] = {}
-        # The modules to which `fully_shard` was applied have a state.
-        found = ((module, getattr(module, "_get_fsdp_state", None)) for module in model.modules())
-        states = {module: state() for module, state in found if state is not None}
-        for module, state in states.items():
+    def __init__(self, model: nn.Module, called: nn.Module) -> None:
+        self.of_state: dict[int, list[ShardedParameterGroup]] = {}
+        for module in model.modules():
+            # The modules to which `fully_shard` was applied have a state.
+            get_state = getattr(module, "_get_fsdp_state", None)
+            state: Any = None if get_state is None else get_state()
             for group in _fsdp_groups(state):
                 if module is group.modules[0]:
                     # By default FSDP2 keeps the root's weights after forward.
                     keeps = module is model and state._auto_reshard_after_forward
-                    made = _group(group, keeps, names)
-                    self.groups.append(made)
-                    of_state.setdefault(id(state), []).append(made)
-        for state in states.values():
-            for made in of_state.get(id(state), []):
-                made.forward_prefetch = [
-                    g for s in state._states_to_forward_prefetch for g in of_state[id(s)]
-                ]
-                made.backward_prefetch = [
-                    g for s in state._states_to_backward_prefetch for g in of_state[id(s)][::-1]
-                ]
-        self.parameters = {p.name: p for group in self.groups for p in group.parameters}
+                    made = ShardedParameterGroup(group, state, keeps)
+                    self.of_state.setdefault(id(state), []).append(made)
+        self.groups = [group for groups in self.of_state.values() for group in groups]
+        parameters = [p for group in self.groups for p in group.parameters]
+        self.parameters = {id(p.shard): p for p in parameters}
         self.order: list[ShardedParameterGroup] = []  # of forward
         self.last_buffer: Tensor | None = None  # of the all-gather before, in forward
         self.reduce_input: Tensor | None = None
-        for name, parameter in named:
-            if is_sharded(parameter) and name not in self.parameters:
+        for name, parameter in called.named_parameters():
+            if is_sharded(parameter) and id(parameter) not in self.parameters:
                 raise ConfigError(
                     f"memory plan: {name} is sharded, but not by fully_shard, and such shards are "
                     "not simulated; write a plan by hand (MemoryPlan.of) and measure its peak"
@@ -632,7 +587,7 @@ class Sharding:
             self._gather(group)
             # FSDP2 forgets the buffer before this one when it has copied this one out.
             self.last_buffer = self._copy_out(group)
-            for other in group.forward_prefetch:
+            for other in self._groups_of(group.state._states_to_forward_prefetch):
                 self._gather(other)
             leaves, spec = tree_flatten((args, kwargs))
             needed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -665,11 +620,13 @@ class Sharding:
             return  # another output of the module came before
         self._gather(group)
         self._copy_out(group)
-        forward_index, group.forward_index = group.forward_index, -1
-        for other in (
-            group.backward_prefetch or self.order[max(forward_index - 1, 0) : forward_index]
-        ):
+        index, group.forward_index = group.forward_index, -1
+        given = self._groups_of(group.state._states_to_backward_prefetch, -1)
+        for other in given or self.order[max(index - 1, 0) : index]:
             self._gather(other)
+
+    def _groups_of(self, states: Any, step: int = 1) -> list[ShardedParameterGroup]:
+        return [group for state in states for group in self.of_state[id(state)][::step]]
 
     def _gather(self, group: ShardedParameterGroup) -> None:
         """Start an all-gather: copy the shards into this rank's part of a buffer.
@@ -702,11 +659,9 @@ class Sharding:
     def _reduce(self, group: ShardedParameterGroup) -> None:
         """Reduce and scatter the gradients; free the weights."""
         group.reduced = True
-        grads = [p.whole.grad for p in group.parameters if p.whole is not None]
-        grads = [grad for grad in grads if grad is not None]
+        grads = [p.whole.grad for p in group.parameters if p.whole.grad is not None]
         for p in group.parameters:
-            if p.whole is not None:
-                p.whole.grad = None
+            p.whole.grad = None
         group.gathered = []
         if not grads:
             return
@@ -745,34 +700,5 @@ def _gathered_bytes(parameters: list[ShardedParameter]) -> int:
 def _fsdp_groups(state: Any) -> list[Any]:
     # torch 2.11 has one group for each module, and later versions have a list.
     groups = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if groups is None else groups
+    groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
     return [group for group in groups if group is not None]
-
-
-def _group(group: Any, keeps: bool, names: dict[int, str]) -> ShardedParameterGroup:
-    policy, parameters = group.mp_policy, []
-    for p in group.fsdp_params:
-        if p.offload_to_cpu:
-            raise ConfigError(
-                "memory plan: FSDP2 offloads parameters to the CPU, which is not simulated; write "
-                "a plan by hand (MemoryPlan.of) and measure its peak"
-            )
-        dtype = p.sharded_param.dtype
-        gathered = (policy.param_dtype if dtype.is_floating_point else None) or dtype
-        parameters.append(
-            ShardedParameter(
-                name=names[id(p.sharded_param)],
-                shape=p.sharded_param.shape,
-                local=p.padded_sharded_param_size.numel(),
-                dtype=dtype,
-                gathered_dtype=gathered,
-                reduced_dtype=policy.reduce_dtype or gathered,
-                trained=p.sharded_param.requires_grad,
-            )
-        )
-    reshards = group.post_forward_mesh_info is not None and not keeps
-    mesh = group.mesh_info
-    replicated = getattr(mesh, "replicate_mesh_dim", None) is not None
-    return ShardedParameterGroup(
-        tuple(group.modules), parameters, mesh.shard_mesh_size, reshards, replicated
-    )

@@ -61,11 +61,6 @@ class Work:
     to_host_bytes: int = 0
     from_host_bytes: int = 0
 
-    @property
-    def attention_flops(self) -> int:
-        """The FLOP of all kinds of attention in both passes."""
-        return self.attention.total()
-
     def __add__(self, other: "Work") -> "Work":
         names = (each.name for each in fields(self))
         return Work(**{name: getattr(self, name) + getattr(other, name) for name in names})
@@ -131,12 +126,11 @@ class Tracker(TorchDispatchMode):
         """End the phase that is running."""
         self.phase.after = self.bytes
 
-    def hold(self, tensors: Iterable[Tensor]) -> int:
-        """Count the storages of tensors that exist already; return their bytes."""
+    def hold(self, values: Iterable[Any]) -> int:
+        """Count the storages of the tensors among values that exist already; return their bytes."""
         before = self.bytes
-        for x in tensors:
-            for part in plain(x):
-                self._allocate(part)
+        for x in plain(*values):
+            self._allocate(x)
         return self.bytes - before
 
     @contextmanager
@@ -186,11 +180,8 @@ class Tracker(TorchDispatchMode):
         _, allocator, block = self.live.pop(key)
         allocator.free(block)
 
-    def reach(self, extra: int) -> None:
-        """Count bytes that are allocated and freed again."""
-        self._peak(extra)
-
-    def _peak(self, extra: int = 0) -> None:
+    def reach(self, extra: int = 0) -> None:
+        """Count what is allocated now, and bytes that are allocated besides and freed again."""
         block = self.allocator.allocate(extra) if extra else None
         self.phase.largest = max(self.phase.largest, extra)
         self.phase.peak = max(self.phase.peak, self.bytes)
@@ -216,16 +207,21 @@ class Tracker(TorchDispatchMode):
             out = func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self._count(func, args, given, made)
+        name = func.name().partition(".")[0]
+        self._count(name, func._schema.is_mutable, args, given, made)
         for x in made:
             self._allocate(x)
-        self._peak(scratch(func, args) if self.on_gpu else 0)
+        self.reach(scratch(name, args) if self.on_gpu else 0)
         return out
 
     def _count(
-        self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]
+        self,
+        name: str,
+        mutates: bool,
+        args: tuple[Any, ...],
+        given: list[Tensor],
+        made: list[Tensor],
     ) -> None:
-        name = func.name().partition(".")[0]
         if name in _PRODUCTS:
             a, b = args[_PRODUCTS[name] :][:2]
             self.work.product_flops += 2 * a.numel() * b.shape[-1]
@@ -234,7 +230,7 @@ class Tracker(TorchDispatchMode):
         elif name not in _UNWRITTEN and not any(part in name for part in _ATTENTION):
             known = {x.untyped_storage()._cdata for x in given}
             fresh = [x for x in made if x.untyped_storage()._cdata not in known]
-            if fresh or func._schema.is_mutable:
+            if fresh or mutates:
                 written = fresh or made
                 self.work.moved_bytes += sum(map(_bytes, given)) + sum(map(_bytes, written))
 

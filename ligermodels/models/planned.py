@@ -12,6 +12,7 @@ from ligermodels.kernels.dispatch import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
 from ligermodels.layers.recompute import set_policy
 from ligermodels.memory.fit import Planner
+from ligermodels.memory.host_copies import Copies
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 
@@ -174,7 +175,7 @@ class PlannedModel(nn.Module):
         budget, simulator = plan.host_budget, simulator_of(device)
         store: Offloader | None
         if simulator is not None:
-            store = Offloader(device, budget, on_copy=simulator.copied)
+            store = Offloader(device, budget, Copies(simulator.copied))
         else:
             # Its pinned memory is used again in every step.
             store = self._offloaders.get(device)

@@ -20,7 +20,7 @@ class StorageTracker(Tracker):
         super().__init__("cpu", seen="cpu")
         self.peak_now = 0
 
-    def _peak(self, extra: int = 0) -> None:
+    def reach(self, extra: int = 0) -> None:
         storages = [reference() for reference, *_ in self.live.values()]
         total = sum(storage.nbytes() for storage in storages if storage is not None)
         self.peak_now = max(self.peak_now, total)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ligermodels import ConfigError, LigerLlama, LlamaConfig, MemoryPlan
-from ligermodels.memory import fit
+from ligermodels.memory import simulate as simulation
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.auto import families
@@ -127,30 +127,6 @@ def test_a_real_size_is_planned_for_a_gpu_without_one() -> None:
     assert model.head.planned_chunk_size is None
 
 
-@pytest.mark.parametrize("fault", [KeyboardInterrupt, MemoryError])
-def test_the_other_ranks_get_an_answer_if_rank_0_is_interrupted(
-    fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Any] = []
-
-    def broadcast(made: list[Any], src: int) -> None:
-        if sent:
-            made[:] = sent
-        else:
-            sent.extend(made)
-
-    def compute() -> None:
-        raise fault
-
-    monkeypatch.setattr(fit, "_distributed", lambda: True)
-    monkeypatch.setattr(fit.dist, "broadcast_object_list", broadcast)
-    for rank in (0, 1):
-        monkeypatch.setattr(fit.dist, "get_rank", lambda rank=rank: rank)
-        with pytest.raises(fault if rank == 0 else type(sent[0])):
-            fit._from_rank_0(compute)
-    assert isinstance(sent[0], Exception)
-
-
 class Around(torch.nn.Module):
     """Holds the model, and makes something of its loss."""
 
@@ -166,7 +142,6 @@ def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = tiny_model()
-    alone = torch.nn.Sequential(model)
     reads = Around(model, lambda loss: loss if loss.item() > 0 else -loss)
     in_a_dict = Around(model, lambda loss: {"loss": loss})
     for given, complaint in (
@@ -175,21 +150,14 @@ def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"batch": 2**40}, "batch=1099511627776"),
         ({"count": "all"}, "count='all'"),
         ({"budget": "much"}, "budget='much': expected a number of bytes"),
-        ({"budget": "auto"}, r'"auto" needs a GPU.*pass the bytes'),
-        ({"budget": "auto", "device": "cuda"}, "needs a GPU, and this machine has none; pass"),
+        ({"budget": "auto", "device": "cuda"}, "free on a GPU, .* none to ask for cuda; pass the"),
         ({"optimizer_bytes": -1}, "optimizer_bytes=-1"),
-        ({"optimizer_bytes": torch.optim.AdamW}, "optimizer_bytes=<class.*an optimizer"),
+        (
+            {"optimizer_bytes": torch.optim.AdamW},
+            "optimizer_bytes=<class.*expected a number of bytes",
+        ),
         ({"autocast": True}, "autocast=True; expected None, torch.bfloat16 or"),
-        ({"packed": "documents"}, "packed='documents'; expected False or True"),
         ({"max_seqlen": "x"}, "max_seqlen='x'; expected an integer of 1"),
-        ({"max_seqlen": 8}, "max_seqlen=8 without packed=True"),
-        ({"batch": 2, "max_seqlen": 8, "packed": True}, "max_seqlen=8 with 2 rows; .* a single"),
-        ({"host_budget": "1GiB"}, "host_budget='1GiB', but cpu has no pinned host memory"),
-        ({"device": "gpu"}, "device='gpu'; expected a device of torch"),
-        ({"device": True}, "device=True; expected a device of torch"),
-        ({"step_module": "model"}, "step_module is a str that does not contain"),
-        ({"step_module": torch.nn.Linear(1, 1)}, "step_module is a Linear that does not contain"),
-        ({"step_module": alone}, r"is a Sequential, .*step_module\(input_ids, labels="),
         ({"step_module": reads}, r"Around reads the values of tensors .*MemoryPlan.of"),
         ({"step_module": in_a_dict}, "Around returned a dict; expected the loss, or a tuple"),
     ):
@@ -205,10 +173,7 @@ def test_a_gpu_is_planned_for_by_its_number_and_with_triton(
 ) -> None:
     pytest.importorskip("triton")
     assert Planner(tiny_model(), "1GiB", device=1).device == torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="device=1, but this machine has 1 GPU"):
-        Planner(tiny_model(), "1GiB", device=1)
-    monkeypatch.setattr(fit, "choose", lambda device: ("torch", "triton is not installed"))
+    monkeypatch.setattr(simulation, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
         small(1).plan_memory(1, 8, 10**9, device="cuda")
 
@@ -223,6 +188,6 @@ def test_the_memory_of_cross_attention_is_counted() -> None:
         with pytest.raises(ConfigError, match=f"memory_seq={wrong}; expected an integer of 1"):
             Planner(model, "1GiB", memory_seq=wrong)
     with pytest.raises(ConfigError, match="memory_seq=8, but no layer of LigerLlama attends to a"):
-        Planner(small(), "1GiB", memory_seq=8)
+        small().plan_memory(4, 16, "1GiB", memory_seq=8)
     with pytest.raises(ValueError, match=r"memory is None; .* pass memory_seq= to plan_memory"):
         model.plan_memory(4, 16, "1GiB")

@@ -50,7 +50,8 @@ class Queue:
 class LateCopies(Copies):
     """Copies on the CPU. A copy fails if its tensor was released before any stream waited."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[bool, int], None] = lambda *_: None) -> None:
+        super().__init__(count)
         self.outward, self.inward = Queue(), Queue()
         self.slabs: list[Tensor] = []
 
@@ -59,6 +60,7 @@ class LateCopies(Copies):
         return self.slabs[-1]
 
     def to_host(self, source: Tensor, host_blocks: list[HostBlock]) -> Any:
+        super().to_host(source, host_blocks)
         reloads, ref = len(self.inward.copies), weakref.ref(source)
 
         def copy() -> None:
@@ -69,6 +71,7 @@ class LateCopies(Copies):
         return self.outward.add(copy)
 
     def to_device(self, target: Tensor, host_blocks: list[HostBlock], after: Any) -> Any:
+        super().to_device(target, host_blocks, after)
         target.fill_(GARBAGE)
         ref = weakref.ref(target)
 
@@ -111,7 +114,7 @@ def wiped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_offloader(budget: int = 64 * MIB, **options: Any) -> Offloader:
-    return Offloader("cpu", budget, copies=LateCopies(), **options)
+    return Offloader("cpu", budget, LateCopies(**options))
 
 
 class Chain(nn.Module):
@@ -159,8 +162,9 @@ def assert_equal(found: Any, expected: Any) -> None:
 X = torch.linspace(-1, 1, 1000)
 
 
-def test_tensors_leave_when_the_next_layer_ends() -> None:
-    chain, offloader = Chain(), make_offloader(hold=1)
+def test_tensors_leave_when_the_next_layer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "HOLD", 1)
+    chain, offloader = Chain(), make_offloader()
     seen = []
     run = chain.run
 
@@ -176,12 +180,14 @@ def test_tensors_leave_when_the_next_layer_ends() -> None:
     assert offloader.stats().in_use == 0
 
 
-def test_each_storage_leaves_once_and_returns_a_layer_ahead() -> None:
+def test_each_storage_leaves_once_and_returns_a_layer_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "HOLD", 1)
     copied: list[tuple[str, int]] = []
     chain = Chain()
     offloader = make_offloader(
-        hold=1,
-        on_copy=lambda to_host, nbytes: copied.append(("out" if to_host else "back", nbytes)),
+        count=lambda to_host, nbytes: copied.append(("out" if to_host else "back", nbytes)),
     )
     loss = chain(X, offloader)
     assert copied == [("out", 4000)] * 10  # the first x, five products, four other inputs
@@ -197,14 +203,15 @@ def test_each_storage_leaves_once_and_returns_a_layer_ahead() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_drawn_at_random_have_exact_gradients_and_leave_nothing(
-    seed: int, wiped: None
+    seed: int, wiped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes overlap, fail or have no backward; backward visits some layers, in any thread."""
     draw = random.Random(seed)
     width = draw.choice([1000, 75_000])
     chain, x = Chain(layers=draw.randint(1, 6), width=width), torch.linspace(-1, 1, width)
     count = len(chain.weights)
-    offloader = make_offloader(draw.choice([MIB, 64 * MIB]), hold=draw.randint(1, 3))
+    offloader = make_offloader(draw.choice([MIB, 64 * MIB]))
+    monkeypatch.setattr(offload, "HOLD", draw.randint(1, 3))
     hosts = [draw.random() < 0.7 for _ in range(count)]
     waiting: list[tuple[Tensor, list[Tensor]]] = []  # losses, and their gradients
     for step in range(12):
@@ -327,7 +334,7 @@ def test_what_was_changed_between_two_uses_is_stored_twice() -> None:
 
 def test_what_all_layers_save_leaves_and_returns_once() -> None:
     copied: list[bool] = []
-    offloader = make_offloader(on_copy=lambda to_host, _: copied.append(to_host))
+    offloader = make_offloader(count=lambda to_host, _: copied.append(to_host))
     offloader.forward_pass()
     common, x = torch.rand(100), torch.ones(100, requires_grad=True)
     out = x
@@ -340,7 +347,7 @@ def test_what_all_layers_save_leaves_and_returns_once() -> None:
 
 def test_views_share_one_copy_and_keep_their_form() -> None:
     copied: list[int] = []
-    offloader = make_offloader(hold=2, on_copy=lambda _, nbytes: copied.append(nbytes))
+    offloader = make_offloader(count=lambda _, nbytes: copied.append(nbytes))
     offloader.forward_pass()
     packed = torch.randn(6, 20, dtype=torch.complex64)
     views = [packed[1:3, ::2], packed.t(), packed, torch.view_as_real(packed), packed[:, 5:]]
@@ -441,10 +448,8 @@ def test_a_simulation_copies_the_same_bytes_in_the_same_order(budget: int) -> No
     found = []
     for device in ("cpu", "meta"):
         counted: list[tuple[bool, int]] = []
-        options = {"copies": LateCopies()} if device == "cpu" else {}
-        offloader = Offloader(
-            device, budget, on_copy=lambda *copy, to=counted: to.append(copy), **options
-        )
+        copies = LateCopies if device == "cpu" else Copies
+        offloader = Offloader(device, budget, copies(lambda *copy, to=counted: to.append(copy)))
         chain = Chain(layers=5, width=75_000).to(device)
         loss = chain(torch.ones(75_000, device=device), offloader)
         on_device, stats = chain.on_device(), offloader.stats()

@@ -31,15 +31,6 @@ def test_a_plan_written_as_json_reads_back() -> None:
     assert MemoryPlan.uniform(2, "all", mlp_tile=64).recomputes
 
 
-def test_a_plan_of_an_older_version_means_the_same() -> None:
-    for tile in (64, None):
-        layers = [{"keep": "all", "host": False}, {"keep": "input", "host": True}]
-        older = {"layers": layers, "mlp_tile": tile, "host_budget": 2**30, "prediction": None}
-        plan = MemoryPlan.from_dict(older)
-        assert plan.layers == (LayerPlan("all", False, tile), LayerPlan("input", True, tile))
-        assert "mlp_tile" in older and MemoryPlan.from_dict(plan.to_dict()) == plan
-
-
 def test_the_printed_plan_shows_the_tiles_of_layers() -> None:
     plan = MemoryPlan.of([LayerPlan("input", tile=64), *["input", "all"] * 2])
     assert str(plan).splitlines() == [
@@ -77,7 +68,11 @@ def test_impossible_plans_are_refused() -> None:
     calls: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         *((LayerPlan, {"tile": x}, f"tile={x!r}; expected an integer") for x in (0, True, 1.0)),
         (LayerPlan, {"host": "x"}, "host='x'; expected True or False"),
-        (LayerPlan, {"policy": "some"}, "policy='some'; expected one of"),
+        (
+            LayerPlan,
+            {"policy": "some"},
+            "policy='some'; expected 'all', 'no_gate_up', 'attention' or 'input'",
+        ),
         (partial(MemoryPlan, (LayerPlan(),)), {"host_budget": "4GiB"}, "host_budget='4GiB'"),
         (partial(MemoryPlan, ()), {"head_chunk": 0}, "head_chunk=0; expected an integer of 1"),
         (MemoryPlan, {"layers": ("input",)}, "layer 'input'; expected a LayerPlan"),

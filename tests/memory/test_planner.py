@@ -73,7 +73,7 @@ def fake(kept: dict[str, int], cost: dict[str, int], excess: int = 0) -> Any:
             phases[f"backward of layer {i}"] = Phase(before, peak, now, work)
         peak = max(phase.peak for phase in phases.values())
         peak += excess if len(set(plan.layers)) > 1 else 0
-        return Simulation(peak, 100, 40, 0, phases=phases)
+        return Simulation(peak, 100, 40, phases)
 
     return simulate
 

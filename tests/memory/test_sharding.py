@@ -123,9 +123,10 @@ def test_other_shards_are_refused_by_name(mesh: DeviceMesh) -> None:
     linear = model.layers[1].mlp.down_proj
     linear.weight = torch.nn.Parameter(distribute_tensor(linear.weight.data, mesh, [Shard(0)]))
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.weight is sharded"):
-        Sharding(model)
+        Sharding(model, model)
     with pytest.raises(ConfigError, match="offloads parameters to the CPU"):
-        Sharding(sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+        offloaded = sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        Sharding(offloaded, offloaded)
 
 
 def wrapped(model: Any, views: bool) -> tuple[DistributedDataParallel, dict[int, Tensor]]:

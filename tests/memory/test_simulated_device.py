@@ -18,7 +18,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def device(kind: str, autocast: torch.dtype | None = None) -> SimulatedDevice:
-    return SimulatedDevice(torch.device(kind), 132, autocast, Tracker(kind))
+    return SimulatedDevice(torch.device(kind), autocast, Tracker(kind))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -31,9 +31,9 @@ def test_attention_allocates_its_output_and_counts_its_pairs(kind, options) -> N
         assert out.shape == q.shape and out.is_meta
         window = options.get("window", 64)
         pairs = sum(min(i + 1, window) for i in range(64))
-        assert simulator.tracker.work.attention_flops == 4 * 2 * 4 * pairs * 32
+        assert simulator.tracker.work.attention.total() == 4 * 2 * 4 * pairs * 32
         out.backward(torch.empty_like(out))
-        assert simulator.tracker.work.attention_flops == 14 * 2 * 4 * pairs * 32
+        assert simulator.tracker.work.attention.total() == 14 * 2 * 4 * pairs * 32
     assert q.grad is not None and k.grad is not None and k.grad.shape == k.shape
 
 

@@ -25,7 +25,6 @@ from ligermodels.memory.torch_private import (
 from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
-aten = torch.ops.aten
 
 
 def test_this_torch_was_checked() -> None:
@@ -39,8 +38,12 @@ def test_this_torch_was_checked() -> None:
 
 
 def test_operators_take_the_arguments_from_which_their_scratch_is_told() -> None:
-    for operator in SCRATCH:
-        first = [argument.name for argument in operator._schema.arguments][:3]
+    for name in SCRATCH:
+        if name.startswith("torch_attn"):
+            from torch.nn.attention import varlen  # noqa: F401  it registers the operator
+        room, _, operator = name.partition("::")
+        schema = getattr(getattr(torch.ops, room), operator).default._schema
+        first = [argument.name for argument in schema.arguments][:3]
         assert first[1] in ("query", "indices") and first[0].startswith("grad")
         assert first[1] == "indices" or first[2] == "key"
 
@@ -52,14 +55,14 @@ def meta(*shape, dtype=torch.bfloat16):
 def test_scratch_of_flash_attention() -> None:
     q, k = meta(2, 8, 200, 80), meta(2, 2, 200, 80)
     sums = 2 * 8 * 256 * (96 + 1) * 4
-    assert scratch(aten.mm.default, (meta(2, 2), meta(2, 2))) == 0
-    flash = aten._scaled_dot_product_flash_attention_backward.default
+    assert scratch("aten::mm", (meta(2, 2), meta(2, 2))) == 0
+    flash = "aten::_scaled_dot_product_flash_attention_backward"
     assert scratch(flash, (q, q, q, q)) == sums
     assert scratch(flash, (q, q, k, k)) == sums + 2 * 2 * 200 * 8 * 80 * 2
 
 
 def test_scratch_of_an_embedding() -> None:
-    backward = aten.embedding_dense_backward.default
+    backward = "aten::embedding_dense_backward"
     few, many = meta(1, 3072, dtype=torch.int64), meta(2, 3072, dtype=torch.int64)
     assert scratch(backward, (meta(1, 3072, 16), few, 100, -1, False)) == 0
     assert scratch(backward, (meta(2, 3072, 16), many, 100, -1, False)) == 6144 * (16 * 4 + 72)
@@ -142,14 +145,14 @@ def test_blocks_never_overlap_and_all_memory_joins_again(expandable: bool) -> No
         else:
             live[index] = allocator.allocate(size)
             assert live[index].size >= size
-        ends = sorted((x.address, x.address + x.size) for x in live.values())
-        assert all(a[1] <= b[0] for a, b in pairwise(ends))
+        ends = sorted((x.small, x.address, x.address + x.size) for x in live.values())
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ends))
         assert allocator.allocated == sum(x.size for x in live.values()) <= allocator.reserved
     for block in live.values():
         allocator.free(block)
-    free = [block for pool in allocator._free.values() for block in pool]
-    assert sum(block.size for block in free) == allocator.reserved
-    assert all(block.before is None and block.after is None for block in free)
+    free = [block for pool in allocator._pools.values() for block in pool.free]
+    assert sum(size for size, _ in free) == allocator.reserved
+    assert not expandable or len(free) == 2
 
 
 def compare_with_the_gpu() -> None:
