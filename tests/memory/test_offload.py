@@ -390,18 +390,8 @@ def test_what_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(offloader.unpack(handle), half)
 
 
-def test_what_exceeds_the_budget_stays(wiped: None) -> None:
-    chain = Chain(layers=5, width=75_000)  # 300,000 bytes a tensor, three in a MiB
-    x = torch.linspace(-1, 1, 75_000)
-    expected = chain.expected(x)
+def test_what_exceeds_the_budget_stays() -> None:
     offloader = make_offloader(MIB + 1000)
-    for _ in range(3):
-        loss = chain(x, offloader)
-        stats = offloader.stats()
-        assert stats.pinned == MIB and stats.refused == 7 * 300_000
-        assert stats.in_use == stats.peak == 3 * -(-300_000 // 512) * 512
-        assert_equal(torch.autograd.grad(loss, list(chain.weights)), expected)
-    assert offloader.stats().in_use == 0
     offloader.forward_pass()
     large = torch.zeros(2 * MIB, dtype=torch.uint8)
     with offloader.layer(0):

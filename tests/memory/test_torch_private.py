@@ -61,13 +61,6 @@ def test_scratch_of_flash_attention() -> None:
     assert scratch(flash, (q, q, k, k)) == sums + 2 * 2 * 200 * 8 * 80 * 2
 
 
-def test_scratch_of_an_embedding() -> None:
-    backward = "aten::embedding_dense_backward"
-    few, many = meta(1, 3072, dtype=torch.int64), meta(2, 3072, dtype=torch.int64)
-    assert scratch(backward, (meta(1, 3072, 16), few, 100, -1, False)) == 0
-    assert scratch(backward, (meta(2, 3072, 16), many, 100, -1, False)) == 6144 * (16 * 4 + 72)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch is asked")
 def test_kernels_without_a_gpu() -> None:
     assert sdpa_backend(32, 8, 128, torch.bfloat16) == SDPBackend.CUDNN_ATTENTION
