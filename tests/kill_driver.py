@@ -71,13 +71,14 @@ class Countdown:
             file.write_bytes(whole)
 
         def half_a_line(folder, entry):
-            folder.metrics_file.touch()
-            size = folder.metrics_file.stat().st_size
+            file = folder.metrics.path
+            file.touch()
+            size = file.stat().st_size
             log(folder, entry)
-            whole = folder.metrics_file.read_bytes()
-            folder.metrics_file.write_bytes(whole[: (size + len(whole)) // 2])
+            whole = file.read_bytes()
+            file.write_bytes(whole[: (size + len(whole)) // 2])
             self.tick("half a line")
-            folder.metrics_file.write_bytes(whole)
+            file.write_bytes(whole)
 
         checkpoints.dcp.save, RunDir.log = half_a_file, half_a_line
 

@@ -2,27 +2,24 @@
 
 A checkpoint is a folder `step-00000100` that torch.distributed.checkpoint writes, for one process
 and for many: each rank writes the parts of the tensors that it holds, so that any number of ranks,
-in any layout, can read what another wrote. Besides, `facts.json` holds the step, a hash that tells
-the run from others, and the SHA-256 of each file. A flipped bit, a renamed folder or a checkpoint
-of another run is therefore found before anything is computed with it.
+in any layout, can read what another wrote. Besides, `facts.json` holds the SHA-256 of each file. It
+is written last, and a flipped bit is found before anything is computed with it.
 
 A checkpoint holds `model.NAME` for each trained weight, and `optimizer.KEY.NAME` for what the
 optimizer keeps for it. Frozen weights are not in it, because a resumed run loads them from the
-model that it began with. Nor is the count of steps, which is the folder's name.
+model that it began with.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +27,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from ligermodels.converters.files import (
-    names_if_present,
-    read_json,
-    sync_file,
-    sync_folder,
-)
+from ligermodels.converters.files import names_if_present, read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.parallel.layout import local_slices, local_tensor, splits_of
 from ligermodels.parallel.ranks import (
     error_on_all_ranks,
-    from_rank_0,
     gathered,
     is_distributed,
     num_ranks,
@@ -55,16 +46,12 @@ from ligermodels.training.run_dir import PART, file_hash, writing
 
 FACTS = "facts.json"
 _NAME = re.compile(r"step-(\d{8,18})")
-_WEIGHTS = "model."
 _METADATA = ".metadata"  # the name that torch.distributed.checkpoint gives it
 # What the pickle of a folder of tensors names. A pickle can call whatever it names.
 _PICKLED = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},  # since Python 3.13
-    "torch": {
-        "Size",
-        *(str(each)[6:] for each in vars(torch).values() if type(each) is torch.dtype),
-    },
+    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if type(x) is torch.dtype)},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
@@ -75,11 +62,10 @@ _PICKLED = {
 
 
 class Checkpoints:
-    """The checkpoints in a folder. `run` is a hash that tells the run from others."""
+    """The checkpoints in a folder."""
 
-    def __init__(self, folder: Path, run: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run = run
 
     def folders(self) -> dict[int, Path]:
         """Return the folder of each step that was written to its end, in the order of the steps.
@@ -107,8 +93,7 @@ class Checkpoints:
             LigerError: a value is not finite, so that nobody could go on from this state.
             SaveError: on any rank, it cannot be written. All ranks raise.
         """
-        state = ((f"{kind}.{name}", x) for kind, name, x in _state(model, optimizer))
-        if name := first_not_finite(state):
+        if name := first_not_finite((key, x) for key, _, x in _state(model, optimizer)):
             raise LigerError(
                 f"step {step}: the update makes {name} infinite or NaN, so no checkpoint is "
                 "written; try a lower learning rate or a longer warm-up"
@@ -121,7 +106,7 @@ class Checkpoints:
                 aside.mkdir(parents=True)
         with _quiet(SaveError, f"{folder}: cannot be written"):
             dcp.save(
-                _stored(model, optimizer),
+                sharded_state(model, optimizer),
                 storage_writer=dcp.FileSystemWriter(aside, sync_files=False),
                 no_dist=not is_distributed(),
             )
@@ -135,8 +120,7 @@ class Checkpoints:
         files = {name: value for each in gathered(hashes) for name, value in each.items()}
         with error_on_all_ranks(SaveError), writing(folder):
             if rank() == 0:
-                text = json.dumps({"step": step, "run": self.run, "files": files}, indent=2)
-                (aside / FACTS).write_text(text, encoding="utf-8")
+                (aside / FACTS).write_text(json.dumps({"files": files}, indent=2))
                 sync_file(aside / FACTS)
                 sync_folder(aside)
                 if folder.exists():
@@ -150,29 +134,24 @@ class Checkpoints:
     ) -> None:
         """Copy the state after `step` steps into the model and a fresh optimizer.
 
-        Without an optimizer, copy only the weights, which may be of any run. Every rank must call
-        it.
+        Without an optimizer, copy only the weights. Every rank must call it.
 
         Raises:
             CheckpointError: on any rank, a file is missing or damaged, or it belongs to another
-                model, step or run. All ranks raise, and nothing was changed.
+                model. All ranks raise.
         """
-        folder = from_rank_0(self.folders()[step] if rank() == 0 else None)
-        if optimizer is not None:
-            allocate_state(optimizer, step)
+        folder = self.folder / f"step-{step:08d}"
         try:
             with error_on_all_ranks(CheckpointError):
-                facts = facts_of(folder)
-                if facts.get("step") != step:
-                    raise CheckpointError(
-                        f"{folder}: the name says step {step}, but the folder holds step "
-                        f"{facts.get('step')!r}"
-                    )
-                if optimizer is not None and facts.get("run") != self.run:
-                    raise CheckpointError(
-                        f"{folder}: it belongs to a run with another model, other data or options"
-                    )
-            _read(folder, _stored(model, optimizer), prefix="" if optimizer else _WEIGHTS)
+                for number, (name, digest) in enumerate(hashes_of(folder).items()):
+                    if number % num_ranks() == rank():
+                        if file_hash(folder / name, CheckpointError) != digest:
+                            raise CheckpointError(
+                                f"{folder / name}: the content does not match its checksum"
+                            )
+            with _quiet(CheckpointError, f"{folder}: cannot be read"):
+                reader, alone = _Reader(folder), not is_distributed()
+                dcp.load(sharded_state(model, optimizer), storage_reader=reader, no_dist=alone)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{first_line(error)}; remove the folder {folder} to resume from an earlier "
@@ -201,15 +180,16 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the kind, the parameter's name and the tensor of all that resuming needs."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield "model", name, parameter.detach()
-            for key, value in () if optimizer is None else state_of(optimizer, parameter):
-                yield f"optimizer.{key}", name, value
+def hashes_of(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a checkpoint.
+
+    Raises:
+        CheckpointError: they are missing or damaged.
+    """
+    files = read_json(folder / FACTS, CheckpointError).get("files")
+    if not isinstance(files, dict) or not all("/" not in name for name in files):
+        raise CheckpointError(f"{folder / FACTS}: 'files' is not what a run writes")
+    return files
 
 
 def first_not_finite(
@@ -217,55 +197,29 @@ def first_not_finite(
 ) -> str | None:
     """Return the first name whose tensor has a value that is not finite (in `dtype`), or None.
 
-    This takes no memory for a mask: NaN and infinite values show in the extremes. Reads the device
-    once; some optimizers keep their step on the CPU. Each of several ranks looks at its shards, and
-    all return the first name of any.
+    This takes no memory for a mask: NaN and infinite values show in the extremes. Each of several
+    ranks looks at its shards, and all return the first name of any.
     """
-    names, ends = [], []
-    for name, tensor in tensors:
-        tensor = local_tensor(tensor)
-        if not tensor.numel():
-            continue
-        low, high = tensor.aminmax()
-        names.append(name)
-        ends.append(torch.stack([low, high]).to(dtype or tensor.dtype).isfinite().all())
-    devices = sorted((end.device for end in ends), key=lambda device: device.type == "cpu")
-    finite = torch.stack([end.to(devices[0]) for end in ends]).tolist() if ends else []
-    first = next((name for name, fine in zip(names, finite) if not fine), None)
+    first = next((name for name, x in tensors if not _is_finite(local_tensor(x), dtype)), None)
     return next((name for name in gathered(first) if name is not None), None)
 
 
-def digests(names: Iterable[str], read: Callable[[str], Iterable[Tensor]]) -> dict[str, str]:
-    """Return the SHA-256 of the bytes of each tensor, by name, computed by several threads.
-
-    Args: read yields the parts of the tensor of a name.
-    """
-
-    def digest(name: str) -> str:
-        found = hashlib.sha256()
-        for part in read(name):
-            found.update(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
-
-    names = list(names)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(digest, names)))
+def _is_finite(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    if not tensor.numel():
+        return True
+    extremes = torch.stack(tensor.aminmax())
+    return bool(extremes.to(dtype or tensor.dtype).isfinite().all())
 
 
-def _stored(
+def _state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, SlicedTensor]:
-    """Return whole tensors of which this rank holds parts, views of weights and state, by name."""
-    splits, found = splits_of(model), {}
-    for kind, name, tensor in _state(model, optimizer):
-        if kind != "optimizer.step":
-            split = splits.get(name)
-            shape = tuple(tensor.shape) if split is None else split.shape
-            parts = local_slices(tensor, split)
-            if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
-                parts = [replace(part, is_copy=True) for part in parts]
-            found[f"{kind}.{name}"] = SlicedTensor(shape, tensor.dtype, parts)
-    return found
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the key, the parameter's name and the tensor of all that resuming needs."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield f"model.{name}", name, parameter.detach()
+            for key, value in () if optimizer is None else state_of(optimizer, parameter):
+                yield f"optimizer.{key}.{name}", name, value
 
 
 def sharded_state(
@@ -281,11 +235,19 @@ def sharded_state(
         optimizer: of this model. If it has not made a step, it gets its state here.
     """
     if optimizer is not None and not optimizer.state:
-        allocate_state(optimizer, 0)
-    state: dict[str, Tensor] = {**_stored(model, optimizer)}
-    for kind, name, tensor in _state(model, optimizer):
-        if kind == "optimizer.step":
-            state[f"{kind}.{name}"] = tensor
+        allocate_state(optimizer)
+    state: dict[str, Tensor] = {}
+    splits = splits_of(model)
+    for key, name, tensor in _state(model, optimizer):
+        if not tensor.ndim:  # a count of steps
+            state[key] = tensor
+            continue
+        split = splits.get(name)
+        shape = tuple(tensor.shape) if split is None else split.shape
+        parts = local_slices(tensor, split)
+        if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
+            parts = [replace(part, is_copy=True) for part in parts]
+        state[key] = SlicedTensor(shape, tensor.dtype, parts)
     return state
 
 
@@ -313,49 +275,10 @@ class _Reader(dcp.FileSystemReader):
             raise CheckpointError(
                 f"{file}: the file cannot be read: {first_line(error)}"
             ) from error
-        if odd := sorted(places - facts_of(Path(self.path))["files"].keys()):
+        if odd := sorted(places - hashes_of(Path(self.path)).keys()):
             raise CheckpointError(f"{file}: it names {odd[0]!r}, which is no file of this folder")
         found.storage_meta.load_id = self.load_id
         return found
-
-
-def _read(folder: Path, tensors: Mapping[str, SlicedTensor], prefix: str) -> None:
-    """Copy the values of a folder into tensors. Only names with the prefix must be theirs."""
-    with error_on_all_ranks(CheckpointError):
-        for number, (name, digest) in enumerate(facts_of(folder)["files"].items()):
-            if number % num_ranks() == rank():
-                if file_hash(folder / name, CheckpointError) != digest:
-                    raise CheckpointError(
-                        f"{folder / name}: the content does not match its checksum"
-                    )
-        held = _Reader(folder).read_metadata().state_dict_metadata
-        names = {name for name in held if name.startswith(prefix)}
-        for name in sorted(names ^ tensors.keys()):
-            what = "is missing" if name in tensors else "is no tensor of this model"
-            raise CheckpointError(f"{folder}: {name!r} {what}: it belongs to another model")
-        for name, wanted in tensors.items():
-            found = held[name]
-            dtype = found.properties.dtype if isinstance(found, TensorStorageMetadata) else None
-            if dtype != wanted.dtype or tuple(found.size) != tuple(wanted.shape):  # type: ignore[union-attr]
-                raise CheckpointError(
-                    f"{folder}: {name!r} is {dtype} of another shape or dtype than the model's "
-                    f"{wanted.dtype} of shape {list(wanted.shape)}: it belongs to another model"
-                )
-    with _quiet(CheckpointError, f"{folder}: cannot be read"):
-        dcp.load({**tensors}, storage_reader=_Reader(folder), no_dist=not is_distributed())
-
-
-def facts_of(folder: Path) -> dict[str, Any]:
-    """Return the JSON values that were written with a folder, and the hash of each of its files.
-
-    Raises:
-        CheckpointError: they are missing or damaged.
-    """
-    found = read_json(folder / FACTS, CheckpointError)
-    files = found.get("files")
-    if not isinstance(files, dict) or not all("/" not in name for name in files):
-        raise CheckpointError(f"{folder / FACTS}: 'files' is not what a run writes")
-    return found
 
 
 @contextlib.contextmanager

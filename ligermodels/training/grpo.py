@@ -44,7 +44,6 @@ from ligermodels.training.losses import GRPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.preferences import bytes_here, reference_copy, reference_log_probs
-from ligermodels.training.processes import on_all_ranks
 from ligermodels.training.run_dir import file_hash
 
 
@@ -267,7 +266,7 @@ class GRPOObjective(Objective):
             nonlocal over
             columns.append(tokens)
             over = over + torch.isin(tokens, stops)
-            if on_all_ranks(bool((over > 0).all())):
+            if all(gathered(bool((over > 0).all()))):
                 raise _AllEnded
 
         with suppress(_AllEnded):

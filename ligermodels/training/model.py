@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files, is_adapter
@@ -26,16 +27,15 @@ from ligermodels.memory.rates import data_sheet, gpu_bytes
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
-from ligermodels.parallel.ranks import from_rank_0, rank
-from ligermodels.training.checkpoints import Checkpoints, digests
+from ligermodels.parallel.layout import whole_tensor
+from ligermodels.parallel.ranks import rank
+from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import freeze
 from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir, file_hash, fingerprint
 
 # run/checkpoints/step-00000500, run/checkpoint-500
 _STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
-
-NOT_FILES = ("weights", "teacher", "heads", "reward_function")  # hashes of other things
 
 
 def load_model(
@@ -46,23 +46,21 @@ def load_model(
     *,
     meta: bool = False,
 ) -> tuple[DecoderModel, str | None]:
-    """Return the model of a checkpoint as a run trains it.
+    """Return the model of a checkpoint as a run trains it, and the hash of the weights it held.
 
-    Args: precision: the run's precision, never None; meta: whether the weights are read later.
-    Returns: the model, and the hash of the weights that the checkpoint holds if they are kept in
-        few bits. Devices may round those in different ways.
+    Args: precision: the run's precision, never None; meta: whether the weights are read later, so
+        that there is no hash yet.
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
     """
     options, adapter = config.model, config.adapter
     dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
-    place, stored = torch.device("meta") if meta else device, None
-    if adapter.load_in is not None:
-        place = torch.device("cpu")  # the linears are converted one by one
+    # The linears that are kept in few bits are converted one by one.
+    place = torch.device("meta" if meta else "cpu" if adapter.load_in else device)
     model: DecoderModel = AutoLiger.from_hf(source, dtype=dtype, device=place)
+    weights = None if meta else weights_hash(model)
     if adapter.lora_r is not None:
         if adapter.load_in is not None:
-            stored = weights_hash(model)
             quantize(model, int(adapter.load_in[0]), device)
         add_adapters(
             model,
@@ -75,7 +73,7 @@ def load_model(
         )
     elif patterns := options.freeze or options.train_only:
         freeze(model, patterns, only=options.train_only is not None)
-    return model, stored
+    return model, weights
 
 
 def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
@@ -110,24 +108,11 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
     config = FinetuneConfig.from_options(**saved["settings"])
     source = Path(resolve(str(config.model.path), revision=config.model.revision))
-    # The other hashes are not those of files.
-    then = {k: v for k, v in saved["base"].items() if k not in NOT_FILES}
-    if found := changed(then, file_hashes(source)):
-        raise CheckpointError(
-            f"{source / found[0]}: the file was changed since {run} was started; restore it"
-        )
     precision = config.model.precision or "float32"
-    model, stored = load_model(source, config, precision, torch.device("cpu"))
+    model, weights = load_model(source, config, precision, torch.device("cpu"))
+    check_same(source, run, saved["base"], {**file_hashes(source), "weights": str(weights)})
     objective = config.loss.objective(config)
-    trained = objective.module(model)
-    # The checkpoint holds the trained weights alone.
-    partial = not all(p.requires_grad for p in model.parameters())
-    if partial and (stored or weights_hash(model)) != saved["base"].get("weights"):
-        raise CheckpointError(
-            f"{source}: these are not the weights that the run in {run} was started with; restore "
-            "the model"
-        )
-    checkpoints.load(step, trained)
+    checkpoints.load(step, objective.module(model))
     return model if config.adapter.lora_r is None else merged(model), objective.heads
 
 
@@ -142,40 +127,38 @@ def file_hashes(source: Path) -> dict[str, str]:
             f"{source}: this is an adapter; make a whole checkpoint of it first ('ligermodels "
             "convert'), or train on with --resume and the folder of its run"
         )
-    names = [CONFIG_NAME, *copied_files(source)]
-    return {name: file_hash(source / name) for name in names}
+    return {name: file_hash(source / name) for name in (CONFIG_NAME, *copied_files(source))}
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return a SHA-256 of all weights, which does not depend on the number of ranks."""
+    """Return a SHA-256 of all weights, which does not depend on the number of ranks.
+
+    The result counts on rank 0. Every rank of a sharded model must call it.
+    """
+
+    def digest(tensor: Tensor) -> str:
+        whole = whole_tensor(tensor)  # every rank helps to gather it
+        if rank():
+            return ""
+        values = whole.cpu().contiguous().view(-1).view(torch.uint8)
+        return hashlib.sha256(values.numpy().data).hexdigest()
+
     state = model.state_dict()
-    if not any(map(is_sharded, state.values())):
-        own = digests(state, lambda name: [state[name].detach()]) if rank() == 0 else {}
-        return from_rank_0(fingerprint(own))
-    found: dict[str, str] = {}
-    assert isinstance(model, DecoderModel)
-    for name, _ in model.named_parameters():
-        whole = [model.whole_parameter(name)]  # every rank helps to gather it
-        if rank() == 0:
-            found |= digests([name], lambda _, whole=whole: whole)  # type: ignore[misc]
-    return from_rank_0(fingerprint(found))
+    if any(map(is_sharded, state.values())):
+        digests = [*map(digest, state.values())]
+    else:
+        with ThreadPoolExecutor() as pool:
+            digests = [*pool.map(digest, state.values())]
+    return fingerprint(dict(zip(state, digests)))
 
 
-def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return the names whose values differ, also by being absent."""
-    return sorted(name for name in {**then, **now} if then.get(name) != now.get(name))
-
-
-def difference(then: dict[str, str], files: Sequence[str | Path]) -> str:
-    """Say which training files differ. Hashes decide, because files may have been renamed."""
-    now = {os.path.realpath(file): file_hash(file) for file in files}
-    both = {*then.values()} & {*now.values()}
-    if odd := [file for file, digest in {**then, **now}.items() if digest not in both]:
-        return f"{', '.join(odd)} changed, is new or is left out"
-    return (
-        "the files are the same, but their order, the evaluation files (--eval-files), the part "
-        "that is held out (--eval-fraction) or the tokenizer changed"
-    )
+def check_same(source: Path, run: Path, then: dict[str, str], now: dict[str, str]) -> None:
+    """Raise CheckpointError unless the hashes of what a run was started with are still the same."""
+    if other := sorted(name for name in {**then, **now} if then.get(name) != now.get(name)):
+        raise CheckpointError(
+            f"{source}: this is not what the run in {run} was started with: {', '.join(other)} "
+            "changed; restore it, or start another run"
+        )
 
 
 def weight_dtype(precision: str) -> torch.dtype:

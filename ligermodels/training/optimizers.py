@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -37,34 +37,26 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> 
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     option = "train_only" if only else "freeze"
-    parameters = dict(model.named_parameters())
+    names = {  # of each parameter: its own name, and those of the modules around it
+        name: [name, *(name[:i] for i, letter in enumerate(name) if letter == ".")]
+        for name, _ in model.named_parameters()
+    }
     matched: set[str] = set()
     for pattern in patterns:
-        found = {name for name in parameters if _matches(name, pattern)}
+        found = {n for n, around in names.items() if any(fnmatchcase(x, pattern) for x in around)}
         if not found:
-            hint = did_you_mean(pattern, {part for name in parameters for part in _prefixes(name)})
+            hint = did_you_mean(pattern, {*chain.from_iterable(names.values())})
             raise ConfigError(
-                f"{option}: {pattern!r} matches no parameter of the model{hint}\n"
-                + listing(parameters)
+                f"{option}: {pattern!r} matches no parameter of the model{hint}\n" + listing(names)
             )
         matched |= found
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if (name in matched) != only:
             parameter.requires_grad_(False)
-    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not trained:
         raise ConfigError(f"{option}: nothing is left to train")
     return trained
-
-
-def _prefixes(name: str) -> list[str]:
-    """Return the names of a parameter's modules, and its own."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
@@ -143,10 +135,9 @@ def _rows_of_projections(model: DecoderModel) -> dict[nn.Parameter, list[slice]]
     return found
 
 
-def _cuts(sizes: Iterable[int]) -> list[slice]:
+def _cuts(sizes: list[int]) -> list[slice]:
     """Return slices of these sizes, one after the other."""
-    ends = [*accumulate(sizes, initial=0)]
-    return [slice(*pair) for pair in pairwise(ends)]
+    return [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
 
 
 class Muon(torch.optim.Optimizer):
@@ -172,24 +163,22 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         **adam_options: Any,
     ) -> None:
-        self._parts = {p: [p.detach()[rows] for rows in cuts] for p, cuts in matrices.items()}
-        self._cuts = matrices
-        views = [view for parts in self._parts.values() for view in parts]
-        self.inner_optimizers: list[torch.optim.Optimizer] = []
-        if views:
-            self.inner_optimizers.append(
-                torch.optim.Muon(
-                    views,
-                    lr=lr,
-                    weight_decay=weight_decay,
-                    momentum=_MUON_MOMENTUM,
-                    adjust_lr_fn="match_rms_adamw",
-                )
+        self._pieces = [
+            (p, rows, p.detach()[rows]) for p, cuts in matrices.items() for rows in cuts
+        ]
+        self._muon: Any = None
+        self._adamw: Any = None
+        if matrices:
+            self._muon = torch.optim.Muon(
+                [view for *_, view in self._pieces],
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=_MUON_MOMENTUM,
+                adjust_lr_fn="match_rms_adamw",
             )
         if others:
-            self.inner_optimizers.append(
-                torch.optim.AdamW(others, lr=lr, **adam_options, fused=True)
-            )
+            self._adamw = torch.optim.AdamW(others, lr=lr, **adam_options, fused=True)
+        self.inner_optimizers = [x for x in (self._muon, self._adamw) if x is not None]
         groups = [{"params": list(matrices)}, *({"params": each["params"]} for each in others)]
         super().__init__([group for group in groups if group["params"]], {"lr": lr})
 
@@ -197,65 +186,47 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient. A closure is not supported."""
         assert closure is None
+        for parameter, rows, view in self._pieces:
+            view.grad = None if parameter.grad is None else parameter.grad[rows]
         for optimizer in self.inner_optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.param_groups[0]["lr"]
-        for parameter, parts in self._parts.items():
-            for part, rows in zip(parts, self._cuts[parameter]):
-                part.grad = None if parameter.grad is None else parameter.grad[rows]
-        for optimizer in self.inner_optimizers:
+            set_learning_rate(optimizer, self.param_groups[0]["lr"])
             optimizer.step()
-        for parts in self._parts.values():
-            for part in parts:
-                part.grad = None
-        self._gather_state()
-
-    def _gather_state(self) -> None:
-        """Show the state of the inner optimizers by parameter; the tensors are the same."""
-        for optimizer in self.inner_optimizers:
-            if isinstance(optimizer, torch.optim.Muon):
-                for parameter, parts in self._parts.items():
-                    self.state[parameter] = {
-                        f"momentum_{i}": optimizer.state[part]["momentum_buffer"]
-                        for i, part in enumerate(parts)
-                        if "momentum_buffer" in optimizer.state[part]
-                    }
-            else:
-                self.state.update(optimizer.state)
+        # The state is shown by parameter; the tensors are those of the inner optimizers.
+        for number, (parameter, _, view) in enumerate(self._pieces):
+            view.grad = None
+            for name, value in self._muon.state.get(view, {}).items():
+                self.state[parameter][f"{name}_{number}"] = value
+        if self._adamw is not None:
+            self.state.update(self._adamw.state)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the rate of all groups."""
     for group in optimizer.param_groups:
-        _set_rate(group, rate)
+        if isinstance(group["lr"], Tensor):  # torchao's optimizers compile their step
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):  # torchao's optimizers compile their step
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
-
-
-def allocate_state(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Give a fresh optimizer the state that it has after `step` steps, without its values.
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer the state that it has before its first step.
 
     The optimizer takes a step with gradients of zero and a rate of zero, which changes no weight.
     It then has allocated its tensors by itself: a kernel may round differently on memory with
     another alignment.
     """
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    rate = float(optimizer.param_groups[0]["lr"])
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     set_learning_rate(optimizer, 0.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates):
-        _set_rate(group, rate)
+    set_learning_rate(optimizer, rate)
     for parameter in parameters:
         if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"].fill_(step)
+            optimizer.state[parameter]["step"].zero_()
 
 
 def state_of(

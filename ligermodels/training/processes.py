@@ -26,8 +26,6 @@ from ligermodels.parallel.ranks import error_on_all_ranks, gathered, is_distribu
 
 Item = TypeVar("Item")
 
-_ROLL_CALL = 5  # seconds in which all ranks come that have found an error of torch.distributed
-
 # A wrapper may pass on a Ctrl-C that the terminal has sent to the run, too.
 _SAME_PRESS = 1.0  # seconds
 
@@ -49,14 +47,9 @@ def is_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def launch_id() -> str | None:
-    """Return an id of this start of torchrun, which its restarts share; None without torchrun.
-
-    With several ranks, the one of rank 0 counts.
-    """
-    given = os.environ.get("TORCHELASTIC_RUN_ID")
-    # "none" is what torchrun uses without an id. Then it is known by its process.
-    return f"process {os.getppid()}" if given == "none" else given
+def launch_id() -> str:
+    """Return an id of this start of torchrun, which its restarts share, on rank 0's machine."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
 
 
 @contextlib.contextmanager
@@ -112,32 +105,9 @@ def losing_ranks() -> Iterator[None]:
         text = first_line(error)
         if not is_distributed() or not (isinstance(error, dist.DistError) or "gloo" in text):
             raise
-        raise _roll_call(text) from error
-
-
-def _roll_call(text: str) -> RankError:
-    """Return an error that names the ranks that do not come, after the error `text` of others."""
-    if _host is not None:
-        try:
-            limit = timedelta(seconds=_ROLL_CALL)
-            dist.monitored_barrier(_host, timeout=limit, wait_all_ranks=True)
-        except RuntimeError as error:
-            return _lost(error, "waiting for the other ranks", _ROLL_CALL)
-    found = RankError(f"another process of the run has ended or hangs: {text}")
-    found.is_repeated = rank() != 0  # One line is enough.
-    return found
-
-
-def _lost(error: RuntimeError, where: str, timeout: int) -> RankError:
-    """Return an error for a rank that did not come to a barrier."""
-    said = f"a rank hangs or was killed: {first_line(error)}"  # torch names it on rank 0 alone
-    if rank():
-        said = f"rank 0 of {num_ranks()} did not answer within {timeout} seconds"
-    found = RankError(f"{where}: {said}")
-    found.is_repeated = rank() > 1
-    if rank() == 1:
-        time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
-    return found
+        found = RankError(f"another process of the run has ended or hangs: {text}")
+        found.is_repeated = rank() != 0  # One line is enough.
+        raise found from error
 
 
 def barrier(where: str, signum: int | None, timeout: int) -> int | None:
@@ -156,7 +126,14 @@ def barrier(where: str, signum: int | None, timeout: int) -> int | None:
         dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
         return int(first) or None
     except RuntimeError as error:
-        raise _lost(error, where, timeout) from error
+        said = f"a rank hangs or was killed: {first_line(error)}"  # torch names it on rank 0 alone
+        if rank():
+            said = f"rank 0 of {num_ranks()} did not answer within {timeout} seconds"
+        found = RankError(f"{where}: {said}")
+        found.is_repeated = rank() > 1
+        if rank() == 1:
+            time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
+        raise found from error
 
 
 def num_row_ranks() -> int:
@@ -173,15 +150,6 @@ def partition(items: Sequence[Item]) -> list[tuple[Item, bool]]:
     ranks = num_row_ranks()
     turns = range(rank() // _together, -(-len(items) // ranks) * ranks, ranks)
     return [(items[min(i, len(items) - 1)], i >= len(items)) for i in turns]
-
-
-def on_all_ranks(done: bool) -> bool:
-    """Return whether it is true on every rank. All ranks call it together."""
-    if not is_distributed():
-        return done
-    least = torch.tensor(int(done))
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=_host)
-    return bool(least)
 
 
 def summed(counts: dict[str, int]) -> dict[str, int]:

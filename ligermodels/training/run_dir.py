@@ -20,8 +20,8 @@ the checkpoint's step.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -32,7 +32,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ligermodels.converters.files import (
-    is_int,
     names_if_present,
     open_if_present,
     open_regular,
@@ -42,6 +41,7 @@ from ligermodels.converters.files import (
     sync_folder,
 )
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
+from ligermodels.parallel.ranks import rank
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -54,26 +54,66 @@ OWNED = (
 PART = ".part"  # the end of the name of a file that is not whole
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
-RUN_FORMAT = 2
+RUN_FORMAT = 3
 
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]
 
 
+class Lines:
+    """A file of JSON objects, one on a line, each with the "step" that it belongs to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, *entries: Mapping[str, Any]) -> None:
+        """Add lines."""
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines, without a last line that a kill cut short.
+
+        Raises:
+            CheckpointError: the file cannot be read, or a line is not one that a run writes.
+        """
+        file = open_if_present(self.path, CheckpointError)
+        if file is None:
+            return []
+        with file:
+            lines = file.readall().split(b"\n")[:-1]
+        try:
+            return [
+                parse_json(line, f"{self.path}:{number}", CheckpointError)
+                for number, line in enumerate(lines, start=1)
+            ]
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; restore or remove the file") from None
+
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """Remove the lines after a step, and return the others; a negative step removes all."""
+        kept = [entry for entry in self.read() if entry["step"] <= step]
+        if self.path.exists():
+            atomic_write(self.path, lambda part: Lines(part).append(*kept))
+        return kept
+
+    def sync(self) -> None:
+        """Flush the file to the disk: what a checkpoint goes on from must not be lost."""
+        if self.path.exists():
+            with writing(self.path):
+                sync_file(self.path)
+
+
 class RunDir:
-    """The folder of one run, at `path`."""
+    """The folder of one run, at `path`. Rank 0 alone writes to it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.config_file = self.path / "run.yaml"
-        self.metrics_file = self.path / "metrics.jsonl"
-        self.samples_file = self.path / "samples.jsonl"
+        self.metrics = Lines(self.path / "metrics.jsonl")
+        self.samples = Lines(self.path / "samples.jsonl")
         self.listeners: list[Callable[[Metrics], object]] = []  # they get each line of metrics
         self.model_dir = self.path / "model"
-        self.loss_plot = self.path / "loss.png"
         self.checkpoint_dir = self.path / CHECKPOINTS
-        self.reference_dir = self.path / "reference"
-        self.profile_dir = self.path / "profile"
 
     def check(self, resume: bool, overwrite: bool, inputs: Iterable[str | Path]) -> None:
         """Raise LigerError if the folder must not be written to.
@@ -105,6 +145,9 @@ class RunDir:
 
         If no run has begun when the context ends, what was created here is removed again.
         """
+        if rank():
+            yield
+            return
         path = self.path / LOCK_FILE
         with writing(self.path):
             is_new = not self.path.exists()
@@ -112,12 +155,8 @@ class RunDir:
             lock = open(path, "ab")
         with lock:
             try:
-                import fcntl
-
                 # The process holds this lock, so a killed run leaves no lock behind.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:  # Windows has no such lock.
-                pass
             except BlockingIOError:
                 raise LigerError(
                     f"{self.path}: another process is writing a run to this folder"
@@ -159,105 +198,18 @@ class RunDir:
             )
         return found
 
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write run.json."""
-        _write_text(self.path / RUN_FILE, json.dumps(settings, indent=2) + "\n")
-
-    def write_config(self, text: str) -> None:
-        """Write run.yaml."""
-        _write_text(self.config_file, text)
+    def write_settings(self, settings: Mapping[str, Any], config: str) -> None:
+        """Write run.json, and the text of run.yaml."""
+        text = json.dumps(settings, indent=2) + "\n"
+        atomic_write(self.path / RUN_FILE, lambda part: part.write_text(text, "utf-8"))
+        atomic_write(self.path / "run.yaml", lambda part: part.write_text(config, "utf-8"))
 
     def log(self, entry: Metrics) -> None:
         """Append a line to metrics.jsonl."""
-        _append(self.metrics_file, [entry])
-        for listener in [*self.listeners]:
-            listener(entry)
-
-    def sync_metrics(self) -> None:
-        """Flush metrics.jsonl to the disk: what a checkpoint goes on from must not be lost."""
-        if self.metrics_file.is_file():
-            with writing(self.metrics_file):
-                sync_file(self.metrics_file)
-
-    def read_metrics(self) -> list[Metrics]:
-        """Return the lines of metrics.jsonl, without a last line that a kill cut short.
-
-        Raises:
-            CheckpointError: the file cannot be read, or a line is not one that a run writes.
-        """
-        return _lines(self.metrics_file)
-
-    def cut_metrics(self, step: int) -> list[Metrics]:
-        """Remove every metric after `step`, and return the others; a negative step removes all."""
-        return _cut(self.metrics_file, step)
-
-    def log_samples(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
-        """Append texts to samples.jsonl."""
-        _append(self.samples_file, [{"step": step, **sample} for sample in samples])
-
-    def sampled_steps(self, last: int) -> set[int]:
-        """Return the steps up to `last` of which samples.jsonl has texts, and remove the others.
-
-        Raises:
-            CheckpointError: the file cannot be read, or a line is not one that a run writes.
-        """
-        return {entry["step"] for entry in _cut(self.samples_file, last)}
-
-
-class ReadOnlyRunDir(RunDir):
-    """The folder of a run for the ranks that write nothing to it, because rank 0 does."""
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Do nothing: rank 0 has the lock."""
-        yield
-
-    def _nothing(self, *_: Any) -> Any:
-        """Do nothing."""
-        return []
-
-    clear = sync_metrics = _nothing
-    write_settings = write_config = log = cut_metrics = _nothing  # type: ignore[assignment]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects on the lines of a file, each with a step."""
-    file = open_if_present(path, CheckpointError)
-    if file is None:
-        return []
-    with file:
-        lines = io.BufferedReader(file).read().split(b"\n")[:-1]
-    found = []
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        try:
-            found.append(entry := parse_json(line, where, CheckpointError))
-            if not is_int(entry.get("step")):
-                raise CheckpointError(f"{where}: {short_repr(entry)} has no step")
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; restore or remove the file") from None
-    return found
-
-
-def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines after a step, and return the others."""
-    kept = [entry for entry in _lines(path) if entry["step"] <= step]
-    if os.path.lexists(path):
-        _write_text(path, "".join(map(_line, kept)))
-    return kept
-
-
-def _append(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    with writing(path), open(path, "a", encoding="utf-8") as file:
-        file.write("".join(map(_line, entries)))
-
-
-def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps(entry, ensure_ascii=False) + "\n"
-
-
-def _write_text(path: Path, text: str) -> None:
-    atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
+        if rank() == 0:
+            self.metrics.append(entry)
+            for listener in [*self.listeners]:
+                listener(entry)
 
 
 def plot_losses(metrics: list[Metrics], file: Path) -> bool:
@@ -309,10 +261,6 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
             # A kill may have left a part, and a link of this name would lead to another file.
             aside.unlink(missing_ok=True)
             write(aside)
-            # safetensors ignores the umask: it creates files that only their owner can read.
-            umask = os.umask(0o077)
-            os.umask(umask)
-            os.chmod(aside, 0o666 & ~umask)
             sync_file(aside)
             os.replace(aside, path)
             sync_folder(path.parent)

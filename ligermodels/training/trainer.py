@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels.adapters.peft_format import linears
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.adapters import LoraLinear
+from ligermodels.errors import ConfigError, LigerError, SaveError
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard
-from ligermodels.parallel.ranks import from_rank_0, num_ranks, rank
+from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import MAX_STEPS, FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
@@ -115,6 +115,7 @@ class Trainer:
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         self.done = 0
+        self._saved = 0  # the step of the last checkpoint
         self._between_steps = True
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
         self._row: Callable[[int], int] = row_order(len(rows), config.schedule.seed)
@@ -268,6 +269,19 @@ class Trainer:
             measured["eval_perplexity"] = perplexity(measured["eval_loss"])
         return {**measured, "targets": targets}
 
+    def restore(self, checkpoints: Checkpoints) -> int:
+        """Go on from the newest checkpoint, if there is one, and return its step, or 0.
+
+        Raises:
+            CheckpointError: it cannot be resumed from.
+        """
+        self.done = self._saved = from_rank_0(checkpoints.latest() if rank() == 0 else None) or 0
+        if self.done:
+            checkpoints.load(self.done, self.model, self.optimizer)
+            if rank() == 0:
+                checkpoints.prune(self.config.output.save_total_limit)
+        return self.done
+
     def train(
         self,
         run_dir: RunDir,
@@ -285,20 +299,14 @@ class Trainer:
             if it had not been stopped. sample is called with the step at each evaluation, and
             after_step after each optimizer step.
         Raises:
-            CheckpointError: the last checkpoint or the metrics cannot be resumed from.
+            CheckpointError: the metrics cannot be read.
             LigerError: a loss or a weight is no longer finite.
             SaveError: the disk is full, for example.
         """
-        config = self.config
-        saved = from_rank_0(checkpoints.latest() if rank() == 0 else None)
-        if saved is not None:
-            checkpoints.load(saved, self.model, self.optimizer)
-            if rank() == 0:
-                checkpoints.prune(config.output.save_total_limit)
-        self.done = saved or 0
-        metrics = run_dir.cut_metrics(-1 if saved is None else saved)
+        with error_on_all_ranks():
+            logged = run_dir.metrics.cut(self.done or -1) if rank() == 0 else []
         key = self.objective.shown[0]
-        evaluated = from_rank_0({entry["step"] for entry in metrics if key in entry})
+        evaluated = from_rank_0({entry["step"] for entry in logged if key in entry})
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
@@ -309,29 +317,29 @@ class Trainer:
             mininterval=interval,
             dynamic_ncols=True,
         ) as bar:
-            # A run that was interrupted before or in an evaluation has not logged it.
-            if self._evaluates(self.done) and self.done not in evaluated:
-                self._evaluate(run_dir, bar, check)
-                sample(self.done)
-            for step in range(self.done, self.total_steps):
+            while True:
+                # A run that was interrupted before or in an evaluation has not logged it.
+                if self._is_due(self.eval_steps) and self.done not in evaluated:
+                    self._evaluate(run_dir, bar, check)
+                    sample(self.done)
+                if self._is_due(self.config.output.save_steps):
+                    self.save(run_dir, checkpoints)
+                if self.done == self.total_steps:
+                    return
                 check()
                 self._between_steps = False
                 started = time.perf_counter()
-                batches = self.micro_batches(step)
-                made = self.step(step, batches)
+                made = self.step(self.done, self.micro_batches(self.done))
                 self.done += 1
                 after_step()
                 seconds = time.perf_counter() - started
-                self._waiting.append({"step": step + 1, **made, "seconds": seconds})
-                evaluates, saves = self._evaluates(step + 1), self._saves(step + 1)
-                if evaluates or saves or (step + 1) % config.output.logging_steps == 0:
+                self._waiting.append({"step": self.done, **made, "seconds": seconds})
+                output = self.config.output
+                if any(
+                    map(self._is_due, (self.eval_steps, output.save_steps, output.logging_steps))
+                ):
                     self._log(run_dir, started, bar)
                 self._between_steps = True
-                if evaluates:
-                    self._evaluate(run_dir, bar, check)
-                    sample(self.done)
-                if saves:
-                    self.save(run_dir, checkpoints)
 
     def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> None:
         """Write a checkpoint of the steps that are done, unless there is one already.
@@ -343,20 +351,19 @@ class Trainer:
         reshard(self.model)  # an evaluation that was broken off has left gathered weights
         if self._waiting:
             self._log(run_dir, time.perf_counter(), None)
-        latest = from_rank_0(checkpoints.latest() if rank() == 0 else None)
-        if not self.done or latest == self.done:
+        if self.done == self._saved:
             return
-        run_dir.sync_metrics()
+        with error_on_all_ranks(SaveError):
+            if rank() == 0:
+                run_dir.metrics.sync()
         checkpoints.save(self.done, self.model, self.optimizer)
+        self._saved = self.done
         if rank() == 0:
             checkpoints.prune(self.config.output.save_total_limit)
 
-    def _evaluates(self, done: int) -> bool:
-        return done == self.total_steps or done % self.eval_steps == 0
-
-    def _saves(self, done: int) -> bool:
-        every = self.config.output.save_steps
-        return bool(every) and (done == self.total_steps or done % every == 0)
+    def _is_due(self, every: int) -> bool:
+        """Return whether something that is done after so many steps, and the last, is due now."""
+        return bool(every) and (self.done == self.total_steps or self.done % every == 0)
 
     def _evaluate(self, run_dir: RunDir, bar: tqdm[Any], check: Callable[[], None]) -> None:
         if self.eval_rows is None:
@@ -454,56 +461,33 @@ class StepFlops:
     @classmethod
     def of(cls, model: DecoderModel) -> StepFlops:
         """Count the operations of a model, some of whose parameters may be frozen."""
-        weight_map = model.weight_map(model.built_from)
-        shapes = weight_map.source_shapes()
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        per_token = per_target = 0
-        for name, parts in linears(weight_map).items():
-            if not name.startswith(("layers.", "head.")):
-                continue
-            size = sum(math.prod(shapes[f"{part.hf}.weight"]) for part in parts)
-            flops = (6 if f"{name}.weight" in trained else 4) * size
-            if name.startswith("layers."):
-                per_token += flops
-            else:
-                per_target += flops
-        # Adapters are matrices of the layers that the checkpoint does not have.
-        known = {f"{name}.weight" for name in linears(weight_map)}
-        per_token += 6 * sum(
-            p.numel()
-            for name, p in trained.items()
-            if name.startswith("layers.") and p.ndim == 2 and name not in known
-        )
+        per_token = 0
+        module: Any
+        for module in model.layers.modules():
+            if isinstance(module, LoraLinear):
+                per_token += 6 * (module.lora_a.numel() + module.lora_b.numel())
+            elif hasattr(module, "in_features"):  # a linear, perhaps one of few bits
+                weight = getattr(module, "weight", None)
+                learns = isinstance(weight, nn.Parameter) and weight.requires_grad
+                per_token += (6 if learns else 4) * module.in_features * module.out_features
         config = model.config
-        if not per_target:  # the head is tied to the embedding
-            tied = "embed_tokens.weight" in trained
-            per_target = (6 if tied else 4) * config.vocab_size * config.hidden_size
+        learns = model.head.weight.requires_grad  # also where it is tied to the embedding
+        per_target = (6 if learns else 4) * config.vocab_size * config.hidden_size
         heads = config.num_attention_heads * config.head_dim
         return cls(per_token, per_target, 12 * heads, tuple(config.sliding_windows))
 
     def count(self, batch: Batch) -> int:
         """Return the operations of a batch."""
-        lengths = _lengths(batch).double()
+        if not batch.num_tokens:
+            return 0
+        document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
+        targets = (batch.labels.flatten() != IGNORE_INDEX).double()
+        # Padding is a document that has no target.
+        lengths = torch.bincount(document)[torch.bincount(document, targets) > 0].double()
         pairs = 0.0
-        for window in set(self.windows):
-            layers = self.windows.count(window)
+        for window in self.windows:
             near = lengths if window is None else lengths.clamp(max=window)
             # The first tokens see all before them, the others a whole window.
-            seen = near * (near + 1) / 2 + (lengths - near) * near
-            pairs += layers * float(seen.sum())
-        return (
-            self.per_token * batch.num_tokens
-            + self.per_target * batch.num_targets
-            + int(self.per_pair * pairs)
-        )
-
-
-def _lengths(batch: Batch) -> Tensor:
-    """Return the lengths of the documents of a batch; padding is one that has no target."""
-    if not batch.num_tokens:
-        return torch.zeros(0)
-    starts = batch.position_ids.flatten() == 0
-    document = starts.cumsum(0) - 1
-    targets = (batch.labels.flatten() != IGNORE_INDEX).double()
-    has_target = torch.bincount(document, targets) > 0
-    return torch.bincount(document)[has_target]
+            pairs += float((near * (near + 1) / 2 + (lengths - near) * near).sum())
+        linears = self.per_token * batch.num_tokens + self.per_target * batch.num_targets
+        return linears + int(self.per_pair * pairs)

@@ -36,7 +36,7 @@ def weights(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    return Checkpoints(tmp_path / "checkpoints", run="one")
+    return Checkpoints(tmp_path / "checkpoints")
 
 
 def test_going_on_from_a_checkpoint_is_bitwise_the_same(folder):
@@ -47,15 +47,6 @@ def test_going_on_from_a_checkpoint_is_bitwise_the_same(folder):
     other, fresh = make_model(seed=1)
     folder.load(3, other, fresh)
     take_steps(other, fresh, range(3, 7))
-    assert torch.equal(weights(model), weights(other))
-
-
-def test_weights_alone_are_read_of_any_run(folder, tmp_path):
-    model, optimizer = make_model()
-    take_steps(model, optimizer, range(1))
-    folder.save(1, model, optimizer)
-    other, _ = make_model(seed=1)
-    Checkpoints(folder.folder).load(1, other)
     assert torch.equal(weights(model), weights(other))
 
 
@@ -160,29 +151,13 @@ def rehash(saved):
     (saved / FACTS).write_text(json.dumps(facts))
 
 
-def test_another_shape_dtype_or_name_is_refused(folder, saved):
-    assert "of another shape or dtype" in refuse(folder, make_model(width=5))
+def test_another_shape_or_name_is_refused(folder, saved):
+    assert "mismatch" in refuse(folder, make_model(width=5))
     model, _ = make_model()
-    model = torch.nn.Sequential(*model, torch.nn.Linear(1, 1))
-    longer = model, torch.optim.AdamW(model.parameters(), fused=True)
-    assert "is missing" in refuse(folder, longer)
-    shorter = torch.nn.Sequential(make_model()[0][0])
-    assert "is no tensor of this model" in refuse(
-        folder, (shorter, torch.optim.AdamW(shorter.parameters(), fused=True))
+    longer = torch.nn.Sequential(*model, torch.nn.Linear(1, 1))
+    assert "Missing key" in refuse(
+        folder, (longer, torch.optim.AdamW(longer.parameters(), fused=True))
     )
-    model = make_model()[0].bfloat16()
-    halves = model, torch.optim.AdamW(model.parameters(), fused=True)
-    assert "of another shape or dtype" in refuse(folder, halves)
-
-
-def test_a_checkpoint_with_the_name_of_another_step_is_refused(folder, saved):
-    saved.rename(folder.folder / "step-00000009")
-    said = refuse(folder, step=9)
-    assert "the name says step 9, but the folder holds step 1" in said
-
-
-def test_a_checkpoint_of_another_run_is_refused(folder, saved):
-    assert "belongs to a run with" in refuse(Checkpoints(folder.folder, run="another"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 
 import pytest
 
@@ -30,15 +29,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, fault, raise
         atomic_write(file, failing)
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_a_file_has_the_mode_of_the_umask(tmp_path):
-    old = os.umask(0o027)
-    try:
-        atomic_write(tmp_path / "a.txt", lambda path: path.write_text(""))
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o640
 
 
 def test_an_error_that_names_its_file_is_not_named_again(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -146,10 +145,9 @@ def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, te
     with pytest.raises(LigerError, match="max_steps: the run was started with 40"):
         resume(max_steps=50)
     other = make_text(tmp_path / "other.txt", seed=1)
-    with pytest.raises(LigerError, match=rf"training data is not what.*: {other} changed, is"):
-        resume(train_files=[text, other])
-    with pytest.raises(LigerError, match=r"training data is not what.*: the files are the same"):
-        resume(eval_files=[other])
+    for changes in ({"train_files": [text, other]}, {"eval_files": [other]}):
+        with pytest.raises(LigerError, match=r"the training data is not what the run was started"):
+            resume(**changes)
     saved = resumed_settings(finished.output_dir)
     assert saved["learning_rate"] == 3e-3 and "resume" not in saved
     assert resumed_settings(tmp_path) == {}
@@ -333,17 +331,4 @@ def test_a_restart_resumes_only_what_its_own_launch_has_begun(
         run(checkpoint, text, tmp_path / "run", **given)
     run(checkpoint, text, tmp_path / "run", **given, overwrite_output_dir=True)
     saved = json.loads((tmp_path / "run/run.json").read_text())
-    assert saved["launch"] == "second"
-
-
-def test_checkpoints_of_another_run_are_refused(checkpoint, text, tmp_path):
-    for name, seed in (("a", 0), ("b", 1)):
-        run(checkpoint, text, tmp_path / name, max_steps=2, seed=seed)
-    file = "checkpoints/step-00000002"
-    shutil.rmtree(tmp_path / "a" / file)
-    shutil.copytree(tmp_path / "b" / file, tmp_path / "a" / file)
-    with pytest.raises(CheckpointError, match="belongs to a run with another model, other data"):
-        run(checkpoint, text, tmp_path / "a", max_steps=2, resume=True)
-    shutil.copytree(tmp_path / "b" / file, tmp_path / "a" / "checkpoints/step-00000003")
-    with pytest.raises(CheckpointError, match="the name says step 3, but the folder holds step 2"):
-        run(checkpoint, text, tmp_path / "a", max_steps=2, resume=True)
+    assert saved["launch"].startswith("second ")

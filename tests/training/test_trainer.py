@@ -215,6 +215,7 @@ def test_the_metrics_of_a_resumed_run_have_every_step_once(tmp_path):
         options = {"batch_size": 2, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
         trainer = make_trainer(rows, rows, max_eval_rows=2, **options)
         checkpoints = Checkpoints(run_dir.checkpoint_dir)
+        trainer.restore(checkpoints)
         trainer.train(run_dir, checkpoints, check=lambda: check(trainer), progress=False)
 
     def killed_after_three(trainer):
@@ -225,7 +226,7 @@ def test_the_metrics_of_a_resumed_run_have_every_step_once(tmp_path):
         train(killed_after_three)
     for check in (lambda trainer: None, pytest.fail):  # The last resume has nothing to do.
         train(check)
-        entries = run_dir.read_metrics()
+        entries = run_dir.metrics.read()
         assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4]
         assert [entry["step"] for entry in entries if "eval_loss" in entry] == [0, 2, 4]
 
