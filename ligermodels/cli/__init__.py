@@ -1,12 +1,12 @@
 """The command line: `ligermodels COMMAND`, where COMMAND is one of `COMMANDS`.
 
-Each command is a module with HELP (its line in `ligermodels --help`), DESCRIPTION, `Arguments` (a
-dataclass of its options) and `run`. A module may also define OUT_OF_MEMORY, the advice that is
-printed with that error, and `parse_arguments`, its own way from words to arguments. Ctrl-C ends
-the process at once, except in a command's `with raise_on_interrupt():`. This module prints each
-error and each warning as one line on stderr. The exit code is 0 on success, 1 if memory runs out or
-a comparison fails, and 130 after Ctrl-C. It is 2 if the arguments or the input are wrong, or if a
-file cannot be read or written.
+Each command is a module with `Arguments` (a dataclass of its options) and `run`; its docstring is
+its help, and the first line of that stands in `ligermodels --help`. A module may also define
+OUT_OF_MEMORY, the advice that is printed with that error, and `parse_arguments`, its own way from
+words to arguments. Ctrl-C ends the process at once, except in a command's
+`with raise_on_interrupt():`. This module prints each error and each warning as one line on stderr.
+The exit code is 0 on success, 1 if memory runs out or a comparison fails, and 130 after Ctrl-C. It
+is 2 if the arguments or the input are wrong, or if a file cannot be read or written.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _module(argv: list[str]) -> ModuleType:
         print("usage: ligermodels COMMAND [...]\n")
         print("Load, fine-tune, run and export Hugging Face checkpoints.\n")
         for command, module in COMMANDS.items():
-            print(f"  {command:<13}{module.HELP}")
+            print(f"  {command:<13}{str(module.__doc__).splitlines()[0]}")
         print("\n'ligermodels COMMAND --help' shows the options of a command.")
         print("'ligermodels --version' shows the version.")
         raise SystemExit(0)
@@ -111,7 +111,7 @@ def _parsed(module: ModuleType, argv: list[str]) -> Any:
         return module.parse_arguments(words)
     kind = module.Arguments
     try:
-        given = kind.taken(parse(command, {command: kind}, words, description=module.DESCRIPTION))
+        given = kind.taken(parse(command, {command: kind}, words, description=module.__doc__ or ""))
     except LigerError as error:
         complain(command, first_line(error))
     import_modules(given.modules)

@@ -1,4 +1,11 @@
-"""The command `ligermodels check-family`."""
+"""Compare a family with transformers, on tiny random models.
+
+Check a model family, for example one of your own (--import MODULE). Tiny random models are made
+from its config, and once more for each boolean of the config. The command compares logits, loss,
+gradients, padding, generation and the export with transformers, if it is installed and knows the
+model_type. It also checks packed documents, recomputation and torch.compile. The exit code is 1 if
+a check fails.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,6 @@ from dataclasses import MISSING, dataclass
 
 from ligermodels.cli.options import CommonOptions
 from ligermodels.training.options import option
-
-HELP = "compare a family with transformers, on tiny random models"
-DESCRIPTION = (
-    "Check a model family, for example one of your own (--import MODULE). Tiny random models "
-    "are made from its config, and once more for each boolean of the config. The command "
-    "compares logits, loss, gradients, padding, generation and the export with transformers, "
-    "if it is installed and knows the model_type. It also checks packed documents, "
-    "recomputation and torch.compile. The exit code is 1 if a check fails."
-)
 
 
 @dataclass(kw_only=True)

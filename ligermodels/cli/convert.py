@@ -1,4 +1,12 @@
-"""The command `ligermodels convert`."""
+"""Change a checkpoint's dtype or shards, or verify its conversion.
+
+Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and --max-shard-size change
+what is written. --verify compares every tensor of TARGET with SOURCE (cast to --dtype, if it is
+given), bit for bit. Without TARGET, --verify converts SOURCE to the native layout and back in a
+temporary folder, and compares the result with SOURCE. If anything differs, the exit code is 1.
+SOURCE may also be a checkpoint of a run: RUN/checkpoint-STEP, or its file in RUN/checkpoints.
+Medusa's heads beside a model are converted with it.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ligermodels.models.base import DecoderModel
-
-HELP = "change a checkpoint's dtype or shards, or verify its conversion"
-DESCRIPTION = (
-    "Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and "
-    "--max-shard-size change what is written. --verify compares every tensor of TARGET with "
-    "SOURCE (cast to --dtype, if it is given), bit for bit. Without TARGET, --verify converts "
-    "SOURCE to the native layout and back in a temporary folder, and compares the result with "
-    "SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a "
-    "run: RUN/checkpoint-STEP, or its file in RUN/checkpoints. Medusa's heads beside a model "
-    "are converted with it."
-)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,9 @@
-"""The command `ligermodels evaluate`."""
+"""Measure the perplexity of files, or run tasks of lm-eval.
+
+Measure the perplexity of MODEL on each of the files, which have the formats of 'ligermodels
+finetune' (only what is learned there counts), or run tasks of lm-eval (pip install
+'ligermodels[trainers]' lm_eval), or both.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,7 @@ from ligermodels.cli.options import LoadingOptions, data_library
 from ligermodels.errors import LigerError
 from ligermodels.training.options import option
 
-HELP = "measure the perplexity of files, or run tasks of lm-eval"
 OUT_OF_MEMORY = " (try a smaller --batch-size, a shorter --seq-len, or --dtype bfloat16)"
-DESCRIPTION = (
-    "Measure the perplexity of MODEL on each of the files, which have the formats of "
-    "'ligermodels finetune' (only what is learned there counts), or run tasks of lm-eval "
-    "(pip install 'ligermodels[trainers]' lm_eval), or both."
-)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,9 @@
-"""The command `ligermodels families`: list what the config class of each family supports."""
+"""List the supported model families and sizes.
+
+List the model families. For each family, show its presets (the names of the published sizes), its
+settings if a config.json does not change them, and its own config fields (those that not every
+family has) with their defaults. A checkpoint's family is the model_type in its config.json.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,6 @@ from ligermodels.training.options import option
 
 if TYPE_CHECKING:
     from ligermodels.models.base import DecoderModel
-
-HELP = "list the supported model families and sizes"
-DESCRIPTION = (
-    "List the model families. For each family, show its presets (the names of the published "
-    "sizes), its settings if a config.json does not change them, and its own config fields "
-    "(those that not every family has) with their defaults. A checkpoint's family is the "
-    "model_type in its config.json."
-)
 
 
 @dataclass(kw_only=True)

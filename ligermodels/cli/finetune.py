@@ -1,4 +1,14 @@
-"""The command `ligermodels finetune`."""
+"""Fine-tune a checkpoint on text or JSONL files.
+
+Fine-tune MODEL on text and export it. A file is plain text, or .jsonl with one object per line:
+{"text"}, {"prompt", "completion"} (the loss covers only the completion) or {"messages"} (the loss
+covers only the turns of the assistant). Documents are packed into rows. Neither attention nor the
+loss crosses from one document to the next. Perplexity on held-out documents is measured before,
+during and after training. DIR holds model/ (the export), metrics.jsonl, loss.png and checkpoints/.
+After an interruption, 'ligermodels finetune --resume --output-dir DIR' continues from the last
+checkpoint, with the same options. The options of a loss are shown by --loss NAME --help; the losses
+are:
+"""
 
 from __future__ import annotations
 
@@ -21,20 +31,9 @@ from ligermodels.training.config import (
 from ligermodels.training.losses import LOSSES, SFT
 from ligermodels.training.options import Options, flat_names, option
 
-HELP = "fine-tune a checkpoint on text or JSONL files"
 OUT_OF_MEMORY = (
     " (try a smaller --batch-size with more --gradient-accumulation-steps, "
     "a smaller --memory, or a shorter --seq-len)"
-)
-DESCRIPTION = (
-    "Fine-tune MODEL on text and export it. A file is plain text, or .jsonl with one object per "
-    'line: {"text"}, {"prompt", "completion"} (the loss covers only the completion) or '
-    '{"messages"} (the loss covers only the turns of the assistant). Documents are packed into '
-    "rows. Neither attention nor the loss crosses from one document to the next. Perplexity on "
-    "held-out documents is measured before, during and after training. DIR holds model/ (the "
-    "export), metrics.jsonl, loss.png and checkpoints/. After an interruption, 'ligermodels "
-    "finetune --resume --output-dir DIR' continues from the last checkpoint, with the same "
-    "options. The options of a loss are shown by --loss NAME --help; the losses are "
 )
 
 
@@ -106,7 +105,7 @@ def parse_arguments(words: list[str]) -> Arguments:
         "finetune",
         {**own, **subjects(loss)},
         words,
-        description=DESCRIPTION + "; ".join(f"{k}: {v.help}" for k, v in LOSSES.items()) + ".",
+        description=f"{__doc__} {'; '.join(map(_described, LOSSES))}.",
         owners={
             name: f"--{unknown_option(name, loss).replace('_', '-')}"
             for each in LOSSES.values()
@@ -122,6 +121,10 @@ def parse_arguments(words: list[str]) -> Arguments:
         )
     command, processes = CommandOptions.taken(options), ProcessOptions.taken(options)
     return Arguments(options | {"loss": loss}, command, processes, ["finetune", *words])
+
+
+def _described(loss: str) -> str:
+    return f"{loss}: {str(LOSSES[loss].__doc__).splitlines()[0].rstrip('.')}"
 
 
 def run(given: Arguments) -> None:

@@ -1,4 +1,9 @@
-"""The command `ligermodels generate`."""
+"""Generate text from a prompt, or chat.
+
+Generate text that continues PROMPT. Decoding is greedy unless a sampling option (--temperature,
+--top-k, --top-p or --seed) is given, and with --temperature 0. Without PROMPT, the text is read
+from stdin; on a terminal, --chat then holds a conversation, with one line per turn.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,7 @@ if TYPE_CHECKING:
     from ligermodels.text.tokenizer import Tokenizer
 
 WAY_OUT = "Ctrl-D ends the chat, and Ctrl-C stops an answer."
-HELP = "generate text from a prompt, or chat"
 OUT_OF_MEMORY = " (try a smaller --max-new-tokens, or --dtype bfloat16)"
-DESCRIPTION = (
-    "Generate text that continues PROMPT. Decoding is greedy unless a sampling option "
-    "(--temperature, --top-k, --top-p or --seed) is given, and with --temperature 0. Without "
-    "PROMPT, the text is read from stdin; on a terminal, --chat then holds a conversation, "
-    "with one line per turn."
-)
 
 
 @dataclass(kw_only=True)

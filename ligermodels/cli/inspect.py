@@ -1,4 +1,10 @@
-"""The command `ligermodels inspect`."""
+"""Describe a checkpoint without loading its tensors.
+
+Show a checkpoint's family, config, parameter count and memory needs. The command reads only the
+config and the headers of the weight files, and checks them as a load does. It downloads a hub
+checkpoint first. With --batch and --seq it also shows what each layer would keep for backward in
+training, the predicted peak, and what else would fit.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +26,6 @@ if TYPE_CHECKING:
 
 UNUSED = "config keys that the model does not use (an export keeps them)"
 OTHER_TOWERS = "tensors that are not loaded (they belong to other towers)"
-HELP = "describe a checkpoint without loading its tensors"
-DESCRIPTION = (
-    "Show a checkpoint's family, config, parameter count and memory needs. The command reads "
-    "only the config and the headers of the weight files, and checks them as a load does. "
-    "It downloads a hub checkpoint first. With --batch and --seq it also shows what each layer "
-    "would keep for backward in training, the predicted peak, and what else would fit."
-)
 
 
 @dataclass(kw_only=True)

@@ -9,44 +9,9 @@ module imports little, because until then Ctrl-C is Python's.
 import os
 import signal
 import sys
+import threading
 
 EXIT_CODE = 130  # that of a program which SIGINT has ended
-
-
-class quit_on_interrupt:
-    """A context in which SIGINT ends the process with one line on stderr.
-
-    A handler that somebody else installed is left alone, and so is the signal in other threads.
-    """
-
-    def __enter__(self) -> None:
-        self._replaced = _exchange(signal.default_int_handler, _quit)
-
-    def __exit__(self, *_: object) -> None:
-        if self._replaced:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class raise_on_interrupt:
-    """A context within the other one in which SIGINT raises KeyboardInterrupt, as in Python."""
-
-    def __enter__(self) -> None:
-        self._replaced = _exchange(_quit, signal.default_int_handler)
-
-    def __exit__(self, *_: object) -> None:
-        if self._replaced:
-            signal.signal(signal.SIGINT, _quit)
-
-
-def _exchange(old: object, new: object) -> bool:
-    """Replace the handler of SIGINT if it is `old`; return whether it was replaced."""
-    if signal.getsignal(signal.SIGINT) != old:
-        return False
-    try:
-        signal.signal(signal.SIGINT, new)  # type: ignore[arg-type]
-    except ValueError:  # This is not the main thread.
-        return False
-    return True
 
 
 _leaving = False
@@ -64,3 +29,35 @@ def _quit(*_: object) -> None:
     # Neither print nor sys.exit: the signal may have interrupted an import.
     os.write(2, b"ligermodels: interrupted\n")
     os._exit(EXIT_CODE)
+
+
+class _Exchange:
+    """A context in which a handler of SIGINT replaces another; in other threads it does nothing."""
+
+    old: object
+    new: object
+
+    def __enter__(self) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        self.replaced = main and signal.getsignal(signal.SIGINT) == self.old
+        if self.replaced:
+            signal.signal(signal.SIGINT, self.new)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        if self.replaced:
+            signal.signal(signal.SIGINT, self.old)  # type: ignore[arg-type]
+
+
+class quit_on_interrupt(_Exchange):
+    """A context in which SIGINT ends the process with one line on stderr.
+
+    A handler that somebody else installed is left alone, and so is the signal in other threads.
+    """
+
+    old, new = signal.default_int_handler, staticmethod(_quit)
+
+
+class raise_on_interrupt(_Exchange):
+    """A context within the other one in which SIGINT raises KeyboardInterrupt, as in Python."""
+
+    old, new = staticmethod(_quit), signal.default_int_handler

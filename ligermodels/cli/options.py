@@ -76,6 +76,7 @@ def parse(
 
     Args:
         subjects: the groups of options, by the title of each.
+        description: a docstring, of which the help shows what follows the first line.
         owners: what is said of options that belong elsewhere, by their names.
         is_whole: whether these are all options that the words may give, so that others are
             mistakes, and --help is answered.
@@ -102,7 +103,7 @@ def parse(
     given, more = tyro.cli(
         typed_dict("arguments", groups),
         prog=f"ligermodels {command}",
-        description=wrapper.fill(description),
+        description=wrapper.fill(description.partition("\n\n")[2]),
         args=list(argv),
         config=(tyro.conf.OmitArgPrefixes,),
         return_unknown_args=True,

@@ -33,11 +33,10 @@ _SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}
 class Loss(Options):
     """What a run minimises. A class with a name is found by it: `class Mine(Loss, name="mine")`.
 
-    What its docstring says of its options is their help.
+    Its docstring is its help: the first line says what it is and what its data are.
 
     Attributes:
         name: the name on the command line and in run.yaml.
-        help: what its data are, in a line.
         computed_by: the module of this package, and in it the class that computes the loss.
         packed: whether it learns from documents that are packed into rows. Others compare whole
             completions.
@@ -47,7 +46,6 @@ class Loss(Options):
     """
 
     name: ClassVar[str]
-    help: ClassVar[str]
     computed_by: ClassVar[str]
     packed: ClassVar[bool] = False
     splits_rows: ClassVar[bool] = False
@@ -90,13 +88,12 @@ class Loss(Options):
 
 @dataclass(kw_only=True)
 class SFT(Loss, name="sft"):
-    """The loss of the next token.
+    """The loss of the next token: text, prompt and completion, or messages.
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
     """
 
-    help = "the loss of the next token; text, prompt and completion, or messages"
     computed_by = "objectives:Objective"
     packed = True
     splits_rows = True
@@ -106,7 +103,7 @@ class SFT(Loss, name="sft"):
 
 @dataclass(kw_only=True)
 class DPO(Loss, name="dpo"):
-    """Direct preference optimization and its variants (Rafailov et al. 2023).
+    """Direct preference optimization (Rafailov et al. 2023): prompt, chosen and rejected.
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
@@ -121,7 +118,6 @@ class DPO(Loss, name="dpo"):
         use_weighting: weight each pair by its probability under the model (WPO)
     """
 
-    help = "preferences; prompt, chosen and rejected"
     computed_by = "preferences:DPOObjective"
 
     loss_type: str = option("sigmoid", choices=DPO_TYPES)
@@ -139,7 +135,7 @@ class DPO(Loss, name="dpo"):
 
 @dataclass(kw_only=True)
 class KTO(Loss, name="kto"):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024).
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024): prompt, completion and label.
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
@@ -150,7 +146,6 @@ class KTO(Loss, name="kto"):
             copy of the model in a dtype; or, with adapters, the model with its adapters off
     """
 
-    help = "judged completions; prompt, completion and label, or pairs"
     computed_by = "kto:KTOObjective"
 
     loss_type: str = option("kto", choices=("kto", "apo_zero_unpaired"))
@@ -162,13 +157,12 @@ class KTO(Loss, name="kto"):
 
 @dataclass(kw_only=True)
 class ORPO(Loss, name="orpo"):
-    """Odds ratio preference optimization (Hong et al. 2024).
+    """Odds ratio preference optimization (Hong et al. 2024): prompt, chosen and rejected.
 
     Attributes:
         beta: the weight of the odds ratio
     """
 
-    help = "preferences without a reference model; prompt, chosen and rejected"
     computed_by = "preferences:ORPOObjective"
 
     beta: float = option(0.1, at_least=0)
@@ -176,7 +170,7 @@ class ORPO(Loss, name="orpo"):
 
 @dataclass(kw_only=True)
 class CPO(Loss, name="cpo"):
-    """Contrastive preference optimization (Xu et al. 2024).
+    """Contrastive preference optimization (Xu et al. 2024): prompt, chosen and rejected.
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
@@ -184,7 +178,6 @@ class CPO(Loss, name="cpo"):
         label_smoothing: rate of wrong preferences
     """
 
-    help = ORPO.help
     computed_by = "preferences:CPOObjective"
 
     loss_type: str = option("sigmoid", choices=("sigmoid", "hinge", "ipo"))
@@ -194,7 +187,7 @@ class CPO(Loss, name="cpo"):
 
 @dataclass(kw_only=True)
 class SimPO(Loss, name="simpo"):
-    """Simple preference optimization (Meng et al. 2024).
+    """Simple preference optimization (Meng et al. 2024): prompt, chosen and rejected.
 
     Attributes:
         beta: the scale of the margin
@@ -202,7 +195,6 @@ class SimPO(Loss, name="simpo"):
         label_smoothing: rate of wrong preferences
     """
 
-    help = ORPO.help
     computed_by = "preferences:CPOObjective"
     fixed = {"loss_type": "simpo", "cpo_alpha": 0.0}  # noqa: RUF012 (of the class, not of a run)
 
@@ -213,7 +205,7 @@ class SimPO(Loss, name="simpo"):
 
 @dataclass(kw_only=True)
 class GRPO(Loss, name="grpo"):
-    """Group relative policy optimization (Shao et al. 2024), and its relatives.
+    """Group relative policy optimization (Shao et al. 2024): prompt, and keys for the reward.
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
@@ -229,7 +221,6 @@ class GRPO(Loss, name="grpo"):
         epsilon_high: how far above 1 ratios are clipped; for cispo the largest ratio
     """
 
-    help = "rewards of sampled completions; prompt, and keys for the reward function"
     computed_by = "grpo:GRPOObjective"
 
     loss_type: str = option("dapo", choices=GRPO_TYPES)
@@ -261,7 +252,7 @@ class GRPO(Loss, name="grpo"):
 
 @dataclass(kw_only=True)
 class Distillation(Loss, name="distillation"):
-    """The divergence from the next-token distribution of a teacher (GKD, Agarwal et al. 2023).
+    """The divergence from a teacher (GKD, Agarwal et al. 2023): data as for sft.
 
     Attributes:
         teacher: hub id or local folder of the teacher, a model with the same tokenizer
@@ -271,7 +262,6 @@ class Distillation(Loss, name="distillation"):
         distill_weight: share of the divergence in the loss; the rest is the loss of the next token
     """
 
-    help = "the distribution of a teacher; data as for sft"
     computed_by = "distillation:DistillationObjective"
     packed = True
 
@@ -288,7 +278,7 @@ class Distillation(Loss, name="distillation"):
 
 @dataclass(kw_only=True)
 class Medusa(Loss, name="medusa"):
-    """The losses of heads for the tokens after the next one (Cai et al. 2024).
+    """Heads for the tokens after the next one (Cai et al. 2024): data as for sft.
 
     Attributes:
         medusa_heads: train so many heads, which are exported with the model
@@ -297,7 +287,6 @@ class Medusa(Loss, name="medusa"):
         medusa_tied: the heads share the model's projection instead of each having its own
     """
 
-    help = "heads that make generation faster; data as for sft"
     computed_by = "medusa:MedusaObjective"
     packed = True
     trains = "medusa_heads"

@@ -135,7 +135,6 @@ def test_a_loss_of_ones_own_is_found_by_its_name() -> None:
                 it goes.
         """
 
-        help = "of a test"
         margin: float = option(0.5, at_least=0)
 
         def objective(self, config: FinetuneConfig) -> Objective:
