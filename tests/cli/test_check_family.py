@@ -26,8 +26,9 @@ def asked(monkeypatch):
 
 
 def test_a_family_by_its_name(call, asked):
-    code, out, err = call("check-family", "llama")
+    code, out, err = call("check-family", "llama", "--no-compile", "--seed", "3")
     assert (code, err) == (0, "") and asked["family"] is LigerLlama
+    assert asked["compile"] is False and asked["seed"] == 3
     assert asked["config"] is None and asked["device"].type == "cpu"
     assert (
         "1e-07  1e-05  small config" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -153,22 +152,6 @@ def test_a_reader_that_has_exited_is_no_error(monkeypatch, tmp_path):
     assert (tmp_path / "out").read_text() == ""
 
 
-def test_the_allocators_options_of_the_user_stay(call, monkeypatch):
-    monkeypatch.setattr(cli.inspect, "run", Mock())
-    for name, given, expected in (
-        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", None),
-        ("PYTORCH_ALLOC_CONF", "backend:native", "backend:native"),
-        ("OTHER", "", "expandable_segments:True"),
-    ):
-        with monkeypatch.context() as patch:
-            for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-                patch.delenv(variable, raising=False)
-            patch.setenv(name, given)
-            assert call("inspect", "m")[0] == 0
-            assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
-            os.environ.pop("PYTORCH_ALLOC_CONF", None)
-
-
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(cli.inspect, "run", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
@@ -196,8 +179,8 @@ def test_nan_weights_are_refused_naming_the_option_that_lets_them_in(
         assert (code, err) == (0, "")
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_every_family_is_inspected_converted_and_continued(call, tmp_path, family):
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_family_is_inspected_converted_and_continued(call, tmp_path, family):
     source, target = tmp_path / "source", tmp_path / "target"
     hf_models.save(source, family, zoo.Feature(config={"vocab_size": 263}))
     make_tokenizer(source)

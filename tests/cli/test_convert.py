@@ -66,16 +66,6 @@ def test_convert_refuses_the_name_of_a_file(call, checkpoint, tmp_path):
         assert call("convert", checkpoint, tmp_path / name)[0] == 0
 
 
-def test_convert_refuses_a_target_before_it_loads(call, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoLiger, "from_hf", None)
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
-    assert_one_line(call("convert", checkpoint, tmp_path / "file"), "is a file, not a folder")
-    assert_one_line(call("convert", checkpoint, tmp_path / "loop"), "loop")
-    monkeypatch.chdir(tmp_path)
-    assert_one_line(call("convert", checkpoint, "."), "current directory", "run from elsewhere")
-
-
 def test_a_checkpoint_of_a_run_is_converted(call, checkpoint, text, tmp_path):
     run = tmp_path / "run"
     base = ["finetune", checkpoint, "--train-files", text, "--output-dir", run, "--quiet", *SMALL]

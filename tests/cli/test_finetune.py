@@ -7,16 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, get_args, get_origin
 from unittest.mock import Mock
 
 import pytest
 
-from ligermodels.cli import launch
+from ligermodels.cli import finetune, launch
 from ligermodels.cli.options import CommonOptions
-from ligermodels.training.config import option_names, read_config
+from ligermodels.training.config import option_names, read_config, subjects
+from ligermodels.training.losses import LOSSES
+from ligermodels.training.options import flat_name, types_of
 from ligermodels.training.processes import Interrupted
 from tests.cli.helpers import SMALL, assert_one_line
 from tests.limits import SECONDS
@@ -33,18 +37,18 @@ def test_finetune_help_shows_every_option_and_its_default(call):
 
 
 def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text, tmp_path):
-    def finetune(file=text, model=checkpoint, output="run"):
+    def attempt(file=text, model=checkpoint, output="run"):
         files = ["--train-files", file, "--output-dir", tmp_path / output]
         return call("finetune", model, *files, *SMALL)
 
-    assert_one_line(finetune(tmp_path / "no.txt"), "no.txt: the file is missing")
+    assert_one_line(attempt(tmp_path / "no.txt"), "no.txt: the file is missing")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n')
-    assert_one_line(finetune(bad), f"{bad}:2: this is not JSON")
-    assert_one_line(finetune(model=tmp_path / "no-model"), "no-model")
+    assert_one_line(attempt(bad), f"{bad}:2: this is not JSON")
+    assert_one_line(attempt(model=tmp_path / "no-model"), "no-model")
     assert not (tmp_path / "run" / "run.json").exists()
     for output in ("bad.jsonl", "bad.jsonl/run"):
-        assert_one_line(finetune(output=output), str(tmp_path / output))
+        assert_one_line(attempt(output=output), str(tmp_path / output))
 
 
 def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
@@ -67,15 +71,6 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     code, out, err = call(*base, "--overwrite-output-dir", "--quiet", "--eval-fraction", "0")
     assert (code, err) == (0, "")
     assert out.startswith("training loss ")
-
-
-def test_a_run_whose_metrics_are_lost_says_what_it_knows(call, checkpoint, text, tmp_path):
-    output = tmp_path / "run"
-    base = ["finetune", checkpoint, "--train-files", text, "--output-dir", output, *SMALL]
-    assert call(*base, "--quiet")[0] == 0
-    (output / "metrics.jsonl").unlink()
-    code, out, _ = call("finetune", "--resume", "--output-dir", output, "--quiet")
-    assert code == 0 and "->" not in out and "held-out perplexity " in out
 
 
 def test_one_process_of_several_prints_the_result(call, monkeypatch):
@@ -210,3 +205,38 @@ def test_a_config_file_sets_any_option_and_a_run_writes_its_own(call, checkpoint
     ):
         file.write_text(f"{wrong}\n")
         assert_one_line(call("finetune", "--config", file), words)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_option_of_finetune_sets_its_field(loss):
+    """All are given at once, each with another value than its default."""
+    words, wanted = ["MODEL", "--loss", loss], {"model": "MODEL", "loss": loss}
+    for kind in subjects(loss).values():
+        types = types_of(kind)
+        for each in fields(kind):
+            name = flat_name(each)
+            if name in ("model", "resume"):
+                continue
+            option, value = name.replace("_", "-"), another_value(each, types[name])
+            if isinstance(value, bool):
+                words.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{option}", *map(str, values)]
+            wanted[name] = value
+    assert finetune.parse_arguments(words).options == wanted
+
+
+def another_value(each: Field[Any], kind: Any) -> Any:
+    """Return a value of an option that differs from its default and keeps its limits."""
+    choices = each.metadata["choices"]
+    item, *_ = get_args(kind) or (kind,)
+    if item is bool:
+        return not each.default
+    if choices is not None:
+        value = next(choice for choice in choices if choice != each.default)
+    elif item is str:
+        value = "64MiB" if each.name == "budget" else "other"
+    else:
+        value = (each.default or 1) + 1 if item is int else (each.default or 0.5) / 2
+    return [value] if get_origin(kind) is list else value

@@ -75,19 +75,6 @@ def interrupted(arguments, holder, name, folder):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.read_text()
 
 
-def test_a_second_signal_adds_no_line(tmp_path, monkeypatch):
-    write = os.write
-
-    def press_again(*args):
-        count = write(*args)
-        os.kill(os.getpid(), signal.SIGINT)
-        return count
-
-    monkeypatch.setattr(os, "write", press_again)
-    said = interrupted(["families"], cli, "_module", tmp_path)
-    assert said == (130, "ligermodels: interrupted\n")
-
-
 @pytest.mark.parametrize(
     ("holder", "name", "command"),
     [

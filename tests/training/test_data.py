@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from unittest.mock import Mock
 
 import pytest
 
 from ligermodels.errors import DataError
-from ligermodels.training import data as module
-from ligermodels.training.data import check_files, read_documents, split_text
+from ligermodels.training.data import read_documents, split_text
 
 BOS, EOS = 1, 2
 
@@ -246,29 +243,3 @@ def test_a_file_without_text_is_refused(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=message):
         read_documents([tmp_path / name], Letters())
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("none.txt", r"none\.txt: the file is missing"),
-        ("", "not a regular file but a folder"),
-        ("pipe", "not a regular file but a pipe"),
-        ("dead link", "link to nowhere"),
-    ],
-)
-def test_what_is_no_file_is_refused_before_reading(tmp_path, name, message):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "dead link").symlink_to("nowhere")
-    with pytest.raises(DataError, match=message):
-        check_files([tmp_path / name])
-
-
-def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path, monkeypatch):
-    file, whole = write(tmp_path, "a.jsonl", {"text": "a"}), tmp_path / "a.txt"
-    whole.write_text("a")
-    broken = Mock(side_effect=OSError(5, "Input/output error"))
-    monkeypatch.setattr(module.io, "BufferedReader", broken)
-    for path in (file, whole):
-        with pytest.raises(DataError, match=f"{path.name}: the file cannot be read: Input/output"):
-            read_documents([path], Letters())

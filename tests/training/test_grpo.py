@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from ligermodels.errors import ConfigError, DataError, LigerError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.grpo import GRPOObjective, load_reward
-from tests.training.test_losses import learned, trainer_of
+from tests.training.test_losses import trainer_of
 from tests.training.tiny_run import forget, make_checkpoint
 
 REWARDS = """
@@ -127,25 +126,6 @@ def test_micro_batches_equal_one_batch(folder: Path) -> None:
                 sum(objective.loss(trainer.call, p, **normalizers).loss for p in parts).item()
             )
         assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6), kind
-
-
-def test_a_loss_takes_three_products(folder: Path, monkeypatch) -> None:
-    """The chunks do not change it, nor does the way of four products for all rows at once."""
-    trainer = grpo_trainer(folder, 8, 1, beta=0.1)
-    (batch,), _ = trainer.objective.begin(trainer.call, trainer.micro_batches(0))
-    normalizers = trainer._normalizers([batch])
-    config, found = trainer.objective.config, []
-    compiled = replace(config, model=replace(config.model, compile=True))
-    for chunk_size in (None, 20):
-        operations = []
-        for each in (config, compiled):
-            monkeypatch.setattr(trainer.objective, "config", each)
-            values, counted = learned(trainer, batch, chunk_size, **normalizers)
-            found.append(values)
-            operations.append(counted)
-        assert operations[0] == operations[1] - 2 * batch.num_targets * 64 * 258
-    for values in found[1:]:
-        torch.testing.assert_close(values, found[0], rtol=1e-4, atol=1e-6)
 
 
 def part_of(batch, rows: slice):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ligermodels import AutoLiger
 from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import ConfigError
-from ligermodels.losses import LossOutput, cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
+from ligermodels.losses import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
@@ -200,23 +200,6 @@ def test_a_loss_takes_three_products_if_groups_fit(
         assert operations[0] == operations[1] - saved
     for values in found[1:]:
         torch.testing.assert_close(values, found[0], rtol=1e-4, atol=1e-6)
-
-
-def test_a_loss_gets_a_batch_on_the_device(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    """It reads a part of the masks for each chunk of the head, and must not move each part."""
-    trainer = with_reference(trainer_of(folder, "dpo", 2, 1), folder, tmp_path)
-    (batch,) = trainer.micro_batches(0)
-    moved = []
-
-    def loss(call, batch):
-        moved.extend(x for x in vars(batch).values() if isinstance(x, torch.Tensor))
-        return LossOutput(torch.zeros(()), {})
-
-    monkeypatch.setattr(trainer.objective, "loss", loss)
-    trainer.device = torch.device("meta")
-    trainer._loss(batch, {})
-    # Ids, labels, positions, mask and the reference's log-probabilities.
-    assert [x.device for x in moved] == [trainer.device] * 5
 
 
 def test_every_reference_is_the_same_model(folder: Path, tmp_path: Path) -> None:

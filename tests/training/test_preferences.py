@@ -25,12 +25,6 @@ def test_computed_once(tmp_path: Path) -> None:
     assert calls == [1] and [*path.parent.iterdir()] == [path]
 
 
-def test_the_name_depends_on_data_and_model(tmp_path: Path) -> None:
-    parts = [("ab", "c"), ("a", "bc"), ("ab", "d"), ("ab",)]
-    assert len({reference_path(tmp_path, *each) for each in parts}) == 4
-    assert reference_path(tmp_path, *parts[0]) == reference_path(tmp_path, *parts[0])
-
-
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     path = reference_path(tmp_path, "data")
     stored_log_probs(path, 3, lambda: torch.ones(3))
