@@ -96,9 +96,9 @@ def drafted_passes(
         raise ValueError(f"generate with drafts: got {len(ids)} prompts; expected one")
     heads.check_model(model)
     device = model.rotary_emb.inv_freq.device
-    vocab_size = model.config.vocab_size
+    ids, vocab_size = ids.to(device), model.config.vocab_size
     sampler = Sampler(sampling, 1, vocab_size, device, stops=[], pad=0, generator=generator)
-    return ids.to(device), _passes(model, heads, ids.to(device), max_new_tokens, stops, sampler)
+    return ids, _passes(model, heads, ids, max_new_tokens, stops, sampler)
 
 
 @torch.no_grad()

@@ -167,10 +167,11 @@ def decode_attention_kernel(
             visible &= position[None, :] <= own[:, None]
             if HAS_WINDOW:
                 visible &= position[None, :] > own[:, None] - window
-        if new_k_ptr is not None:
+        if new_k_ptr is not None and NEW == 0:
+            is_old = there & (slot != new_slot)
+        elif new_k_ptr is not None:
             is_old = there & (position <= last - QUERIES)
-            if NEW > 0:
-                visible &= is_old[None, :]
+            visible &= is_old[None, :]
         at = slot[:, None] * HEAD_DIM + column[None, :]
         read = is_old[:, None] & wide[None, :]
         k = tl.load(k_ptr + at, mask=read, other=0.0)
