@@ -1,14 +1,16 @@
-"""Measure the perplexity of files, or run tasks of lm-eval.
+"""Measure the perplexity of files, compare answers, or run tasks of lm-eval.
 
 Measure the perplexity of MODEL on each of the files, which have the formats of 'ligermodels
 finetune' (only what is learned there counts), or run tasks of lm-eval (pip install
-'ligermodels[trainers]' lm_eval), or both.
+'ligermodels[trainers]' lm_eval), or both. With --generate, MODEL answers the prompts of the files,
+and the share of answers that equal the completions is printed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -28,8 +30,13 @@ class Arguments(LoadingOptions):
         files: text or .jsonl files
         tasks: names of lm-eval's tasks
         seq_len: tokens per row
-        batch_size: rows of a forward pass
+        batch_size: rows of a forward pass (default: 4; where text is generated, what fits into
+            memory)
         separator: line that separates the documents of a text file
+        generate: generate answers, and compare them with the completions
+        max_new_tokens: the most tokens of an answer
+        stop: texts before which an answer ends
+        output: a new file for the answers
         num_fewshot: examples before each question of a task (default: what the task says)
         limit: the most questions of a task
         task_folder: folder with YAML files of more tasks
@@ -41,8 +48,12 @@ class Arguments(LoadingOptions):
     files: list[str] = option((), metavar="FILE")
     tasks: list[str] = option((), metavar="TASK")
     seq_len: int = option(1024, at_least=2)
-    batch_size: int = option(4, at_least=1)
+    batch_size: int | None = option(None, at_least=1)
     separator: str | None = option(None, metavar="LINE")
+    generate: bool = option(False)
+    max_new_tokens: int = option(256, at_least=1)
+    stop: list[str] = option((), metavar="TEXT")
+    output: str | None = option(None, metavar="FILE")
     num_fewshot: int | None = option(None, at_least=0)
     limit: int | None = option(None, at_least=1)
     task_folder: str | None = option(None, metavar="DIR")
@@ -63,22 +74,29 @@ def run(given: Arguments) -> None:
     for name, value in for_tasks.items():
         if value is not None and not given.tasks:
             raise LigerError(f"evaluate: --{name.replace('_', '-')} is only for --tasks")
+    if not given.generate and (given.stop or given.output):
+        raise LigerError("evaluate: --stop and --output need --generate")
     paths = local_files(given.files, data_library, progress=sys.stderr.isatty())
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     model = AutoLiger.from_hf(folder, device=device, **given.loading())
     found: dict[str, dict[str, Any]] = {}
-    if given.files:
+    if given.files and given.generate:
+        found["answers"] = _answers(given, model, folder, dict(zip(given.files, paths)))
+    elif given.files:
         found["files"] = _files(given, model, folder, dict(zip(given.files, paths)))
     if evaluate_tasks is not None:
         found["tasks"] = evaluate_tasks(
-            model, str(folder), given.tasks, batch_size=given.batch_size, **for_tasks
+            model, str(folder), given.tasks, batch_size=given.batch_size or 4, **for_tasks
         )
     if given.json:
         print(json.dumps(found, indent=2, default=str))
         return
     width = max(len(name) for results in found.values() for name in results)
+    for file, result in found.get("answers", {}).items():
+        counts = "{exact_match:.4f}  {right:,} of {questions:,}".format(**result)
+        print(f"{file:<{width}}  exact match {counts}")
     for file, result in found.get("files", {}).items():
         line = "perplexity {perplexity:.4f}  loss {loss:.4f}  {targets:,} targets"
         if result["truncated"]:
@@ -100,16 +118,38 @@ def _files(
     from ligermodels.training.evaluate import file_loss
 
     tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
-    sizes = {name: getattr(given, name) for name in ("seq_len", "batch_size", "separator")}
+    options: dict[str, Any] = {"seq_len": given.seq_len, "batch_size": given.batch_size or 4}
+    options["separator"] = given.separator
     shows = sys.stderr.isatty()
     losses = {
-        file: file_loss(model, tokenizer, [path], progress=shows, **sizes)
+        file: file_loss(model, tokenizer, [path], progress=shows, **options)
         for file, path in files.items()
     }
     if len(losses) > 1:
         first, *others = losses.values()
         losses["all files"] = sum(others, first)
     return {file: one.to_dict() for file, one in losses.items()}
+
+
+def _answers(
+    given: Arguments, model: Any, folder: Any, files: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return how many answers to the questions of each file are right."""
+    from ligermodels.models.auto import tokenizer_folder
+    from ligermodels.text.tokenizer import Tokenizer
+    from ligermodels.training.evaluate import file_matches
+
+    tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
+    options: dict[str, Any] = {"max_new_tokens": given.max_new_tokens, "stop_strings": given.stop}
+    options |= {"max_batch": given.batch_size, "progress": sys.stderr.isatty()}
+    model.eval()
+    with ExitStack() as stack:
+        if given.output is not None:
+            opened = open(given.output, "x", encoding="utf-8", errors="replace")
+            options["output"] = stack.enter_context(opened)
+        return {
+            file: file_matches(model, tokenizer, [path], **options) for file, path in files.items()
+        }
 
 
 def _lm_eval() -> Any:

@@ -1,28 +1,31 @@
-"""Generate text from a prompt, or chat.
+"""Generate text from a prompt or from many, or chat.
 
 Generate text that continues PROMPT. Decoding is greedy unless a sampling option (--temperature,
 --top-k, --top-p or --seed) is given, and with --temperature 0. Without PROMPT, the text is read
-from stdin; on a terminal, --chat then holds a conversation, with one line per turn.
+from stdin; on a terminal, --chat then holds a conversation, with one line per turn. With --input
+and --output, the prompts of a file are answered, many at a time; after a stop, the same command
+goes on.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import LoadingOptions
+from ligermodels.cli.options import LoadingOptions, data_library
 from ligermodels.errors import LigerError
 from ligermodels.training.options import option
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ligermodels.heads.medusa import MedusaHeads
     from ligermodels.models.base import DecoderModel
     from ligermodels.text.tokenizer import Tokenizer
+    from ligermodels.training.data import Group
 
 WAY_OUT = "Ctrl-D ends the chat, and Ctrl-C stops an answer."
 OUT_OF_MEMORY = " (try a smaller --max-new-tokens, or --dtype bfloat16)"
@@ -35,6 +38,10 @@ class Arguments(LoadingOptions):
     Attributes:
         model: hub id or local folder of a checkpoint
         prompt: the text to continue; - reads it from stdin
+        input: a .jsonl file whose objects have a prompt: a text, or a list of messages
+        output: the file for the objects of --input with what is generated for each
+        max_batch: the most rows of a batch for --input (default: what fits into memory)
+        num_samples: how many texts each prompt of --input gets
         chat: format the prompt with the chat template
         system: the system message for --chat
         max_new_tokens: the most tokens to generate
@@ -44,6 +51,7 @@ class Arguments(LoadingOptions):
         repetition_penalty: a value above 1 makes tokens that occurred before less likely (default:
             that of generation_config.json, else 1)
         seed: sample; the same seed gives the same text
+        stop: texts before which the new text ends
         heads: use Medusa's heads, which a folder may hold and which make generation faster
         stream: print the text while it is made
         device: cpu or cuda (default: cuda if there is a GPU)
@@ -51,6 +59,10 @@ class Arguments(LoadingOptions):
 
     model: str = option(MISSING, positional=True)
     prompt: str | None = option(None, positional=True)
+    input: str | None = option(None, metavar="FILE")
+    output: str | None = option(None, metavar="FILE")
+    max_batch: int | None = option(None, at_least=1)
+    num_samples: int = option(1, at_least=1)
     chat: bool = option(False)
     system: str | None = option(None, metavar="TEXT")
     max_new_tokens: int = option(256, at_least=1)
@@ -59,6 +71,7 @@ class Arguments(LoadingOptions):
     top_p: float | None = option(None, more_than=0, at_most=1)
     repetition_penalty: float | None = option(None, more_than=0)
     seed: int | None = option(None, at_least=0)
+    stop: list[str] = option((), metavar="TEXT")
     heads: bool = option(True)
     stream: bool = option(True)
     device: str | None = option(None)
@@ -72,20 +85,31 @@ def run(given: Arguments) -> None:
     from ligermodels.heads.medusa_file import load_heads
     from ligermodels.models.auto import AutoLiger, tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer
+    from ligermodels.training.data import local_files, read_prompts
     from ligermodels.training.finetune import pick_device
 
     if given.system is not None and not given.chat:
         raise LigerError("generate: --system needs --chat")
+    if given.input is None and (given.output or given.max_batch or given.num_samples > 1):
+        raise LigerError("generate: --output, --max-batch and --num-samples need --input")
+    if given.input is not None and (given.output is None or given.prompt is not None):
+        raise LigerError("generate: --input needs --output, and no PROMPT")
     converses = given.chat and given.prompt is None and sys.stdin.isatty()
     prompt = given.prompt or ""
-    if not converses and given.prompt in (None, "-"):
+    if given.input is None and not converses and given.prompt in (None, "-"):
         try:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise LigerError(f"generate: the text on stdin is not UTF-8: {error}") from None
+    files = local_files([given.input] if given.input else [], data_library)
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
+    system = [] if given.system is None else [{"role": "system", "content": given.system}]
+    if files:
+        groups = read_prompts(files, tokenizer, system if given.chat else None)
+        _answer_file(given, groups, folder, device, tokenizer)
+        return
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")
 
@@ -96,7 +120,6 @@ def run(given: Arguments) -> None:
     model, heads = read_one_version(folder, load)
     model.eval()
     options = generate_options(given, model, heads)
-    system = [] if given.system is None else [{"role": "system", "content": given.system}]
 
     def print_text(ids: list[int], pieces: list[str]) -> None:
         """Generate what follows `ids` into `pieces`, and print each of them, or all at once."""
@@ -140,10 +163,39 @@ def generate_options(
     penalty = resolve_repetition_penalty(given.repetition_penalty, config)
     return {
         **({"do_sample": True, **asked} if samples else {}),
+        **({} if penalty != 1 or given.stop or heads is None else {"heads": heads}),
         "max_new_tokens": given.max_new_tokens,
         "repetition_penalty": penalty,
-        "heads": None if penalty != 1 else heads,
+        "stop_strings": given.stop,
     }
+
+
+def _answer_file(
+    given: Arguments, groups: list[Group], folder: Path, device: Any, tokenizer: Tokenizer
+) -> None:
+    """Answer the prompts of a file that have no answer yet."""
+    from ligermodels.models.auto import AutoLiger
+    from ligermodels.training.answers import answers, count_answered, write_answers
+
+    output = Path(given.output or "")
+    done = count_answered(output, groups)
+    if done:
+        print(f"{output}: {done:,} of {len(groups):,} prompts are answered", file=sys.stderr)
+    if not (left := groups[done:]):
+        return
+    model = AutoLiger.from_hf(folder, device=device, **given.loading()).eval()
+    options = generate_options(given, model, None)
+    options |= {"max_batch": given.max_batch, "num_samples": given.num_samples}
+    found = answers(model, tokenizer, left, progress=sys.stderr.isatty(), **options)
+    tokens = cut = 0
+    started = time.perf_counter()
+    for answer in write_answers(output, left, found):
+        tokens, cut = tokens + answer.tokens, cut + answer.cut
+    seconds = time.perf_counter() - started
+    print(
+        f"{len(left):,} prompts, {tokens:,} tokens, {tokens / seconds:,.0f} a second; "
+        f"{cut:,} texts reached --max-new-tokens"
+    )
 
 
 def _converse(

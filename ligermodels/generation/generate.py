@@ -22,7 +22,7 @@ from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
-from ligermodels.text.streaming import Decoder, StopStrings, TextStream
+from ligermodels.text.streaming import Decoder, StopStrings, TextStream, until
 
 # From the tokens so far (batch, seq + new) and the float32 logits (batch, vocab), other logits.
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -208,13 +208,14 @@ def stream_text(
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
 
-    Special tokens are left out.
+    Special tokens are left out, and so is one of stop_strings and what follows it.
 
     Args: the arguments of `stream`, and the tokenizer that decodes the tokens.
     """
     tokens = stream(model, input_ids, heads=heads, tokenizer=tokenizer, **options)
     context = [] if input_ids is None else torch.as_tensor(input_ids).flatten().tolist()
-    return _text_of(tokens, TextStream(tokenizer, context))
+    pieces = _text_of(tokens, TextStream(tokenizer, context))
+    return until(pieces, options.get("stop_strings", ()))
 
 
 def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Decode tokens that arrive one at a time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 
@@ -81,3 +81,27 @@ class StopStrings:
                     self.ended.add(row)
                 self.tails[row] = self.tails[row][-self.longest :]
         return sorted(self.ended)
+
+
+def until(pieces: Iterable[str], strings: Sequence[str]) -> Iterator[str]:
+    """Yield the text of pieces up to the first of some strings. What may begin one waits."""
+    text, held = "", max(map(len, strings), default=1) - 1
+    for piece in pieces:
+        text += piece
+        if any(each in text for each in strings):
+            break
+        if len(text) > held:
+            yield text[: len(text) - held]
+            text = text[len(text) - held :]
+    ends = [text.index(each) for each in strings if each in text]
+    if text := text[: min(ends, default=len(text))]:
+        yield text
+
+
+def text_after(
+    tokenizer: Decoder, context: Sequence[int], ids: Sequence[int], stop_strings: Sequence[str] = ()
+) -> str:
+    """Return the text of ids that follow the ids of a context, up to the first of stop_strings."""
+    stream = TextStream(tokenizer, context)
+    stream.ids += ids
+    return "".join(until([stream.finish()], stop_strings))

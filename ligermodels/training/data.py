@@ -28,7 +28,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
@@ -108,11 +108,13 @@ class Group:
         documents: whose `loss_mask` is true at the tokens of the completion.
         label: whether the first completion is a desirable one.
         record: the line of the file.
+        references: the right answers to the prompt.
     """
 
     documents: tuple[Document, ...]
     label: bool = True
     record: Record = field(default_factory=dict)
+    references: tuple[str | float, ...] = ()
     divisible = False
 
     def __len__(self) -> int:
@@ -624,13 +626,29 @@ def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group
     ]
 
 
-def read_prompts(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+def read_prompts(
+    paths: Sequence[str | Path], tokenizer: Tokenizer, chat: list[Record] | None = None
+) -> list[Group]:
     """Return groups of a prompt alone, whose record holds the line.
+
+    Args: chat: the messages before a prompt that is a text; the chat template then formats them and
+        the text as a user's message. By default a text stays as it is.
+    Raises:
+        DataError: a file or a line is wrong.
+    """
+    return _read(paths, tokenizer, lambda record, encoder: [_prompt(record, encoder, chat)])
+
+
+def read_questions(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+    """Return groups of a prompt alone, with the references that the records of training have.
+
+    They are the completion, a text or a number, or a list of several right answers; or the last
+    message of a conversation.
 
     Raises:
         DataError: a file or a line is wrong.
     """
-    return _read(paths, tokenizer, _prompt)
+    return _read(paths, tokenizer, lambda record, encoder: [_question(record, encoder)])
 
 
 def _read(
@@ -642,10 +660,10 @@ def _read(
     groups: list[Group] = []
     for file in check_files(paths):
         if file.suffix.lower() not in RECORD_SUFFIXES:
-            raise DataError(f"{file}: this loss needs .jsonl files, with one object per line")
+            raise DataError(f"{file}: expected a .jsonl file, with one object per line")
         groups += chain.from_iterable(_converted(file, lambda record: convert(record, encoder)))
     if not groups:
-        raise DataError(f"{', '.join(map(str, paths))}: there is nothing to train on")
+        raise DataError(f"{', '.join(map(str, paths))}: there is no record")
     return groups
 
 
@@ -666,11 +684,30 @@ def _judged(record: Record, encoder: Encoder) -> list[Group]:
     return [Group((document,), _checked(record, "label", bool), record)]
 
 
-def _prompt(record: Record, encoder: Encoder) -> list[Group]:
-    found = encoder.prompt(_checked_text(record, "prompt"), record)
+def _prompt(record: Record, encoder: Encoder, chat: list[Record] | None = None) -> Group:
+    prompt = _checked_text(record, "prompt")
+    if chat is not None and isinstance(prompt, str):
+        prompt = [*chat, {"role": "user", "content": prompt}]
+    found = encoder.prompt(prompt, record)
     if not len(found):
         raise DataError("the prompt is empty")
-    return [Group((found,), record=record)]
+    return Group((found,), record=record)
+
+
+def _question(whole: Record, encoder: Encoder) -> Group:
+    record = normalised(whole, has_template=encoder.has_template)
+    if record.get("prompt") is None or record.get("completion") is None:
+        messages = _checked(record, "messages", list) and _checked_text(record, "messages")
+        if not messages or messages[-1]["role"] != "assistant":
+            raise DataError('"messages" must end with a turn of the assistant, the right answer')
+        record = {**record, "prompt": messages[:-1], "completion": messages[-1:]}
+    right = record["completion"]
+    if isinstance(right, list) and right and isinstance(right[-1], dict):
+        right = right[-1].get("content")
+    references = tuple(right) if isinstance(right, list) else (right,)
+    if not references or not all(isinstance(x, (str, int, float)) for x in references):
+        raise DataError('"completion" must be a text, a number, or a list of right answers')
+    return replace(_prompt(record, encoder), references=references, record=whole)
 
 
 def _split(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:

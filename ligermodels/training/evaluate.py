@@ -1,13 +1,16 @@
-"""The perplexity of a model on files."""
+"""The perplexity of a model on files, and how many of their questions it answers as they do."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from tqdm import tqdm
@@ -15,9 +18,12 @@ from tqdm import tqdm
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.data import read_documents
+from ligermodels.training.answers import KEY, answers
+from ligermodels.training.data import read_documents, read_questions
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.trainer import perplexity
+
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,58 @@ def file_loss(
     seconds = time.perf_counter() - started
     counts = rows.num_truncated, rows.num_untargeted
     return FileLoss(loss, targets, rows.num_tokens, seconds, *counts)
+
+
+def file_matches(
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    files: Sequence[str | Path],
+    *,
+    output: IO[str] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Answer the questions of files, and return how many answers are right, as `is_right`.
+
+    Args:
+        files: as in `read_questions`.
+        output: gets a line of JSON for each question: its record, what was generated, and whether
+            that is right.
+        options: those of `answers`.
+    Raises: as `read_questions` and `answers`.
+    """
+    groups = read_questions(files, tokenizer)
+    right, started = 0, time.perf_counter()
+    tokens = 0
+    for group, answer in zip(groups, answers(model, tokenizer, groups, **options)):
+        (text,) = answer.texts
+        matches = is_right(text, group.references)
+        right, tokens = right + matches, tokens + answer.tokens
+        if output is not None:
+            line = {**group.record, KEY: text, "right": matches}
+            output.write(json.dumps(line, ensure_ascii=False) + "\n")
+    seconds = time.perf_counter() - started
+    return {
+        "exact_match": right / len(groups),
+        "right": right,
+        "questions": len(groups),
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def is_right(text: str, references: Iterable[str | float]) -> bool:
+    """Return whether an answer equals one of the references, without the spaces around them.
+
+    For a reference that is a number, the last number in the answer counts.
+    """
+    numbers = _NUMBER.findall(text)
+    for reference in references:
+        wanted = str(reference).strip()
+        if text.strip() == wanted:
+            return True
+        if numbers and _NUMBER.fullmatch(wanted) and _value(numbers[-1]) == _value(wanted):
+            return True
+    return False
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))

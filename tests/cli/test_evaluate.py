@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from ligermodels.training.evaluate import is_right
 from tests.cli.helpers import assert_one_line
 
 SMALL = ["--seq-len", "64", "--device", "cpu"]
@@ -28,6 +29,54 @@ def test_files_are_measured_one_by_one_and_together(call, checkpoint, text, tmp_
     other.write_text(json.dumps({"prompt": "a" * 60, "completion": "b" * 40}) + "\n")
     code, out, _ = call("evaluate", checkpoint, "--files", other, *SMALL)
     assert code == 0 and out.endswith(" 4 targets  (long examples cut: 1)\n")
+
+
+def test_answers_are_compared_with_references(call, checkpoint, tmp_path):
+    """The references are made from what the model generates."""
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    texts = ["the cat", "a dog", "I run"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    generate = ["generate", checkpoint, "--input", prompts, "--output", answers]
+    limits = ["--max-new-tokens", "6", "--device", "cpu"]
+    assert call(*generate, *limits)[0] == 0
+    made = [json.loads(line)["generated"] for line in answers.read_text().splitlines()]
+    ask, chat = [{"role": "user", "content": "hi"}], tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [*ask, {"role": "assistant", "content": "no"}]}))
+    files = tmp_path / "questions.jsonl"
+    references = [f" {made[0]}\n", ["no", made[1]], 12]
+    records = [{"prompt": a, "completion": b} for a, b in zip(texts, references)]
+    files.write_text("".join(json.dumps(record) + "\n" for record in records))
+    output = tmp_path / "found.jsonl"
+    command = ["evaluate", checkpoint, "--files", files, chat, "--generate", *limits]
+    code, out, err = call(*command, "--output", output)
+    assert (code, err) == (0, "")
+    first, second = (line.split(maxsplit=1) for line in out.splitlines())
+    assert first == [str(files), "exact match 0.6667  2 of 3"]
+    assert second == [str(chat), "exact match 0.0000  0 of 1"]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line.pop("right") for line in lines] == [True, True, False, False]
+    expected = [{**record, "generated": text} for record, text in zip(records, made)]
+    assert lines[:3] == expected and lines[3]["messages"][0] == ask[0]
+    assert_one_line(call(*command, "--output", output), str(output), "File exists")
+    chat.write_text(json.dumps({"messages": ask}))
+    assert_one_line(call(*command), "chat.jsonl:1: ", "must end with a turn of the assistant")
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "right"),
+    [
+        (" Paris \n", "Paris", True),
+        ("Paris.", "Paris", False),
+        ("3 + 4 = 7, so the sum is 7.", 7, True),
+        ("It costs $1,234.50", "1234.5", True),
+        ("12-15", -15, False),
+        ("at -15 degrees", -15, True),
+        ("7 or 8", "7", False),
+        ("none", 0, False),
+    ],
+)
+def test_an_answer_is_right(text, reference, right):
+    assert is_right(text, [reference]) == right
 
 
 def test_what_tasks_need_is_said(call, checkpoint, monkeypatch):

@@ -136,3 +136,95 @@ def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path, mo
     assert_one_line(call(*base[:2], "--device", "cpu"), "the text on stdin is not UTF-8", "0xe9")
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: [10**6])
     assert_one_line(call(*base[:2], "cat", "--device", "cpu"), "generate: ", "token 1000000")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A file of prompts with further keys, of which one is null."""
+    records = [
+        {"prompt": "the cat", "id": 7},
+        {"prompt": [{"role": "user", "content": "h\u00e9"}], "generated": "an old answer"},
+        {"prompt": "a dog and the", "id": None},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
+    call, checkpoint, prompts, tmp_path
+):
+    """Each text is that of the prompt alone. A kill may leave any number of the file's bytes."""
+    output = tmp_path / "answers.jsonl"
+    base = ["generate", checkpoint, "--device", "cpu", "--max-new-tokens", "6"]
+    command = [*base, "--input", prompts, "--output", output, "--max-batch", "2"]
+    code, out, err = call(*command)
+    assert (code, err) == (0, "") and out.startswith("3 prompts, 18 tokens, ")
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    given = [json.loads(line) for line in prompts.read_text().splitlines()]
+    assert [{**line, "generated": 0} for line in lines] == [{**x, "generated": 0} for x in given]
+    alone = [call(*base, "the cat"), call(*base, "h\u00e9", "--chat"), call(*base, "a dog and the")]
+    assert [line["generated"] + "\n" for line in lines] == [result[1] for result in alone]
+    whole = output.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size, said in ((0, 0), (first - 9, 0), (first, 1), (len(whole) - 1, 2), (len(whole), 3)):
+        output.write_bytes(whole[:size])
+        code, _, err = call(*command)
+        assert code == 0 and output.read_bytes() == whole
+        assert err == (f"{output}: {said} of 3 prompts are answered\n" if said else "")
+    prompts.write_text(prompts.read_text().replace("a dog", "a cow"))
+    assert_one_line(call(*command), f"{output}:3: this line is not an answer to prompt 3")
+    assert output.read_bytes() == whole
+    output.write_text("a note")  # It is no line that was cut short.
+    assert_one_line(call(*command), f"{output}:1: this line is not")
+    assert output.read_text() == "a note"
+
+
+def test_options_of_a_file_of_prompts(call, checkpoint, prompts, tmp_path):
+    """Several samples are a list, --stop cuts them, and --chat makes messages of texts."""
+
+    def texts(*options):
+        output = tmp_path / "answers.jsonl"
+        output.unlink(missing_ok=True)
+        base = ["generate", checkpoint, "--input", prompts, "--output", output, "--device", "cpu"]
+        assert call(*base, "--max-new-tokens", "20", *options)[0] == 0
+        return [json.loads(line)["generated"] for line in output.read_text().splitlines()]
+
+    drawn = texts("--seed", "1", "--temperature", "3", "--num-samples", "2")
+    assert all(a != b for a, b in drawn) and texts("--seed", "1", "--temperature", "3")[0] != drawn
+    stop = drawn[0][1][5:7]
+    cut = texts("--seed", "1", "--temperature", "3", "--num-samples", "2", "--stop", stop)
+    assert cut[0][1] == drawn[0][1][: drawn[0][1].index(stop)]
+    plain, chat = texts(), texts("--chat", "--system", "be brief")
+    assert chat[0] != plain[0] and chat[1] == plain[1]
+
+
+def test_a_text_ends_before_a_stop(call, checkpoint):
+    base = ["generate", checkpoint, "the cat", "--max-new-tokens", "20", "--device", "cpu"]
+    sampled = [*base, "--seed", "1", "--temperature", "3"]
+    whole = call(*sampled)[1]
+    stop = whole[4:7]
+    expected = whole[: whole.index(stop)] + "\n"
+    assert call(*sampled, "--stop", "not there", stop) == (0, expected, "")
+    assert call(*sampled, "--stop", "not there") == (0, whole, "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ""}', "prompts.jsonl:2: the prompt is empty"),
+        ('{"prompt": "a"}\nthe cat', "prompts.jsonl:2: this is not JSON"),
+        ('{"text": "a"}', 'prompts.jsonl:1: "prompt" is missing'),
+    ],
+)
+def test_bad_lines_are_named_before_a_model_is_loaded(
+    call, checkpoint, prompts, monkeypatch, lines, words
+):
+    monkeypatch.setattr(AutoLiger, "from_hf", None)
+    prompts.write_text(lines)
+    output = prompts.with_name("answers.jsonl")
+    base = ["generate", checkpoint, "--input", prompts]
+    assert_one_line(call(*base, "--output", output, "--device", "cpu"), words)
+    assert not output.exists()
+    assert_one_line(call(*base), "--input needs --output, and no PROMPT")
+    assert_one_line(call("generate", checkpoint, "a", "--output", output), "need --input")

@@ -1,6 +1,7 @@
 import pytest
 
 from ligermodels.text import TextStream, Tokenizer
+from ligermodels.text.streaming import until
 from tests.text.folders import FAST, SLOW, configure
 
 # The first ids have no text, so that only the last ones can keep the space before a word.
@@ -37,3 +38,13 @@ def test_a_character_that_never_ends_comes_out_at_the_end(bpe):
     assert [stream.push(i) for i in ids[:-1]] == ["a", *[""] * (len(ids) - 2)]
     assert stream.finish() == "\ufffd"
     assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+def test_a_text_ends_before_a_string(size):
+    """Nothing of a string comes out, however the text is cut into pieces; all else does."""
+    text = "a cat and a dog and a cow"
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert "".join(until(pieces, ["dog and", "and a cow"])) == "a cat and a "
+    assert "".join(until(pieces, ["and a dogs"])) == text
+    assert list(until(pieces, [])) == pieces

@@ -170,8 +170,8 @@ def test_what_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
         read_prompts(jsonl(tmp_path, {"prompt": ""}), tokenizer)
     text = tmp_path / "data.txt"
     text.write_text("words")
-    with pytest.raises(DataError, match=r"this loss needs \.jsonl files"):
+    with pytest.raises(DataError, match=r"expected a \.jsonl file"):
         read_pairs([text], tokenizer)
     (tmp_path / "data.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="nothing to train on"):
+    with pytest.raises(DataError, match="there is no record"):
         read_pairs([tmp_path / "data.jsonl"], tokenizer)
