@@ -59,12 +59,16 @@ def linear_cross_entropy(
         weight: (vocab, in), in hidden's dtype (autocast casts both).
         targets: (...) int64. targets[i] is the class of hidden[i]: this function shifts nothing.
         bias: (vocab), in weight's dtype.
-        reduction: "mean" divides the summed loss by the normalizer, "sum" does not divide it, and
-            "none" returns the loss of each token, which is 0 if the target is ignored.
+        options: the keywords from here on; `loss_options.LossOptions` has their defaults, which
+            change nothing.
+        reduction: "mean", the default, divides the summed loss by the normalizer, "sum" does not
+            divide it, and "none" returns the loss of each token, which is 0 if the target is
+            ignored.
         normalizer: a number >= 0 (0 counts as 1) or a 0-d tensor, only for "mean". By default it is
             the number of targets that are not ignored, or the sum of their class weights. It gets
             no gradient.
-        ignore_index: the target of tokens that do not count in the loss or the gradients.
+        ignore_index: the target, by default -100, of tokens that do not count in the loss or the
+            gradients.
         temperature: divides the logits, after the softcap.
         class_weights: (vocab). They get no gradient.
         token_weights: (...) factors of the loss of each token, such as advantages. They get no
@@ -107,6 +111,7 @@ def linear_cross_entropy(
         "none" so are all floating point statistics. If all targets are ignored, the loss is 0 and
         the gradients are zero. The weight gradient is summed in float32.
     Raises:
+        TypeError: an option is unknown.
         ValueError: a shape, dtype or option is wrong, or the budget is too small.
         RuntimeError: skip_ignored without max_valid under torch.compile or CUDA graph capture.
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the loss of
@@ -183,6 +188,7 @@ def linear_log_probs(
     Returns: log-probabilities (...) and entropy (...) or None, in float32 (float64 for float64
         inputs). Both are 0 if the target is ignored.
     Raises:
+        TypeError: an option is unknown.
         ValueError: a shape, dtype or option is wrong, or the budget is too small.
         RuntimeError: skip_ignored without max_valid under torch.compile or CUDA graph capture.
         IndexError: a target is outside the vocabulary, on CPU in eager mode; on a GPU the values

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
+from ligermodels.kernels.linear_cross_entropy.autograd import add_product
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable
+from tests.kernels.checks import check_repeatable, random
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, places
 from tests.kernels.linear_cross_entropy.head import (
     CUTS,
@@ -97,6 +98,15 @@ def test_number_of_products(float32_place, op, options, products) -> None:
                 loss.sum().backward()
         one = 2 * rows * options.get("width", WIDTH) * VOCAB
         assert counter.get_total_flops() == wanted * one, frozen
+
+
+def test_products_are_float32_sums(place) -> None:
+    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
+    wide = torch.promote_types(place.dtype, torch.float32)
+    expected = a.to(wide) @ b.to(wide)
+    product = add_product(None, a, b)
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(add_product(product, a, b), 2 * expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
