@@ -13,7 +13,7 @@ from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_c
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, check_choice, checked_integer
-from ligermodels.memory.planner import Space, find_plan, largest, usable_bytes
+from ligermodels.memory.planner import Budget, Space, find_plan, largest
 from ligermodels.memory.rates import Rates, rates_of
 from ligermodels.memory.simulate import LONGEST, Simulation, Step, simulate
 from ligermodels.memory.torch_private import Sharding, adam_bytes, state_bytes, step_bytes
@@ -100,6 +100,10 @@ class Planner:
             return self._given_rates
         return rates_of(self.device, self._dtype)
 
+    @property
+    def _whole_budget(self) -> Budget:
+        return Budget(self.budget, self.optimizer_bytes, self.reserve)
+
     def plan(self, batch: int, seq: int) -> MemoryPlan:
         """Return the fastest plan that fits the budget.
 
@@ -112,9 +116,7 @@ class Planner:
         return _from_rank_0(
             lambda: find_plan(
                 *self._spaces(batch, seq),
-                budget=self.budget,
-                optimizer_bytes=self.optimizer_bytes,
-                reserve=self.reserve,
+                budget=self._whole_budget,
                 batch=batch,
                 seq=seq,
             )
@@ -126,7 +128,7 @@ class Planner:
 
         def least() -> int:
             spaces = self._spaces(batch, seq)
-            return min(space.least_budget(self.optimizer_bytes, self.reserve) for space in spaces)
+            return min(space.least_budget(self._whole_budget) for space in spaces)
 
         return _from_rank_0(least)
 
@@ -141,13 +143,13 @@ class Planner:
         return self._largest(lambda seq: (batch, seq), start=1024)
 
     def _largest(self, shape: Callable[[int], tuple[int, int]], start: int) -> int:
-        usable = usable_bytes(self.budget, self.optimizer_bytes, self.reserve)
+        budget = self._whole_budget
 
         def needed(number: int) -> int:
             space = self._spaces(*shape(number))[-1]
-            return space.peak(space.smallest, int(self.budget * self.reserve))
+            return space.peak(space.smallest, budget.slack)
 
-        return _from_rank_0(lambda: largest(needed, usable, start))
+        return _from_rank_0(lambda: largest(needed, budget.usable, start))
 
     def _new_spaces(self, batch: int, seq: int) -> list[Space]:
         """Return the plans with each chunk of the loss head, from the largest to the smallest."""

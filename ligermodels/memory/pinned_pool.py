@@ -90,7 +90,4 @@ class PinnedPool:
 
     def _best(self, needed: int) -> PinnedBlock:
         """Return the smallest free block that is large enough, or else the largest."""
-        enough = [block for block in self._free if block[2] >= needed]
-        if enough:
-            return min(enough, key=lambda block: block[2])
-        return max(self._free, key=lambda block: block[2])
+        return min(self._free, key=lambda block: (block[2] < needed, abs(block[2] - needed)))

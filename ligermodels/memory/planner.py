@@ -236,15 +236,15 @@ class Space:
             layers = self._with_host(layers, 0)
         return [*self.uniform.values(), self.smallest, self.plan(layers)]
 
-    def least_budget(self, optimizer_bytes: int = 0, reserve: float = 0.0) -> int:
-        """Return the smallest budget in bytes with which a plan fits; see `find_plan`."""
+    def least_budget(self, budget: "Budget") -> int:
+        """Return the smallest number of bytes with which a plan fits; see `find_plan`."""
 
         def needed(plan: MemoryPlan) -> int:
             found = self.simulate(plan)
             if not self.reserved:
-                return least_budget(found.peak_bytes, optimizer_bytes, reserve)
-            with_block = found.reserved_bytes + found.largest_bytes + optimizer_bytes
-            return max(least_budget(found.reserved_bytes, optimizer_bytes, reserve), with_block)
+                return budget.least(found.peak_bytes)
+            with_block = found.reserved_bytes + found.largest_bytes + budget.optimizer_bytes
+            return max(budget.least(found.reserved_bytes), with_block)
 
         return min(map(needed, self.least_plans))
 
@@ -286,37 +286,60 @@ class Space:
                 yield more * GIB, seconds
 
 
-def find_plan(
-    *spaces: Space,
-    budget: int,
-    optimizer_bytes: int = 0,
-    reserve: float = 0.0,
-    batch: int,
-    seq: int,
-) -> MemoryPlan:
+@dataclass(frozen=True)
+class Budget:
+    """The bytes of a GPU for a step.
+
+    Attributes:
+        total: all of them.
+        optimizer_bytes: the part of it that the optimizer's states take.
+        reserve: the part of it that is left free, as a fraction.
+    """
+
+    total: int
+    optimizer_bytes: int = 0
+    reserve: float = 0.0
+
+    @property
+    def slack(self) -> int:
+        """The bytes that are left free."""
+        return int(self.total * self.reserve)
+
+    @property
+    def usable(self) -> int:
+        """What is left for forward and backward."""
+        return self.total - self.slack - self.optimizer_bytes
+
+    def least(self, peak_bytes: int) -> int:
+        """Return the smallest total that leaves `peak_bytes` for forward and backward."""
+        total = int((peak_bytes + self.optimizer_bytes) / (1 - self.reserve))
+        while replace(self, total=total).usable < peak_bytes:
+            total += 1
+        while replace(self, total=total - 1).usable >= peak_bytes:
+            total -= 1
+        return total
+
+
+def find_plan(*spaces: Space, budget: Budget, batch: int, seq: int) -> MemoryPlan:
     """Return the fastest plan that fits a budget, with its prediction.
 
     Args:
         spaces: the plans to choose from. Those of later spaces are slower if they keep as much.
-        budget: bytes on the GPU.
-        optimizer_bytes: the part of it that the optimizer's states take.
-        reserve: the part of it that is left free, as a fraction.
         batch, seq: the shape, for the prediction.
     Raises:
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
-    usable = usable_bytes(budget, optimizer_bytes, reserve)
     best: tuple[MemoryPlan, Space] | None = None
     for space in spaces:
-        plan = space.fastest(usable, int(budget * reserve))
+        plan = space.fastest(budget.usable, budget.slack)
         if plan is not None and (best is None or space.time(plan) < best[1].time(best[0])):
             best = plan, space
         if plan == space.uniform[LayerPlan()]:
             break
     if best is None:
-        needed = min(space.least_budget(optimizer_bytes, reserve) for space in spaces)
+        total, needed = budget.total, min(space.least_budget(budget) for space in spaces)
         raise ConfigError(
-            f"memory plan: a budget of {budget} bytes ({budget / GIB:.2f} GiB) is too small for "
+            f"memory plan: a budget of {total} bytes ({total / GIB:.2f} GiB) is too small for "
             f"batch {batch} and seq {seq}: at least {needed} bytes ({needed / GIB:.2f} GiB) are "
             "needed; raise the budget, or lower batch or seq"
         )
@@ -325,11 +348,11 @@ def find_plan(
     prediction = Prediction(
         batch=batch,
         seq=seq,
-        budget=budget,
-        peak_bytes=simulation.peak_bytes + optimizer_bytes,
-        reserved_bytes=simulation.reserved_bytes + optimizer_bytes,
-        optimizer_bytes=optimizer_bytes,
-        reserve_bytes=budget - usable - optimizer_bytes,
+        budget=budget.total,
+        peak_bytes=simulation.peak_bytes + budget.optimizer_bytes,
+        reserved_bytes=simulation.reserved_bytes + budget.optimizer_bytes,
+        optimizer_bytes=budget.optimizer_bytes,
+        reserve_bytes=budget.slack,
         weight_bytes=simulation.weight_bytes,
         grad_bytes=simulation.grad_bytes,
         host_bytes=simulation.host_bytes,
@@ -337,21 +360,6 @@ def find_plan(
         gains=tuple(space.gains(plan)),
     )
     return replace(plan, prediction=prediction)
-
-
-def usable_bytes(budget: int, optimizer_bytes: int, reserve: float) -> int:
-    """Return what a budget leaves for forward and backward."""
-    return budget - int(budget * reserve) - optimizer_bytes
-
-
-def least_budget(peak_bytes: int, optimizer_bytes: int, reserve: float) -> int:
-    """Return the smallest budget that leaves `peak_bytes` for forward and backward."""
-    budget = int((peak_bytes + optimizer_bytes) / (1 - reserve))
-    while usable_bytes(budget, optimizer_bytes, reserve) < peak_bytes:
-        budget += 1
-    while usable_bytes(budget - 1, optimizer_bytes, reserve) >= peak_bytes:
-        budget -= 1
-    return budget
 
 
 def largest(needed: Callable[[int], int], budget: int, start: int = 1) -> int:

@@ -14,6 +14,7 @@ from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.planner import (
+    Budget,
     Space,
     find_plan,
     largest,
@@ -90,23 +91,22 @@ def space(excess: int = 0) -> Space:
 def test_a_larger_budget_is_never_slower(excess: int) -> None:
     """Also if a mixed plan needs somewhat more than the sum of its layers."""
     times = []
-    for budget in range(space().least_budget(), 520, 3):
-        plan = find_plan(space(excess), budget=budget, batch=1, seq=1)
+    for budget in range(space().least_budget(Budget(0)), 520, 3):
+        plan = find_plan(space(excess), budget=Budget(budget), batch=1, seq=1)
         assert plan.prediction is not None and plan.prediction.peak_bytes <= budget
         times.append(plan.prediction.seconds)
-        assert plan == find_plan(space(excess), budget=budget, batch=1, seq=1)
+        assert plan == find_plan(space(excess), budget=Budget(budget), batch=1, seq=1)
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
     assert plan.layers == (LayerPlan(),) * 4
 
 
 @pytest.mark.parametrize("reserve", [0.0, 0.03])
 def test_too_small_a_budget_names_the_least_bytes(reserve: float) -> None:
-    given: dict[str, Any] = {"batch": 3, "seq": 5, "optimizer_bytes": 77, "reserve": reserve}
-    needed = space().least_budget(77, reserve)
+    needed = space().least_budget(Budget(0, 77, reserve))
     message = f"too small for batch 3 and seq 5: at least {needed} bytes"
     with pytest.raises(ConfigError, match=message):
-        find_plan(space(), budget=needed - 1, **given)
-    plan = find_plan(space(), budget=needed, **given)
+        find_plan(space(), budget=Budget(needed - 1, 77, reserve), batch=3, seq=5)
+    plan = find_plan(space(), budget=Budget(needed, 77, reserve), batch=3, seq=5)
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes + plan.prediction.reserve_bytes <= needed
     assert plan.prediction.optimizer_bytes == 77
@@ -121,27 +121,26 @@ def test_a_block_as_large_as_the_largest_is_left_free() -> None:
 
     made = Space(simulate, 4, RATES, 0, reserved=True)
     for reserve in (0.0, 0.03, 0.5):
-        needed = made.least_budget(77, reserve)
-        given: dict[str, Any] = {"batch": 1, "seq": 1, "optimizer_bytes": 77, "reserve": reserve}
-        said = find_plan(made, budget=needed, **given).prediction
+        needed = made.least_budget(Budget(0, 77, reserve))
+        said = find_plan(made, budget=Budget(needed, 77, reserve), batch=1, seq=1).prediction
         assert said is not None and needed - said.reserved_bytes >= max(60, said.reserve_bytes)
         with pytest.raises(ConfigError, match=f"at least {needed} bytes"):
-            find_plan(made, budget=needed - 1, **given)
+            find_plan(made, budget=Budget(needed - 1, 77, reserve), batch=1, seq=1)
 
 
 def test_only_the_layers_that_set_the_peak_have_tiles() -> None:
     """That is the first one here, whose backward runs when most gradients exist."""
     less = fake(KEPT | {"input": 4}, COST)
     whole, tiled = Space(less, 4, RATES, 0), Space(less, 4, RATES, 0, [64])
-    assert tiled.least_budget() < whole.least_budget()
+    assert tiled.least_budget(Budget(0)) < whole.least_budget(Budget(0))
     counts = []
-    for budget in range(tiled.least_budget(), 520, 4):
-        plan = find_plan(tiled, budget=budget, batch=1, seq=1)
+    for budget in range(tiled.least_budget(Budget(0)), 520, 4):
+        plan = find_plan(tiled, budget=Budget(budget), batch=1, seq=1)
         with_tiles = [layer.tile == 64 for layer in plan.layers]
         assert with_tiles == sorted(with_tiles, reverse=True)
         counts.append(sum(with_tiles))
-        if budget >= whole.least_budget():
-            without = find_plan(whole, budget=budget, batch=1, seq=1)
+        if budget >= whole.least_budget(Budget(0)):
+            without = find_plan(whole, budget=Budget(budget), batch=1, seq=1)
             assert tiled.time(plan) <= whole.time(without)
     assert counts[0] and not counts[-1] and {1, 2} <= set(counts)
 
@@ -162,11 +161,11 @@ def test_a_smaller_chunk_of_the_head_is_taken_where_its_bytes_make_the_layers_fa
 
     spaces = [Space(simulate, 4, RATES, 0, head_chunk=chunk) for chunk in (None, 64)]
     chunks = []
-    for budget in range(spaces[1].least_budget(), 620, 5):
-        plan = find_plan(*spaces, budget=budget, batch=1, seq=1)
+    for budget in range(spaces[1].least_budget(Budget(0)), 620, 5):
+        plan = find_plan(*spaces, budget=Budget(budget), batch=1, seq=1)
         chunks.append(plan.head_chunk)
-        if budget >= spaces[0].least_budget():
-            alone = find_plan(spaces[0], budget=budget, batch=1, seq=1)
+        if budget >= spaces[0].least_budget(Budget(0)):
+            alone = find_plan(spaces[0], budget=Budget(budget), batch=1, seq=1)
             assert spaces[0].time(alone) >= plan.prediction.seconds  # type: ignore[union-attr]
     assert chunks[0] == 64 and chunks[-1] is None
 
@@ -174,7 +173,7 @@ def test_a_smaller_chunk_of_the_head_is_taken_where_its_bytes_make_the_layers_fa
 def test_further_bytes_are_priced() -> None:
     big = {policy: size * 2**26 for policy, size in KEPT.items()}
     whole = Space(fake(big, COST), 4, RATES, 0)
-    plan = find_plan(whole, budget=whole.least_budget(), batch=1, seq=1)
+    plan = find_plan(whole, budget=Budget(whole.least_budget(Budget(0))), batch=1, seq=1)
     assert plan.prediction is not None
     gains = plan.prediction.gains
     assert gains and gains[-1][1] == pytest.approx(whole.time(whole.uniform[LayerPlan()]))
