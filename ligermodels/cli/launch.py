@@ -55,6 +55,9 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # has reports of its own
     os.environ[_LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // gpus)))
+    # In the store of the first start, a process that is started again finds the addresses of others
+    # that have ended (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # An interrupted run writes a checkpoint before it ends.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     options = f"--standalone --nproc-per-node={gpus} --max-restarts={max_restarts} -m ligermodels"
