@@ -74,11 +74,11 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
 def _first(failures: Mapping[int, Any]) -> tuple[str, int]:
     """Return the line and the exit code of the failure that caused the others."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    # Those that used `report_error`; the launcher may have stopped one before its own exit.
-    told = [x for _, x in by_time if x.error_file_data["message"] and x.exitcode > 0]
+    told = [each for _, each in by_time if each.error_file_data["message"]]  # by `report_error`
     killed = [x for x in by_time if x[1].exitcode < 0 and x[1].signal_name() != "SIGTERM"]
     if told and (not killed or killed[0][1].timestamp - told[0].timestamp >= _PATIENCE):
-        return told[0].message, told[0].exitcode  # the launcher itself has killed the others
+        # The launcher itself has stopped the others, or this one before its own exit.
+        return told[0].message, max(1, *(each.exitcode for each in failures.values()))
     if killed:
         rank, failure = killed[0]
         return f"rank {rank} was killed by {failure.signal_name()}", 1

@@ -184,6 +184,8 @@ def test_the_failure_that_caused_the_others_is_told() -> None:
     assert launch._first({0: said, 1: failure(8, -9, "SIGKILL")}) == by_signal
     assert launch._first({0: failed, 1: said, 2: stopped}) == ("no such file", 2)
     assert launch._first({0: said, 1: hung}) == ("no such file", 2)
+    stopped_late = failure(6, -15, "SIGTERM", said="no such file")  # it had told its error
+    assert launch._first({0: stopped_late, 1: failure(6, 2)}) == ("no such file", 2)
     line, code = launch._first({3: failed, 1: stopped})
     assert line == "rank 3 ended with exit code 1; its error is above" and code == 1
 
