@@ -88,7 +88,7 @@ def run(given: Arguments) -> None:
         found["files"] = _files(given, model, folder, dict(zip(given.files, paths)))
     if evaluate_tasks is not None:
         found["tasks"] = evaluate_tasks(
-            model, str(folder), given.tasks, batch_size=given.batch_size or 4, **for_tasks
+            model, str(folder), given.tasks, batch_size=given.batch_size, **for_tasks
         )
     if given.json:
         print(json.dumps(found, indent=2, default=str))

@@ -1,5 +1,6 @@
-"""The tasks of lm-eval, on the HF wrapper of a native model."""
+"""The tasks of lm-eval, on the HF wrapper of a native model; it generates with generate_many."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,13 +9,75 @@ from ligermodels.integrations import require
 require("lm_eval", "transformers")
 
 import lm_eval
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from ligermodels.errors import ConfigError, did_you_mean
+from ligermodels.generation.generation_config import resolve_rule
+from ligermodels.generation.many import generate_many
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.base import DecoderModel
+from ligermodels.text.streaming import until as cut_at
+
+# The options of a task with the same meaning in `generate_many`.
+_RULE = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+
+
+class NativeLM(HFLM):
+    """lm-eval's model, whose texts the native model generates with a batch that stays full.
+
+    Args: max_batch: the most rows of it, by default what fits into memory.
+    """
+
+    def __init__(self, *args: Any, max_batch: int | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.max_batch = max_batch
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the text after each context, up to the strings of its task."""
+        kinds: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
+        texts = [""] * len(requests)
+        for indices in kinds.values():
+            kind = [requests[index] for index in indices]
+            for index, text in zip(indices, self._texts(kind, disable_tqdm)):
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+        return texts
+
+    def _texts(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        """Return the texts of requests with the same options."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks))
+        until, new = options.pop("until"), options.pop("max_gen_toks")
+        until = [each for each in until if each]
+        if options.keys() - _RULE:
+            return super().generate_until(requests, disable_tqdm)
+        if not options["do_sample"]:
+            options = {k: x for k, x in options.items() if k in ("do_sample", "repetition_penalty")}
+        if (room := self.max_length - new) < 1:
+            raise ConfigError(
+                f"max_gen_toks={new}: the model has at most {self.max_length} tokens, and its "
+                "context needs some of them"
+            )
+        prompts = [self.tok_encode(x.args[0], left_truncate_len=room) for x in requests]
+        model, special = self.model.native, self.tokenizer.get_added_vocab()
+        stops = [self.eot_token_id, *resolve_rule(model)[1]]
+        made = generate_many(
+            model,
+            prompts,
+            new,
+            max_batch=self.max_batch,
+            tokenizer=self.tokenizer,
+            stop_strings=until,
+            eos_token_id=stops + [special[each] for each in until if each in special],
+            progress=not disable_tqdm,
+            **options,
+        )
+        return ["".join(cut_at([self.tok_decode(ids.tolist())], until)) for ids in made]
 
 
 def evaluate_tasks(
@@ -22,7 +85,7 @@ def evaluate_tasks(
     folder: str,
     tasks: Sequence[str],
     *,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
     task_folder: str | None = None,
@@ -33,6 +96,7 @@ def evaluate_tasks(
         model: in the dtype and on the device to compute with.
         folder: of its tokenizer.
         tasks: names of lm-eval's tasks or groups, or of those in `task_folder`.
+        batch_size: rows of a forward pass, by default 4, or what fits where text is generated.
         num_fewshot: examples before each question, by default what the task says.
         limit: the most questions of a task.
     Raises:
@@ -45,8 +109,9 @@ def evaluate_tasks(
             raise ConfigError(f"tasks: lm-eval knows no task {task!r}{hint}")
     wrapper = LigerForCausalLM.from_native(model.eval())
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    sizes = {"batch_size": batch_size or 4, "max_batch": batch_size}
     found = lm_eval.simple_evaluate(
-        HFLM(pretrained=wrapper, tokenizer=tokenizer, batch_size=batch_size),
+        NativeLM(pretrained=wrapper, tokenizer=tokenizer, **sizes),
         tasks=list(tasks),
         num_fewshot=num_fewshot,
         limit=limit,

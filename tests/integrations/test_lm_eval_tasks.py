@@ -51,3 +51,33 @@ def test_the_results_are_those_of_transformers(
     arguments = ["--tasks", "pages", "--task-folder", own, "--device", "cpu"]
     assert cli.main(["evaluate", folder, *arguments]) == 0
     assert f"word_perplexity,none {ours[METRICS[0]]:.4f}" in capsys.readouterr().out
+
+
+def test_generated_texts_are_those_of_transformers(tmp_path: Path) -> None:
+    """The contexts have all lengths. What generate_many does not know goes lm-eval's own way."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ligermodels.integrations.hf_model import LigerForCausalLM
+    from ligermodels.integrations.lm_eval_tasks import NativeLM
+
+    folder = make_checkpoint(tmp_path / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="</s>")
+    wrapper = LigerForCausalLM.from_native(AutoLiger.from_hf(folder).eval())
+    ours = NativeLM(pretrained=wrapper, tokenizer=tokenizer, batch_size=2, max_batch=2)
+    theirs = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
+    contexts = ["the cat", "a", "a dog and the dog saw a cat", "I run", "x" * 300]
+    varied = {"max_gen_toks": 12, "repetition_penalty": 50.0}
+
+    def texts(model: HFLM, *options: dict[str, object]) -> list[str]:
+        pairs = [(context, {**each}) for each in options for context in contexts]
+        requests = [Instance("generate_until", {}, pair, i) for i, pair in enumerate(pairs)]
+        return model.generate_until(requests, disable_tqdm=True)
+
+    free = texts(theirs, varied)
+    stops = {"until": [free[0][3:5], "</s>"]}
+    kinds = [varied, varied | stops, {"max_gen_toks": 5, "num_beams": 2}, {"max_gen_toks": 3}]
+    found = texts(ours, *kinds)
+    assert found[:5] == free and found == texts(theirs, *kinds)
+    assert 0 < free[0].index(stops["until"][0]) == len(found[5]) < len(free[0])
