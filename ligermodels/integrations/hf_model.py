@@ -34,10 +34,12 @@ from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead
 from ligermodels.integrations.hf_base import LigerModel, LigerPreTrainedModel
 from ligermodels.integrations.hf_families import class_of
+from ligermodels.integrations.hf_generation import native_options
 from ligermodels.integrations.hf_weights import wrapper_name
-from ligermodels.layers.fusion import is_plain
+from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.kernel_report import decoding_obstacle
 
 
 class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
@@ -217,6 +219,45 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             hidden_states=made.hidden_states,
         )
         return output.to_tuple() if as_tuple else output
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any
+    ) -> None:
+        # A cache that was passed in is to hold the tokens afterwards.
+        generation_config._fills_cache = model_kwargs.get("past_key_values") is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *others)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: list[Any],
+        stopping_criteria: list[Any],
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Generate with or without draws, by the native `generate` if it can do what is asked."""
+        is_plain_model = (
+            type(self).forward is LigerForCausalLM.forward
+            and all(has_plain_call(each, type(each)) for each in (self, self.model))
+            and decoding_obstacle(self.native, captures=False) is None
+        )
+        if is_plain_model and not (synced_gpus or streamer or generation_config._fills_cache):
+            options = native_options(
+                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )
+            if options is not None:
+                return self.native.generate(input_ids, **options)
+        return super()._sample(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
 
     def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
         """Raise ConfigError: `generate_batch` would start a thread, in which each request fails."""

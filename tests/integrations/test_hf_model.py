@@ -17,6 +17,7 @@ from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_base import LigerModel, check_version
 from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
 from ligermodels.models.auto import AutoLiger
+from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.integrations.tiny import ids, theirs, tokenizer
 from tests.tiny_models import random_model
@@ -58,27 +59,56 @@ def test_the_balance_of_experts_is_not_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "is_native"),
     [
-        {},
-        {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3},
-        {"do_sample": True, "top_k": 5},
-        {"guidance_scale": 1.5},
-        {"prefill_chunk_size": 4},
+        ({}, True),
+        ({"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3}, False),
+        ({"do_sample": True, "top_k": 5}, True),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "min_p": 0.1}, True),
+        ({"do_sample": True, "num_return_sequences": 3, "eos_token_id": [5, 40, 77]}, True),
+        ({"attention_mask": None, "repetition_penalty": 1.3}, True),
+        ({"repetition_penalty": 1.3}, False),  # transformers' counts padding
+        ({"do_sample": True, "typical_p": 0.5}, False),
+        ({"guidance_scale": 1.5}, False),
+        ({"prefill_chunk_size": 4}, False),
+        ({"past_key_values": transformers.DynamicCache}, False),
+        ({"stopping_criteria": [lambda ids, _: torch.ones(len(ids)).bool()]}, False),
     ],
-    ids=lambda options: ", ".join(options) or "greedy",
+    ids=lambda options: ", ".join(options) or "greedy" if isinstance(options, dict) else "",
 )
 def test_it_generates_what_transformers_does(
-    options: dict[str, Any], folders: dict[str, Path]
+    options: dict[str, Any],
+    is_native: bool,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = []
+    """It uses the native `generate` where that can do what is asked, draws included."""
+    made, used = [], Mock(side_effect=DecoderModel.generate)
+    monkeypatch.setattr(DecoderModel, "generate", lambda *args, **given: used(*args, **given))
     mask = torch.ones_like(ids())
     mask[0, :3] = 0
     for model in (LigerForCausalLM.from_pretrained(folders["gemma2"]), theirs(folders["gemma2"])):
         torch.manual_seed(0)
         kept = {"attention_mask": mask, "max_new_tokens": 10, "pad_token_id": 2}
-        made.append(model.generate(ids(), **kept, **options))
+        given = {name: x() if isinstance(x, type) else x for name, x in options.items()}
+        made.append(model.generate(ids(), **(kept | given)))
     assert torch.equal(*made)
+    assert used.called == is_native
+
+
+def test_what_is_not_plain_goes_through_the_forward(folders: dict[str, Path]) -> None:
+    """Hooks see every step, a streamer every token, and a returned cache has the tokens."""
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    expected, seen = model.generate(ids(1), max_new_tokens=4), []
+    hook = model.model.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(model.generate(ids(1), max_new_tokens=4), expected) and len(seen) == 4
+    hook.remove()
+    found = model.generate(ids(1), max_new_tokens=4, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected)
+    assert found.past_key_values.get_seq_length() == expected.shape[1] - 1
+    cache = transformers.DynamicCache()
+    model.generate(ids(1), max_new_tokens=4, past_key_values=cache)
+    assert cache.get_seq_length() == expected.shape[1] - 1
 
 
 def test_generation_with_an_assistant_and_from_embeddings(folders: dict[str, Path]) -> None:
