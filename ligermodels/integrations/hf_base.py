@@ -135,6 +135,11 @@ class LigerPreTrainedModel(PreTrainedModel):
                 setattr(native, name, child)
         return native
 
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode, of the native model itself, too."""
+        self._native[0].train(mode)  # Training frees what generation keeps.
+        return super().train(mode)
+
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any
     ) -> None:

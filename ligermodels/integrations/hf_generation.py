@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from ligermodels.integrations import require
+
+require("transformers")
+
 import torch
 from torch import Tensor
 from transformers import (

@@ -240,6 +240,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         """Generate with or without draws, by the native `generate` if it can do what is asked."""
         is_plain_model = (
             type(self).forward is LigerForCausalLM.forward
+            and "prepare_inputs_for_generation" not in vars(self)  # PEFT's prefixes replace it
             and all(has_plain_call(each, type(each)) for each in (self, self.model))
             and decoding_obstacle(self.native, captures=False) is None
         )
