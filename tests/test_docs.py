@@ -35,7 +35,7 @@ EXAMPLES = re.compile(r"softcap|[A-Z]{2}|^runs/")
 OP_PAGE, FAMILY_PAGE = DOCS / "adding_an_op.md", DOCS / "adding_a_family.md"
 TOGETHER = OP_PAGE, FAMILY_PAGE
 # Pages from which newcomers paste. At zsh's prompt, comments and unmatched patterns are errors.
-PASTED = ["README", "benchmarks", "composing", "loss_head", "support", "training"]
+PASTED = ["README", "benchmarks", "composing", "generation", "loss_head", "support", "training"]
 
 SHELL_BLOCKS = [block for page in PAGES for block in markdown.runnable(page, markdown.SHELL)]
 PYTHON_BLOCKS = [
