@@ -1,8 +1,7 @@
-"""GRPO with the model's own `generate` as the sampler: sample, reward, and one step.
+"""GRPO with the model's own `generate_many` as the sampler: sample, reward, and one step.
 
-This loop is whole but small: each process samples and trains in turns. Sampling takes most of the
-time. A serving engine (vLLM, SGLang) samples many times faster, and belongs here for large runs; it
-then computes slightly other probabilities, which `losses.importance_ratio` corrects.
+Each process samples and trains in turns, with one set of weights. The sampler's log-probabilities
+are compared with those that the loss is computed from.
 """
 
 from __future__ import annotations
@@ -14,16 +13,20 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from runpy import run_path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
+from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.generation.generation_config import resolve_eos_token_ids
+from ligermodels.generation.prefill import read_prompts
+from ligermodels.generation.sampling import Sampler, Sampling
 from ligermodels.kernels.dispatch import without_autocast
 from ligermodels.kernels.loss_options import CrossEntropyOutput
+from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.losses import (
     LossOutput,
@@ -54,32 +57,70 @@ class _AllEnded(Exception):
 Reward = Callable[..., Sequence[float | None]]
 
 
+class Sample(NamedTuple):
+    """A sampled completion.
+
+    `document` holds the prompt, too, `ended` says whether the completion ended itself, and
+    `log_probs` (new,) are the sampler's log-probabilities, or None if it has none.
+    """
+
+    document: Document
+    ended: bool
+    log_probs: Tensor | None
+
+
 class SampledModel(nn.Module):
     """A model that samples before each step: what a step runs, for the memory plan.
 
-    Sampling takes the most bytes when the cache has its whole length and the prompts are read. For
-    a step with several batches, the plan also counts the gradients, which do not exist yet.
+    Sampling takes the most bytes when the cache has its whole length, and prompts are read or a
+    step is computed. For a step with several batches, the plan also counts the gradients, which do
+    not exist yet.
 
-    Args: longest: the tokens of the longest prompt; new: how many are sampled at most.
+    Args:
+        longest: the tokens of the longest prompt.
+        new: how many are sampled at most.
+        rows, num_samples: the completions that `generate_many` samples together, and those of them
+            that have the same prompt. Without rows, `generate` samples those of a batch.
     """
 
-    def __init__(self, model: DecoderModel, longest: int, new: int) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        longest: int,
+        new: int,
+        rows: int | None = None,
+        num_samples: int = 1,
+    ) -> None:
         super().__init__()
         self.model, self.longest, self.new = model, longest, new
+        self.rows, self.num_samples = rows, num_samples
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
-        """Read prompts with a cache for the completions; then return the head's output."""
-        self._read(input_ids[:, : self.longest])
+        """Sample with a cache for the completions; then return the head's output."""
+        prompts = input_ids[:, : self.longest]
+        with torch.no_grad(), without_autocast(prompts):
+            if self.rows is None:
+                self._generate(prompts)
+            else:
+                self._generate_many(prompts, self.rows)
         return self.model(input_ids, **inputs)
 
-    @torch.no_grad()
-    def _read(self, prompts: Tensor) -> None:
+    def _generate(self, prompts: Tensor) -> None:
         model, (batch, length) = self.model, prompts.shape
         cache = KVCache.of(model, batch, length + self.new - 1)
         mask = torch.ones_like(prompts)  # prompts of several lengths are padded
-        with without_autocast(prompts):
-            hidden = model(prompts, attention_mask=mask, cache=cache)
-            model.head(hidden[:, -1:], prompts[:, -1:])  # gathers its weight, if that is sharded
+        hidden = model(prompts, attention_mask=mask, cache=cache)
+        model.head(hidden[:, -1:], prompts[:, -1:])  # gathers its weight, if that is sharded
+
+    def _generate_many(self, prompts: Tensor, rows: int) -> None:
+        model, places = self.model, range(0, rows, self.num_samples)
+        cache = KVCache.of(model, rows, prompts.shape[1] + self.new - 1)
+        read_prompts(model, cache, places, [prompts[0]] * len(places))
+        rule, vocab_size = Sampling(do_sample=True, temperature=0.5), model.config.vocab_size
+        sampler = Sampler(
+            rule, rows, vocab_size, prompts.device, stops=[0], pad=0, with_log_probs=True
+        )
+        StepDecoder(model, cache, sampler, captures=False).run()
 
 
 class GRPOObjective(Objective):
@@ -130,7 +171,11 @@ class GRPOObjective(Objective):
         """Return the model, which samples before a step."""
         assert self.model is not None
         longest = max(each.width for each in rows)
-        return SampledModel(self.model, longest, self.options.max_completion_length)
+        rows = None if self.samples_in_step else self.generation_batch_size
+        options = self.options
+        return SampledModel(
+            self.model, longest, options.max_completion_length, rows, options.num_generations
+        )
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -152,32 +197,46 @@ class GRPOObjective(Objective):
         completions = self.config.schedule.batch_size * super().batches_per_step
         return completions // self.options.num_generations
 
+    @property
+    def samples_in_step(self) -> bool:
+        """Whether the ranks must compute each sampled token together: the model is sharded."""
+        assert self.model is not None
+        return any(map(is_sharded, self.model.parameters()))
+
+    @property
+    def generation_batch_size(self) -> int:
+        """The completions that are sampled together."""
+        options = self.options
+        most = options.generation_batch_size or max(64, options.num_generations)
+        return min(most, self.batch_size * options.num_generations)
+
     def begin(
         self, call: Call, batches: list[GroupBatch], *, shared: bool = False
     ) -> tuple[list[Any], dict[str, Mean]]:
         """Sample completions of the prompts, reward them, and split them into micro-batches."""
         size, count = self.config.schedule.batch_size, self.options.num_generations
         groups = [group for batch in batches for group in batch.groups for _ in range(count)]
-        completions = self._sample(groups)
+        samples = self._sample(groups)
         # The batches that only keep the ranks in step come last, and count for nothing.
         extra = sum(len(batch.groups) for batch in batches if not batch.num_tokens)
         counted = len(groups) - extra * count
         with error_on_all_ranks():
-            documents = [document for document, _ in completions[:counted]]
+            documents = [sample.document for sample in samples[:counted]]
             rewards = self._rewards(groups[:counted], documents)
         self._check_rewarded(groups, rewards)
         advantages = torch.zeros(len(groups))
         if counted:
             advantages[:counted] = group_advantages(rewards, count)
-        metrics = self._metrics(rewards, completions[:counted])
+        metrics = self._metrics(rewards, samples[:counted])
         made = []
         for start in range(0, len(groups), size):
             part = slice(start, start + size)
-            rows, mask = stack([document for document, _ in completions[part]])
+            rows, mask = stack([sample.document for sample in samples[part]])
             batch = GroupBatch(
                 **vars(rows),
                 mask=mask,
                 groups=tuple(groups[part]),
+                sampling_log_probs=_on_mask(samples[part], mask),
                 advantages=advantages[part],
             )
             made.append(batch if start < counted else batch.uncounted())
@@ -211,9 +270,13 @@ class GRPOObjective(Objective):
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
             mask = batch.mask[rows]
             ref = None if reference is None else reference[rows]
+            log_probs = log_probs_of(tokens)
             loss, metrics = grpo_loss(
-                log_probs_of(tokens), advantages[rows], mask, ref_log_probs=ref, **options
+                log_probs, advantages[rows], mask, ref_log_probs=ref, **options
             )
+            if batch.sampling_log_probs is not None:
+                difference = (log_probs - batch.sampling_log_probs[rows]).abs()
+                metrics["sampling/sampling_logp_difference/mean"] = mean_of(difference, mask)
             return LossOutput(loss, metrics | token_metrics(mask, entropy=tokens.entropy))
 
         share = self._count(batch) / normalizer
@@ -225,34 +288,68 @@ class GRPOObjective(Objective):
         return call if heat == 1 else partial(call, temperature=heat)
 
     @torch.no_grad()
-    def _sample(self, groups: list[Group]) -> list[tuple[Document, bool]]:
-        """Return a completed document for each group, and whether its completion ended itself.
-
-        The ranks of a sharded model sample together, each for its own prompts.
-        """
+    def _sample(self, groups: list[Group]) -> list[Sample]:
+        """Return a completion of each group; those of a prompt follow each other."""
         assert self.model is not None
-        model, size = self.model, self.config.schedule.batch_size
+        model, count = self.model, self.options.num_generations
         ends = resolve_eos_token_ids(None, model.source.generation_config, model.config)
-        parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+        prompts = [group.documents[0].ids.tolist() for group in groups]
         seed = int(torch.randint(2**48, ()))  # the same on all ranks
-        found = []
         was_training = model.training
         model.eval()
+        found: list[tuple[Tensor, Tensor | None]]
+        if self.samples_in_step:
+            found = self._sample_in_step(prompts, ends, seed)
+        else:
+            found = list(
+                model.generate_many(
+                    prompts[::count],
+                    max_batch=self.generation_batch_size,
+                    num_samples=count,
+                    return_log_probs=True,
+                    **self._rule(ends, seed + rank()),
+                )
+            )
+        model.train(was_training)
+        samples = []
+        for prompt, (tokens, log_probs) in zip(prompts, found):
+            ids = np.array(prompt + tokens.tolist(), dtype=np.int32)
+            mask = np.arange(len(ids)) >= len(prompt)
+            document = Document(ids, mask, divisible=False)
+            samples.append(Sample(document, int(ids[-1]) in ends, log_probs))
+        return samples
+
+    def _rule(self, ends: list[int], seed: int) -> dict[str, Any]:
+        """Return the options with which completions are sampled."""
+        assert self.model is not None
+        device = self.model.rotary_emb.inv_freq.device
+        return {
+            "max_new_tokens": self.options.max_completion_length,
+            "do_sample": True,
+            "temperature": self.options.temperature,
+            "repetition_penalty": 1.0,
+            "eos_token_id": ends,
+            "generator": torch.Generator(device).manual_seed(seed),
+        }
+
+    def _sample_in_step(
+        self, prompts: list[list[int]], ends: list[int], seed: int
+    ) -> list[tuple[Tensor, None]]:
+        """Sample with a sharded model: its ranks compute each token together."""
+        assert self.model is not None
+        model, size = self.model, self.config.schedule.batch_size
+        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        found: list[tuple[Tensor, None]] = []
         if callable(unshard := getattr(model.head, "unshard", None)):
             unshard()  # else its weight would be gathered for each token
         for i in range(max(gathered(len(parts)))):
             # A rank that has fewer parts repeats its last one, because the others need it.
             some = parts[min(i, len(parts) - 1)]
-            prompts = [group.documents[0].ids.tolist() for group in some]
-            rows = self._completions(prompts, ends, seed + i * num_ranks() + rank())
-            for prompt, row in zip(prompts, rows.tolist()) if i < len(parts) else ():
-                stop = next((i for i, token in enumerate(row) if token in ends), None)
-                new = row if stop is None else row[: stop + 1]
-                ids = np.array(prompt + new, dtype=np.int32)
-                mask = np.arange(len(ids)) >= len(prompt)
-                found.append((Document(ids, mask, divisible=False), stop is not None))
+            rows = self._completions(some, ends, seed + i * num_ranks() + rank())
+            for row in rows.tolist() if i < len(parts) else ():
+                stop = next((i for i, token in enumerate(row) if token in ends), len(row))
+                found.append((torch.tensor(row[: stop + 1]), None))
         reshard(model)
-        model.train(was_training)
         return found
 
     def _completions(self, prompts: list[list[int]], ends: list[int], seed: int) -> Tensor:
@@ -270,19 +367,7 @@ class GRPOObjective(Objective):
                 raise _AllEnded
 
         with suppress(_AllEnded):
-            self.model.generate(
-                prompts,
-                callback=step,
-                max_new_tokens=self.options.max_completion_length,
-                do_sample=True,
-                temperature=self.options.temperature,
-                top_k=None,
-                top_p=None,
-                repetition_penalty=1.0,
-                eos_token_id=[],
-                pad_token_id=0,
-                generator=torch.Generator(device).manual_seed(seed),
-            )
+            self.model.generate(prompts, callback=step, **self._rule([], seed))
         return torch.stack(columns, 1)
 
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
@@ -342,14 +427,12 @@ class GRPOObjective(Objective):
                 "(--gradient-accumulation-steps)"
             )
 
-    def _metrics(
-        self, rewards: Tensor, completions: list[tuple[Document, bool]]
-    ) -> dict[str, Mean]:
+    def _metrics(self, rewards: Tensor, samples: list[Sample]) -> dict[str, Mean]:
         scored = ~rewards.isnan()
         groups = rewards.view(-1, self.options.num_generations)
         deviations = groups.std(1) if len(groups) else torch.zeros(0)  # std of nothing warns
-        lengths = torch.tensor([float(document.num_targets) for document, _ in completions])
-        cut_off = torch.tensor([float(not ended) for _, ended in completions])
+        lengths = torch.tensor([float(sample.document.num_targets) for sample in samples])
+        cut_off = torch.tensor([float(not sample.ended) for sample in samples])
         return {
             "reward": mean_of(rewards, scored),
             "reward_std": mean_of(deviations, ~deviations.isnan()),
@@ -357,6 +440,14 @@ class GRPOObjective(Objective):
             "completions/mean_length": mean_of(lengths),
             "completions/clipped_ratio": mean_of(cut_off),
         }
+
+
+def _on_mask(samples: list[Sample], mask: Tensor) -> Tensor | None:
+    """Return the sampler's log-probabilities where the mask is true, 0 elsewhere, if it has any."""
+    found = [sample.log_probs for sample in samples if sample.log_probs is not None]
+    if not found:
+        return None
+    return torch.zeros(mask.shape).masked_scatter(mask, torch.cat(found))
 
 
 def load_reward(name: str) -> tuple[Reward, str | None]:

@@ -337,6 +337,7 @@ class GroupBatch(Batch):
             place where the head speaks of that token.
         groups: the groups.
         ref_log_probs: (rows, width) float32 of the reference model, 0 outside the mask.
+        sampling_log_probs: the same of the sampler that made the completions.
         advantages: (rows), for policy losses.
         kl: a scalar, for KTO.
     """
@@ -344,6 +345,7 @@ class GroupBatch(Batch):
     mask: Tensor
     groups: tuple[Group, ...]
     ref_log_probs: Tensor | None = None
+    sampling_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     kl: Tensor | None = None
 

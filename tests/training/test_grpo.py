@@ -89,7 +89,7 @@ def run(folder: Path, out: Path, function: str = "vowels", **options):
 
 
 def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path) -> None:
-    options = {"max_steps": 8, "eval_steps": 8, "save_steps": 4, "save_total_limit": 9}
+    options = {"max_steps": 8, "eval_steps": 8, "save_steps": 4, "save_total_limit": 9, "seed": 1}
     result = run(folder, tmp_path, **options)
     assert result.shown == ("eval_reward", "reward")
     assert result.eval_after["eval_reward"] > result.eval_before["eval_reward"] + 0.1
@@ -129,7 +129,7 @@ def test_micro_batches_equal_one_batch(folder: Path) -> None:
 
 
 def part_of(batch, rows: slice):
-    names = ("input_ids", "labels", "position_ids", "mask", "ref_log_probs", "advantages")
+    names = ("input_ids", "labels", "position_ids", "mask", "ref_log_probs", "advantages", "sampling_log_probs")
     parts = {name: getattr(batch, name)[rows] for name in names}
     parts["num_targets"] = int((parts["labels"] != -100).sum())
     return type(batch)(**vars(batch) | parts)
