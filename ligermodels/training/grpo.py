@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.generation.generation_config import resolve_eos_token_ids
-from ligermodels.generation.prefill import read_prompts
+from ligermodels.generation.prefill import read_prompts as prefill
 from ligermodels.generation.sampling import Sampler, Sampling
 from ligermodels.kernels.dispatch import without_autocast
 from ligermodels.kernels.loss_options import CrossEntropyOutput
@@ -115,7 +115,7 @@ class SampledModel(nn.Module):
     def _generate_many(self, prompts: Tensor, rows: int) -> None:
         model, places = self.model, range(0, rows, self.num_samples)
         cache = KVCache.of(model, rows, prompts.shape[1] + self.new - 1)
-        read_prompts(model, cache, places, [prompts[0]] * len(places))
+        prefill(model, cache, places, [prompts[0]] * len(places))
         rule, vocab_size = Sampling(do_sample=True, temperature=0.5), model.config.vocab_size
         sampler = Sampler(
             rule, rows, vocab_size, prompts.device, stops=[0], pad=0, with_log_probs=True
@@ -171,11 +171,9 @@ class GRPOObjective(Objective):
         """Return the model, which samples before a step."""
         assert self.model is not None
         longest = max(each.width for each in rows)
-        rows = None if self.samples_in_step else self.generation_batch_size
-        options = self.options
-        return SampledModel(
-            self.model, longest, options.max_completion_length, rows, options.num_generations
-        )
+        together = None if self.samples_in_step else self.generation_batch_size
+        new, count = self.options.max_completion_length, self.options.num_generations
+        return SampledModel(self.model, longest, new, together, count)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -297,7 +295,7 @@ class GRPOObjective(Objective):
         seed = int(torch.randint(2**48, ()))  # the same on all ranks
         was_training = model.training
         model.eval()
-        found: list[tuple[Tensor, Tensor | None]]
+        found: Sequence[tuple[Tensor, Tensor | None]]
         if self.samples_in_step:
             found = self._sample_in_step(prompts, ends, seed)
         else:

@@ -95,6 +95,8 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
     assert result.eval_after["eval_reward"] > result.eval_before["eval_reward"] + 0.1
     keys = {"reward", "reward_std", "entropy", "completions/mean_length", "clip_ratio/low_mean"}
     assert keys <= result.metrics[1].keys()
+    differences = [m.get("sampling/sampling_logp_difference/mean", 1.0) for m in result.metrics[1:]]
+    assert 0 < max(differences[:-1]) < 1e-5  # the last one is an evaluation
     trained = result.model.state_dict()
     forget(tmp_path, 8)
     resumed = run(folder, tmp_path, **options, resume=True)
@@ -129,8 +131,7 @@ def test_micro_batches_equal_one_batch(folder: Path) -> None:
 
 
 def part_of(batch, rows: slice):
-    names = ("input_ids", "labels", "position_ids", "mask", "ref_log_probs", "advantages", "sampling_log_probs")
-    parts = {name: getattr(batch, name)[rows] for name in names}
+    parts = {name: x[rows] for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
     parts["num_targets"] = int((parts["labels"] != -100).sum())
     return type(batch)(**vars(batch) | parts)
 
@@ -150,6 +151,8 @@ def test_samples_are_scored_at_their_temperature(folder: Path) -> None:
     every = torch.log_softmax(logits / 0.8, -1)[:, :-1]
     expected = every.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(found[batch.mask], expected[batch.mask[:, :-1]])
+    torch.testing.assert_close(batch.sampling_log_probs[batch.mask], found[batch.mask])
+    assert not batch.sampling_log_probs[~batch.mask].any()
     plain = token_log_probs(trainer.model, batch.input_ids, batch.labels)
     assert not torch.allclose(found[batch.mask], plain[batch.mask], atol=1e-3)
     # Advantages of a group have the mean 0.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import release_memory
 from ligermodels import ConfigError, LigerLlama, shard
-from ligermodels.generation import generate
+from ligermodels.generation import generate, generate_many
 from ligermodels.heads.medusa import MedusaHeads, MedusaModel
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.memory.fit import Planner
@@ -74,9 +76,29 @@ def taught(model: LigerLlama, layers: int = 2) -> nn.Module:
     return TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=0.5))
 
 
+class Sampling(nn.Module):
+    """A model that samples before its forward what `SampledModel` counts: one token of each row."""
+
+    def __init__(self, counted: SampledModel) -> None:
+        super().__init__()
+        self.counted, self.model = counted, counted.model
+
+    def forward(self, ids: torch.Tensor, **inputs: Any) -> Any:
+        counted, model = self.counted, self.model
+        assert counted.rows is not None
+        prompts = [ids[0, : counted.longest]] * (counted.rows // counted.num_samples)
+        options = {"do_sample": True, "temperature": 0.5, "return_log_probs": True}
+        options |= {"eos_token_id": [*range(model.config.vocab_size)]}
+        rows = {"max_batch": counted.rows, "num_samples": counted.num_samples}
+        for _ in generate_many(model, prompts, counted.new, **rows, **options):
+            pass
+        return model(ids, **inputs)
+
+
 STEPS = {
     "teacher": taught,
     "sampling": lambda model: SampledModel(model, 8, 4000),
+    "sampling of many": lambda model: SampledModel(model, 8, 4000, rows=6, num_samples=3),
     "heads": lambda model: MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False),
 }
 
@@ -93,11 +115,10 @@ def test_what_else_a_step_runs_counts(name: str, policy: str) -> None:
     others = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
     for x in (*model.parameters(), *model.buffers()):
         others.pop(id(x))
-    error = error_of_prediction(
-        model, 24, wrapped=step_module, held=others, step_module=step_module
-    )
+    wrapped = Sampling(step_module) if name == "sampling of many" else step_module
+    error = error_of_prediction(model, 24, wrapped=wrapped, held=others, step_module=step_module)
     assert abs(error) < 0.002
-    alone = error_of_prediction(model, 24, wrapped=step_module, held=others)
+    alone = error_of_prediction(model, 24, wrapped=wrapped, held=others)
     assert alone < -0.1
 
 
@@ -116,13 +137,16 @@ def test_what_else_a_step_runs_counts_on_a_gpu(name: str) -> None:
         step = TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=1.0))
     elif name == "sampling":
         step = SampledModel(model, 512, 500_000)
+    elif name == "sampling of many":
+        step = SampledModel(model, 512, 100_000, rows=16, num_samples=4)
     else:
         step = MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False)
     ids = torch.randint(32000, (4, 2048), device=device)
 
     def run() -> None:
         if name != "sampling":
-            return step(ids, labels=ids).loss.backward()
+            called = Sampling(step) if name == "sampling of many" else step
+            return called(ids, labels=ids).loss.backward()
         cache = KVCache.of(model, 4, 512 + 500_000 - 1)
         options = {"max_new_tokens": 1, "do_sample": True, "eos_token_id": []}
         generate(model, ids[:, :512], cache=cache, **options)

@@ -23,6 +23,7 @@ from ligermodels.training import finetune as stages
 from ligermodels.training import processes
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
+from ligermodels.training.grpo import GRPOObjective
 from ligermodels.training.processes import (
     Interrupted,
     RankError,
@@ -127,7 +128,9 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     finetune(
         pairs(tmp_path, "dpo even alone", "dpo", gradient_accumulation_steps=2), progress=False
     )
-    finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
+    with pytest.MonkeyPatch.context() as patch:  # It samples as the ranks of a sharded model do.
+        patch.setattr(GRPOObjective, "samples_in_step", True)
+        finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
     shutil.copytree(tmp_path / "dpo even alone", tmp_path / "dpo copy alone")
     adapted = options(tmp_path, "adapted alone", gradient_accumulation_steps=2, **LORA)
     finetune(adapted, progress=False)
