@@ -120,7 +120,7 @@ class Checkpoints:
         files = {name: value for each in gathered(hashes) for name, value in each.items()}
         with error_on_all_ranks(SaveError), writing(folder):
             if rank() == 0:
-                (aside / FACTS).write_text(json.dumps({"files": files}, indent=2))
+                (aside / FACTS).write_text(json.dumps(files, indent=2))
                 sync_file(aside / FACTS)
                 sync_folder(aside)
                 if folder.exists():
@@ -186,9 +186,9 @@ def hashes_of(folder: Path) -> dict[str, str]:
     Raises:
         CheckpointError: they are missing or damaged.
     """
-    files = read_json(folder / FACTS, CheckpointError).get("files")
-    if not isinstance(files, dict) or not all("/" not in name for name in files):
-        raise CheckpointError(f"{folder / FACTS}: 'files' is not what a run writes")
+    files = read_json(folder / FACTS, CheckpointError)
+    if any("/" in name for name in files):
+        raise CheckpointError(f"{folder / FACTS}: this is not what a run writes")
     return files
 
 

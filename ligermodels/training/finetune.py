@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def finetune(
         LigerError: the output folder holds another run, or a loss or weight is no longer finite.
         Interrupted: SIGINT or SIGTERM came; the message says what is saved.
     """
-    device = processes.local_device(pick_device(config.model.device))
+    device = pick_device(config.model.device)
     parallel = config.parallel
     with (
         processes.process_group(device, parallel.rank_timeout, parallel.context_parallel),
@@ -95,7 +95,7 @@ def finetune(
         # fork_rng restores the random generators of the caller.
         gpus = [device] if device.type == "cuda" else []
         try:
-            with _locked(run.run_dir), torch.random.fork_rng(gpus), processes.losing_ranks():
+            with run.run_dir.locked(), torch.random.fork_rng(gpus), processes.losing_ranks():
                 return run.run()
         except LigerError:
             raise
@@ -106,15 +106,6 @@ def finetune(
             raise Interrupted(run.what_is_saved(), interrupts.signum or signal.SIGINT) from error
 
 
-@contextlib.contextmanager
-def _locked(run_dir: RunDir) -> Iterator[None]:
-    """Lock the folder of a run on rank 0. If that fails, it fails on all ranks."""
-    with contextlib.ExitStack() as stack:
-        with error_on_all_ranks():
-            stack.enter_context(run_dir.locked())
-        yield
-
-
 def resumed_settings(output_dir: str | Path) -> dict[str, Any]:
     """Return the options that started the run in `output_dir`, or {} if there is no run.
 
@@ -122,21 +113,22 @@ def resumed_settings(output_dir: str | Path) -> dict[str, Any]:
         CheckpointError: run.json is damaged.
     """
     saved = RunDir(output_dir).read_settings()
-    return {k: v for k, v in saved["settings"].items() if k not in NOT_KEPT} if saved else {}
+    return saved["settings"] if saved else {}
 
 
 def pick_device(name: str | None) -> torch.device:
     """Return the device of that name. None selects a GPU if there is one, else the CPU.
 
+    Of the GPUs, each of the processes that torchrun starts gets its own.
+
     Raises:
         ConfigError: the device does not exist, or it is neither a CPU nor a GPU.
     """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cpu", "cuda"):  # torch would list all that it knows
         raise ConfigError(f"device: must be cpu or cuda, not {name!r}")
     try:
-        device = torch.device(name)
+        device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = first_line(error).rstrip(".")
@@ -189,7 +181,7 @@ class Run:
             self.began = saved is not None
             if saved is not None:
                 self._check_settings(saved["settings"])
-            openers = [] if rank() else logger_openers(output.report_to)
+            openers = [] if rank() else logger_openers(output.report_to or [])
             source = Path(resolve(str(config.model.path), revision=config.model.revision))
             files = file_hashes(source)
             tokenizer = Tokenizer.from_hf(source)
@@ -207,14 +199,7 @@ class Run:
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         trainer = Trainer(
-            trained,
-            config,
-            rows,
-            eval_rows,
-            self.device,
-            self.precision,
-            self.objective,
-            ranks=self.ranks,
+            trained, config, rows, eval_rows, self.device, self.objective, ranks=self.ranks
         )
         with self.interrupts.held():
             with error_on_all_ranks():
@@ -230,12 +215,10 @@ class Run:
                 folder = self.run_dir.path / "reference"
                 self.objective.prepare(self.model, trainer.call, every, folder, fingerprint(base))
                 first = trainer.restore(self.checkpoints)
-                profile = output.profile and rank() == 0
+                steps = trainer.total_steps - first if output.profile and rank() == 0 else 0
                 with (
                     logged(self.run_dir, openers, self._settings(), first),
-                    profiled(
-                        self.run_dir.path / "profile", profile * (trainer.total_steps - first)
-                    ) as after_step,
+                    profiled(self.run_dir.path / "profile", steps) as after_step,
                 ):
                     trainer.train(
                         self.run_dir,
@@ -259,14 +242,12 @@ class Run:
         if not self.began:
             return "interrupted before the run began; nothing was changed"
         words = ["ligermodels", "finetune", "--resume", "--output-dir", str(self.run_dir.path)]
-        for module in self.modules:
-            words += ["--import", module]
-        command = f"'{shlex.join(words)}'"
-        step = self.checkpoints.latest()
+        words += [word for module in self.modules for word in ("--import", module)]
+        command, step = f"'{shlex.join(words)}'", self.checkpoints.latest()
         if step is None:
             return f"interrupted before a step was saved; {command} starts from the beginning"
         return (
-            f"interrupted; the state after step {step} is saved, and {command} continues from there"
+            f"interrupted; the state after step {step} is saved, and {command} goes on from there"
         )
 
     def _go_on_after_restart(self) -> None:
@@ -375,7 +356,7 @@ class Run:
     ) -> tuple[DecoderModel, str | None]:
         """Return the model, and the hash of its weights if they are read already."""
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        found = load_model(source, self.config, self.precision, self.device, meta=self.shards)
+        found = load_model(source, self.config, self.device, meta=self.shards)
         model = found[0]
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
@@ -480,14 +461,12 @@ class Run:
             "launch": processes.launch_id(),
         }
         if saved is not None:
-            check_same(source, self.run_dir.path, saved["base"], base)
-            check_same(source, self.run_dir.path, saved["others"], others)
+            path, then = self.run_dir.path, saved["base"] | saved["others"]
+            check_same(source, path, then, base | others)
             if saved["rows"] != facts["rows"]:
                 raise LigerError(
-                    f"{self.run_dir.path}: the training data is not what the run was started with: "
-                    "a file, their order, the evaluation files (--eval-files), the part that is "
-                    "held out (--eval-fraction) or the tokenizer changed; restore it, or start "
-                    "another run"
+                    f"{path}: the training data or the part that is held out is not what the run "
+                    "was started with; restore the files and their order, or start another run"
                 )
         if rank():
             return
@@ -511,10 +490,11 @@ class Run:
         def sample(step: int) -> None:
             if step not in done:
                 with trainer.autocast():
-                    samples = sampler(self.model)
-                self.run_dir.samples.append(*({"step": step, **each} for each in samples))
-                for each in samples if self.progress else ():
-                    tqdm.write(f"step {step}: {each['prompt']} -> {each['text']}", file=sys.stderr)
+                    texts = sampler(self.model)
+                for prompt, text in texts.items():
+                    self.run_dir.samples.append({"step": step, "prompt": prompt, "text": text})
+                    if self.progress:
+                        tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
 
         return sample
 

@@ -41,19 +41,18 @@ _STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
 def load_model(
     source: Path,
     config: FinetuneConfig,
-    precision: str,
     device: torch.device,
     *,
     meta: bool = False,
 ) -> tuple[DecoderModel, str | None]:
     """Return the model of a checkpoint as a run trains it, and the hash of the weights it held.
 
-    Args: precision: the run's precision, never None; meta: whether the weights are read later, so
-        that there is no hash yet.
+    Args: meta: whether the weights are read later, so that there is no hash yet.
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
     """
     options, adapter = config.model, config.adapter
+    precision = options.precision or "float32"
     dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
     # The linears that are kept in few bits are converted one by one.
     place = torch.device("meta" if meta else "cpu" if adapter.load_in else device)
@@ -108,8 +107,7 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
     config = FinetuneConfig.from_options(**saved["settings"])
     source = Path(resolve(str(config.model.path), revision=config.model.revision))
-    precision = config.model.precision or "float32"
-    model, weights = load_model(source, config, precision, torch.device("cpu"))
+    model, weights = load_model(source, config, torch.device("cpu"))
     check_same(source, run, saved["base"], {**file_hashes(source), "weights": str(weights)})
     objective = config.loss.objective(config)
     checkpoints.load(step, objective.module(model))

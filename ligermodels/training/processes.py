@@ -37,11 +37,6 @@ class RankError(LigerError):
     """Another rank does not answer, or has failed."""
 
 
-def is_launched() -> bool:
-    """Return whether torchrun has started this process, beside others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
 def is_restarted() -> bool:
     """Return whether torchrun has started the processes again after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -62,7 +57,8 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
         ConfigError: the ranks cannot be divided into groups of so many.
     """
     global _host, _together
-    starts = is_launched() and not dist.is_initialized()
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    starts = launched and not dist.is_initialized()
     limit = timedelta(seconds=timeout)
     if starts:
         backend = "gloo"
@@ -87,13 +83,6 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
         _host, _together = None, 1
         if starts:
             dist.destroy_process_group()
-
-
-def local_device(device: torch.device) -> torch.device:
-    """Return the GPU of this process if the run is on GPUs, else the device."""
-    if device.type == "cuda" and is_launched():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
 
 
 @contextlib.contextmanager

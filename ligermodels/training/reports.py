@@ -18,14 +18,12 @@ from ligermodels.training.config import OutputOptions
 from ligermodels.training.run_dir import Metrics, RunDir, writing
 
 
-def logger_openers(names: list[str] | None) -> list[Any]:
+def logger_openers(names: list[str]) -> list[Any]:
     """Return what opens each of the loggers with these names.
 
     Raises:
         ConfigError: a package is not installed.
     """
-    if not names:
-        return []
     from ligermodels.integrations.loggers import loggers_by_name
 
     return loggers_by_name(names)
@@ -41,56 +39,49 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
     Raises:
         LigerError: a logger cannot be opened.
     """
-    with contextlib.ExitStack() as stack:
-        stack.callback(run_dir.listeners.clear)
-        for open_logger in openers:
-            name = open_logger.__name__
+    loggers = []
+    for opener in openers:
+        try:
+            loggers.append(opener(run_dir.path, settings, start))
+        except Exception as error:  # each package raises its own errors
+            raise LigerError(
+                f"{run_dir.path}: report_to: the {opener.__name__} cannot be opened: "
+                f"{first_line(error)}"
+            ) from error
+
+    def each(call: Callable[[Any], object]) -> None:
+        for logger in [*loggers]:
             try:
-                logger = open_logger(run_dir.path, settings, start)
-            except Exception as error:  # each package raises its own errors
-                raise LigerError(
-                    f"{run_dir.path}: report_to: the {name} cannot be opened: {first_line(error)}"
-                ) from error
-            stack.callback(_quietly, name, logger.close)
-            run_dir.listeners.append(_listener(run_dir, name, logger))
-        yield
-
-
-def _listener(run_dir: RunDir, name: str, logger: Any) -> Callable[[Metrics], None]:
-    """Return what passes metrics on to a logger, until that fails."""
+                call(logger)
+            except Exception as error:
+                loggers.remove(logger)
+                what = f"report_to: the {type(logger).__name__} fails, and gets no more metrics"
+                warnings.warn(f"{what}: {first_line(error)}", stacklevel=2)
 
     def listen(entry: Metrics) -> None:
         values = {name: value for name, value in entry.items() if name != "step"}
-        if not _quietly(name, lambda: logger.log(int(entry["step"]), values)):
-            run_dir.listeners.remove(listen)
+        each(lambda logger: logger.log(int(entry["step"]), values))
 
-    return listen
-
-
-def _quietly(name: str, call: Callable[[], object]) -> bool:
-    """Call a function of a logger; if that fails, warn and return False."""
+    run_dir.listener = listen
     try:
-        call()
-    except Exception as error:
-        what = f"report_to: the {name} fails, and gets no more metrics: {first_line(error)}"
-        warnings.warn(what, stacklevel=2)
-        return False
-    return True
+        yield
+    finally:
+        run_dir.listener = None
+        each(lambda logger: logger.close())
 
 
 @contextlib.contextmanager
-def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
+def profiled(folder: Path, steps: int) -> Iterator[Callable[[], None]]:
     """Profile the steps 3 to 5 within the context; yield what is to be called after each step.
 
-    If there are fewer steps, the last three are profiled.
+    If fewer steps than five follow, the first three of them are profiled. `trace.json.gz` is for
+    https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
 
-    `trace.json.gz` is for https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
-
-    Args: folder: None to profile nothing; steps: the number of steps that follow.
+    Args: steps: the number of steps that follow; 0 to profile nothing.
     Raises:
         SaveError: the files cannot be written.
     """
-    if folder is None or steps < 1:
+    if steps < 1:
         yield lambda: None
         return
     on_gpu = torch.cuda.is_available()
@@ -105,10 +96,8 @@ def profiled(folder: Path | None, steps: int) -> Iterator[Callable[[], None]]:
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    active = min(3, steps)
-    warmup = min(1, steps - active)
-    wait = min(1, steps - active - warmup)
-    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+    skipped = int(steps >= 5)
+    schedule = torch.profiler.schedule(wait=skipped, warmup=skipped, active=min(3, steps), repeat=1)
     with torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=write
     ) as profiler:
@@ -125,29 +114,25 @@ class Sampler:
     """
 
     def __init__(self, options: OutputOptions, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.prompts = options.sample_prompts or []
-        self.max_new_tokens = options.sample_tokens
-        self.ids: list[Any] = [self._encode(each, options.sample_chat) for each in self.prompts]
-        if [] in self.ids:
+        self.tokenizer, self.options = tokenizer, options
+        self.prompts = {each: self._encode(each) for each in options.sample_prompts or []}
+        if [] in self.prompts.values():
             raise ConfigError("sample_prompts: a prompt is empty; give each prompt some text")
 
-    def _encode(self, prompt: str, chat: bool) -> Any:
-        if not chat:
+    def _encode(self, prompt: str) -> Any:
+        if not self.options.sample_chat:
             return self.tokenizer.encode(prompt)
         messages = [{"role": "user", "content": prompt}]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     @torch.no_grad()
-    def __call__(self, model: DecoderModel) -> list[dict[str, str]]:
-        """Return each prompt and the text that the model continues it with."""
-        was_training = model.training
+    def __call__(self, model: DecoderModel) -> dict[str, str]:
+        """Return the text with which the model continues each prompt."""
         model.eval()
-        found = []
-        for prompt, ids in zip(self.prompts, self.ids):
-            made = model.generate([ids], max_new_tokens=self.max_new_tokens)[0, len(ids) :]
-            found.append({"prompt": prompt, "text": self.tokenizer.decode(made)})
-        model.train(was_training)
+        found = {}
+        for prompt, ids in self.prompts.items():
+            made = model.generate([ids], max_new_tokens=self.options.sample_tokens)
+            found[prompt] = self.tokenizer.decode(made[0, len(ids) :])
         return found
 
 

@@ -41,7 +41,7 @@ from ligermodels.converters.files import (
     sync_folder,
 )
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
-from ligermodels.parallel.ranks import rank
+from ligermodels.parallel.ranks import error_on_all_ranks, rank
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -111,7 +111,7 @@ class RunDir:
         self.path = Path(path)
         self.metrics = Lines(self.path / "metrics.jsonl")
         self.samples = Lines(self.path / "samples.jsonl")
-        self.listeners: list[Callable[[Metrics], object]] = []  # they get each line of metrics
+        self.listener: Callable[[Metrics], object] | None = None  # it gets each line of metrics
         self.model_dir = self.path / "model"
         self.checkpoint_dir = self.path / CHECKPOINTS
 
@@ -141,30 +141,25 @@ class RunDir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder, and keep other processes from writing to it inside the context.
+        """Create the folder, and keep other runs from writing to it inside the context.
 
         If no run has begun when the context ends, what was created here is removed again.
+
+        Raises:
+            LigerError: on all ranks, another run has the folder, or it cannot be written to.
         """
-        if rank():
-            yield
-            return
-        path = self.path / LOCK_FILE
-        with writing(self.path):
-            is_new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "ab")
-        with lock:
-            try:
-                # The process holds this lock, so a killed run leaves no lock behind.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise LigerError(
-                    f"{self.path}: another process is writing a run to this folder"
-                ) from None
+        path, is_new = self.path / LOCK_FILE, not self.path.exists()
+        with contextlib.ExitStack() as stack:
+            with error_on_all_ranks(), writing(self.path):
+                if rank() == 0:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    lock = stack.enter_context(open(path, "ab"))
+                    # The process holds this lock, so a killed run leaves no lock behind.
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 yield
             finally:
-                if not os.path.lexists(self.path / RUN_FILE):
+                if rank() == 0 and not os.path.lexists(self.path / RUN_FILE):
                     with contextlib.suppress(OSError):
                         path.unlink()
                         if is_new:
@@ -208,8 +203,8 @@ class RunDir:
         """Append a line to metrics.jsonl."""
         if rank() == 0:
             self.metrics.append(entry)
-            for listener in [*self.listeners]:
-                listener(entry)
+            if self.listener is not None:
+                self.listener(entry)
 
 
 def plot_losses(metrics: list[Metrics], file: Path) -> bool:
@@ -222,13 +217,9 @@ def plot_losses(metrics: list[Metrics], file: Path) -> bool:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for key, label, style in (
-        ("loss", "training", {"linewidth": 1.0}),
-        ("eval_loss", "held out", {"marker": "o", "linewidth": 1.5}),
-    ):
-        points = [(entry["step"], entry[key]) for entry in metrics if key in entry]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
+    for key, label in (("loss", "training"), ("eval_loss", "held out")):
+        if points := [(entry["step"], entry[key]) for entry in metrics if key in entry]:
+            axes.plot(*zip(*points), label=label, marker="o" if key == "eval_loss" else None)
     axes.set_xlabel("step")
     axes.set_ylabel("loss per token (nats)")
     axes.grid(alpha=0.3)
@@ -244,6 +235,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except SaveError:
         raise
+    except BlockingIOError:
+        raise LigerError(f"{path}: another process is writing a run to this folder") from None
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SaveError(f"{path}: cannot be written: {reason}") from error

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligermodels.adapters import LoraLinear
-from ligermodels.errors import ConfigError, LigerError, SaveError
+from ligermodels.errors import LigerError, SaveError
 from ligermodels.layers import HeadOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
@@ -31,7 +31,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.config import MAX_STEPS, FinetuneConfig
+from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
 from ligermodels.training.packing import IGNORE_INDEX, Batch, MixedOrder, PackedRows, row_order
@@ -44,23 +44,6 @@ from ligermodels.training.processes import (
 )
 from ligermodels.training.run_dir import Metrics, RunDir
 from ligermodels.training.schedules import learning_rate
-
-
-def number_of_steps(config: FinetuneConfig, num_rows: int, rows_per_step: int) -> int:
-    """Return the number of optimizer steps that the config asks for with `num_rows` rows.
-
-    Raises:
-        ConfigError: the run would never end.
-    """
-    if config.schedule.max_steps is not None:
-        return config.schedule.max_steps
-    steps = num_rows * config.schedule.num_train_epochs / rows_per_step
-    if steps > MAX_STEPS:
-        raise ConfigError(
-            f"num_train_epochs: {config.schedule.num_train_epochs:g} passes over the data take "
-            f"{steps:g} steps; the most is {MAX_STEPS}"
-        )
-    return max(1, math.ceil(steps))
 
 
 def perplexity(loss: float) -> float:
@@ -76,10 +59,9 @@ def shown_perplexity(value: float) -> str:
 class Trainer:
     """The model (or a module that has it), the optimizer and the rows of one run.
 
-    `precision` is "float32", "bf16-mixed" (autocast over float32 weights) or "bf16". `objective`
-    says what the run minimises, by default the loss of the next token. `ranks` is the number of
-    processes that the run was started with, by default of those that run now: a step has so many
-    times the batches of the objective, and the ranks that run now share them out.
+    `objective` says what the run minimises, by default the loss of the next token. `ranks` is the
+    number of processes that the run was started with, by default of those that run now: a step has
+    so many times the batches of the objective, and the ranks that run now share them out.
     """
 
     def __init__(
@@ -89,7 +71,6 @@ class Trainer:
         rows: Rows,
         eval_rows: Rows | None,
         device: torch.device,
-        precision: str,
         objective: Objective | None = None,
         *,
         ranks: int | None = None,
@@ -100,17 +81,19 @@ class Trainer:
         self.rows = rows
         self.eval_rows = eval_rows
         self.device = device
-        self.precision = precision
+        self.precision = config.model.precision or "float32"
         self.is_sharded = any(map(is_sharded, model.parameters()))
         # The layers of a sharded model are compiled before they are sharded.
         compiles = config.model.compile and not self.is_sharded
         self.forward = torch.compile(model) if compiles else model
         self.optimizer = make_optimizer(model, config)
         self.flops = StepFlops.of(decoder_of(model))
-        self.peak_flops = _peak_flops(device, precision)
+        on_gpu = device.type == "cuda" and self.precision != "float32"
+        self.peak_flops = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
         self.batches_per_step = (ranks or num_row_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
-        self.total_steps = number_of_steps(config, len(rows), per_step)
+        steps = config.schedule.num_train_epochs * len(rows) / per_step
+        self.total_steps = config.schedule.max_steps or max(1, math.ceil(steps))
         warmup = config.schedule.warmup_steps
         self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
@@ -413,13 +396,6 @@ class Trainer:
             shown["MFU"] = f"{speed['mfu']:.1%}"
         bar.set_postfix(shown, refresh=False)
         bar.update(len(entries))
-
-
-def _peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the FLOP/s of a GPU whose data sheet is known, if the run computes in bfloat16."""
-    if device.type != "cuda" or precision == "float32":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device))
 
 
 def _values(metrics: dict[str, Mean]) -> dict[str, Tensor]:

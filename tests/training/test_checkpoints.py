@@ -96,7 +96,7 @@ def saved(folder):
 
 
 def test_every_flipped_bit_and_cut_file_is_found(folder, saved):
-    """All files of a checkpoint are under a hash, but for the facts, which hold the hashes."""
+    """All files of a checkpoint are under a hash, but for the file of the hashes."""
     draw = random.Random(0)
     for file in sorted(saved.iterdir()):
         whole = file.read_bytes()
@@ -146,9 +146,8 @@ def test_a_file_outside_of_the_folder_is_not_read(folder, saved):
 def rehash(saved):
     from ligermodels.training.run_dir import file_hash
 
-    facts = json.loads((saved / FACTS).read_text())
-    facts["files"] = {name: file_hash(saved / name) for name in facts["files"]}
-    (saved / FACTS).write_text(json.dumps(facts))
+    hashes = {name: file_hash(saved / name) for name in json.loads((saved / FACTS).read_text())}
+    (saved / FACTS).write_text(json.dumps(hashes))
 
 
 def test_another_shape_or_name_is_refused(folder, saved):

@@ -102,7 +102,7 @@ def test_the_loss_of_a_batch(folder: Path, tmp_path: Path) -> None:
     objective.open(tokenizer)
     rows = objective.rows([objective.read(config.data.train_files, tokenizer)])
     assert objective.load(model) == 0  # the plan counts the teacher
-    trainer = Trainer(model, config, rows, None, torch.device("cpu"), "float32", objective)
+    trainer = Trainer(model, config, rows, None, torch.device("cpu"), objective)
     batch = rows.batch(range(4))
     count = torch.tensor(float(batch.num_targets))
     made = objective.loss(trainer.call, batch, count)

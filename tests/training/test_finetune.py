@@ -146,7 +146,9 @@ def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, te
         resume(max_steps=50)
     other = make_text(tmp_path / "other.txt", seed=1)
     for changes in ({"train_files": [text, other]}, {"eval_files": [other]}):
-        with pytest.raises(LigerError, match=r"the training data is not what the run was started"):
+        with pytest.raises(
+            LigerError, match=r"the training data or the part .* is not what the run was"
+        ):
             resume(**changes)
     saved = resumed_settings(finished.output_dir)
     assert saved["learning_rate"] == 3e-3 and "resume" not in saved

@@ -119,7 +119,7 @@ def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Tra
     model = AutoLiger.from_hf(folder / "model")
     tokenizer = Tokenizer.from_hf(folder / "model")
     rows = objective.rows([objective.read(config.data.train_files, tokenizer)])
-    trainer = Trainer(model, config, rows, rows, torch.device("cpu"), "float32", objective)
+    trainer = Trainer(model, config, rows, rows, torch.device("cpu"), objective)
     with torch.no_grad():  # so that the reference differs from the policy
         for parameter in model.parameters():
             parameter.mul_(1.1)

@@ -28,7 +28,6 @@ from ligermodels.training.processes import (
     Interrupted,
     RankError,
     barrier,
-    local_device,
     losing_ranks,
     process_group,
 )
@@ -382,13 +381,3 @@ def test_a_lost_rank_is_named_by_rank_0(number: int, monkeypatch: pytest.MonkeyP
     assert caught.value.is_repeated == (number > 0)
     with pytest.raises(RuntimeError, match="out of memory"), losing_ranks():
         raise RuntimeError("out of memory")
-
-
-def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    assert local_device(cuda) == cuda
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(processes, "is_launched", lambda: True)
-    assert local_device(cuda) == torch.device("cuda:1")
-    assert local_device(torch.device("cpu")) == torch.device("cpu")

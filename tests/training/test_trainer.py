@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.errors import ConfigError
 from ligermodels.training import processes
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
@@ -20,7 +19,6 @@ from ligermodels.training.packing import PackedRows
 from ligermodels.training.run_dir import RunDir
 from ligermodels.training.trainer import (
     Trainer,
-    number_of_steps,
     perplexity,
     shown_perplexity,
 )
@@ -46,7 +44,7 @@ def make_trainer(rows, eval_rows=None, **options):
     config = FinetuneConfig.from_options(
         model="m", train_files=["t"], output_dir="o", adam_epsilon=ADAM_EPSILON, **options
     )
-    return Trainer(model, config, rows, eval_rows, torch.device("cpu"), "float32")
+    return Trainer(model, config, rows, eval_rows, torch.device("cpu"))
 
 
 def test_the_head_skips_the_rows_of_prompts(monkeypatch):
@@ -83,21 +81,14 @@ def test_the_head_takes_all_rows_where_skipping_does_not_pay():
 
 
 def test_the_number_of_steps_covers_the_epochs():
-    def steps(rows, **options):
-        config = FinetuneConfig.from_options(
-            model="m", train_files=["t"], output_dir="o", **options
-        )
-        return number_of_steps(
-            config, rows, config.schedule.batch_size * config.schedule.gradient_accumulation_steps
-        )
+    def steps(**options):
+        return make_trainer(make_rows(seq_len=31), **options).total_steps
 
-    assert steps(10, batch_size=4) == 3
-    assert steps(10, batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == 5
-    assert steps(10, batch_size=4, num_train_epochs=0.1) == 1
-    assert steps(10, max_steps=7) == 7
-    for epochs in (1e9, 1e308):
-        with pytest.raises(ConfigError, match=r"num_train_epochs: .* steps; the most is 10"):
-            steps(10, num_train_epochs=epochs)
+    count = len(make_rows(seq_len=31))
+    assert steps(batch_size=4) == -(-count // 4)
+    assert steps(batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == -(-count // 2)
+    assert steps(batch_size=4, num_train_epochs=0.01) == 1
+    assert steps(max_steps=7) == 7
 
 
 def test_only_a_reasonable_perplexity_is_written_out():
@@ -255,7 +246,7 @@ def beside_transformers(folder, rows, steps, rate):
         learning_rate=rate,
         adam_epsilon=ADAM_EPSILON,
     )
-    trainer = Trainer(ours, config, rows, None, torch.device("cpu"), "float32")
+    trainer = Trainer(ours, config, rows, None, torch.device("cpu"))
     optimizer = torch.optim.AdamW(
         parameter_groups(theirs.parameters(), config.optimizer.weight_decay),
         betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
