@@ -148,7 +148,7 @@ class RunDir:
         Raises:
             LigerError: on all ranks, another run has the folder, or it cannot be written to.
         """
-        path, is_new = self.path / LOCK_FILE, not self.path.exists()
+        path, is_new = self.path / LOCK_FILE, not os.path.exists(self.path)
         with contextlib.ExitStack() as stack:
             with error_on_all_ranks(), writing(self.path):
                 if rank() == 0:
