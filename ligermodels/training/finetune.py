@@ -32,7 +32,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, is_distributed, rank
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training import processes
+from ligermodels.training import processes, reports
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig, config_text
 from ligermodels.training.data import Library, local_files, stored_documents
@@ -48,15 +48,7 @@ from ligermodels.training.objectives import Rows
 from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import Interrupted, Interrupts, num_row_ranks
-from ligermodels.training.reports import (
-    FinetuneResult,
-    Sampler,
-    check_login,
-    logged,
-    logger_openers,
-    profiled,
-    push,
-)
+from ligermodels.training.reports import FinetuneResult
 from ligermodels.training.run_dir import RUN_FORMAT, RunDir, fingerprint, plot_losses
 from ligermodels.training.trainer import Trainer
 
@@ -181,13 +173,13 @@ class Run:
             self.began = saved is not None
             if saved is not None:
                 self._check_settings(saved["settings"])
-            openers = [] if rank() else logger_openers(output.report_to or [])
+            openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = Path(resolve(str(config.model.path), revision=config.model.revision))
             files = file_hashes(source)
             tokenizer = Tokenizer.from_hf(source)
             rows, eval_rows = self._rows(source, tokenizer)
             self.model, weights = self._model(source, rows, eval_rows)
-            sampler = Sampler(output, tokenizer) if output.sample_prompts else None
+            sampler = reports.Sampler(output, tokenizer) if output.sample_prompts else None
         if self.shards:
             self._shard(self.model)
         held = self.objective.load(self.model)
@@ -217,8 +209,8 @@ class Run:
                 first = trainer.restore(self.checkpoints)
                 steps = trainer.total_steps - first if output.profile and rank() == 0 else 0
                 with (
-                    logged(self.run_dir, openers, self._settings(), first),
-                    profiled(self.run_dir.path / "profile", steps) as after_step,
+                    reports.logged(self.run_dir, openers, self._settings(), first),
+                    reports.profiled(self.run_dir.path / "profile", steps) as after_step,
                 ):
                     trainer.train(
                         self.run_dir,
@@ -253,7 +245,8 @@ class Run:
     def _go_on_after_restart(self) -> None:
         """Resume the run of an earlier try of the same launch, if that had begun one."""
         with error_on_all_ranks():
-            found = (self.run_dir.read_settings() or {}) if processes.is_restarted() else {}
+            restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+            found = (self.run_dir.read_settings() or {}) if restarted else {}
         # Processes that failed before they began a run may have found another one here.
         if from_rank_0(found.get("launch") == processes.launch_id()):
             output = replace(self.config.output, resume=True, overwrite_output_dir=False)
@@ -261,7 +254,7 @@ class Run:
 
     def _check_options(self) -> None:
         if self.config.output.push_to_hub is not None:
-            check_login()
+            reports.check_login()
         if is_distributed() and self.config.output.sample_prompts:
             raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
         if is_distributed() and (name := self.config.optimizer.name) != "adamw":
@@ -481,7 +474,7 @@ class Run:
         self.run_dir.write_settings(facts, config_text(settings, command))
         self.began = True
 
-    def _sampling(self, sampler: Sampler | None, trainer: Trainer) -> Callable[[int], None]:
+    def _sampling(self, sampler: reports.Sampler | None, trainer: Trainer) -> Callable[[int], None]:
         """Return what writes the samples of a step into the run's folder, and shows them."""
         if sampler is None:
             return lambda step: None
@@ -515,7 +508,9 @@ class Run:
                     self.checkpoints.clear()
                 if options.push_to_hub is not None:
                     folder, private = self.run_dir.model_dir, options.hub_private_repo
-                    self._note(f"pushed to {push(folder, options.push_to_hub, private=private)}")
+                    self._note(
+                        f"pushed to {reports.push(folder, options.push_to_hub, private=private)}"
+                    )
         losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
         evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
         last = trainer.total_steps

@@ -37,11 +37,6 @@ class RankError(LigerError):
     """Another rank does not answer, or has failed."""
 
 
-def is_restarted() -> bool:
-    """Return whether torchrun has started the processes again after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def launch_id() -> str:
     """Return an id of this start of torchrun, which its restarts share, on rank 0's machine."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"

@@ -25,7 +25,7 @@ import torch
 from ligermodels.cli import main
 from ligermodels.errors import LigerError
 from ligermodels.training.run_dir import file_hash
-from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
+from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text, timeless
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 
@@ -197,6 +197,7 @@ def check_round(twin: Run, folder: Path, faults: Sequence[str], draw: random.Ran
         elif not settings.exists():
             shutil.rmtree(this.out, ignore_errors=True)
     assert this.live() == (0, "") and this.weights() == twin.weights()
+    assert "missing_file" in faults or timeless(this.out) == timeless(twin.out)
     assert set(os.listdir(this.out)) == {*os.listdir(twin.out)}
 
 
@@ -205,5 +206,5 @@ def check_round(twin: Run, folder: Path, faults: Sequence[str], draw: random.Ran
 def test_a_run_survives_faults(twin, tmp_path, fault, rounds):
     for number in range(rounds):
         draw = random.Random(f"{fault} {number}")
-        more = draw.choices(FAULTS, k=min(number, 2))
+        more = ["kill"] * 3 if fault == "kill" else draw.choices(FAULTS, k=min(number, 2))
         check_round(twin, tmp_path / str(number), [fault, *more], draw)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ligermodels import AutoLiger, LigerLlama
-from ligermodels.errors import CheckpointError, ConfigError, DataError, LigerError
+from ligermodels.errors import ConfigError, DataError, LigerError
 from ligermodels.training import checkpoints, data
 from ligermodels.training import finetune as module
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
 from ligermodels.training.processes import Interrupted
 from ligermodels.training.trainer import Trainer
-from tests.limits import SECONDS
 from tests.training.tiny_run import (
-    everything,
-    make_checkpoint,
     make_text,
     run,
     same,
@@ -86,43 +81,6 @@ def test_a_resumed_finished_run_changes_nothing(finished, checkpoint, text):
     assert (finished.model_dir / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("chains", "least", "threads"),
-    [
-        # Two threads are slow while other tests run on the same cores.
-        pytest.param(["4"], 7, "1", id="sample"),
-        pytest.param(["0", "1", "2", "4"], 16, "2", id="long", marks=pytest.mark.long),
-    ],
-)
-def test_killing_at_any_moment_and_resuming_gives_the_same_weights(
-    checkpoint, text, tmp_path, chains, least, threads
-):
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
-    driver = subprocess.run(
-        [sys.executable, ROOT / "tests" / "kill_driver.py", checkpoint, text, tmp_path, *chains],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert driver.returncode == 0, driver.stderr
-    kills = [int(line.split()[-2]) for line in driver.stdout.splitlines()]
-    assert len(kills) == len(chains) and sum(kills) >= least
-    straight = tmp_path / "straight"
-    for chain in chains:
-        killed = tmp_path / f"killed-{chain}"
-        for name in ("model/model.safetensors", "checkpoints/step-00000012/__0_0.distcp"):
-            assert (killed / name).read_bytes() == (straight / name).read_bytes(), (chain, name)
-        assert timeless(killed) == timeless(straight)
-        assert everything(killed) == everything(straight)
-
-
-def test_resuming_without_a_run_starts_one(checkpoint, text, tmp_path):
-    one = run(checkpoint, text, tmp_path / "a", resume=True, max_steps=2)
-    other = run(checkpoint, text, tmp_path / "b", max_steps=2)
-    assert same(one.model.state_dict(), other.model.state_dict())
-
-
 def test_a_run_is_resumed_from_another_folder(checkpoint, text, tmp_path, monkeypatch):
     monkeypatch.chdir(text.parent)
     first = run(os.path.relpath(checkpoint), text.name, tmp_path / "run", max_steps=2)
@@ -155,15 +113,6 @@ def test_resuming_with_other_options_or_data_is_refused(finished, checkpoint, te
     assert resumed_settings(tmp_path) == {}
 
 
-def test_a_run_into_the_checkpoint_is_refused_before_anything_is_written(text, tmp_path):
-    folder = make_checkpoint(tmp_path / "tiny")
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    for changes in ({}, {"overwrite_output_dir": True}, {"resume": True}):
-        with pytest.raises(LigerError, match="the folder is not empty and holds no run; choose"):
-            run(folder, text, tmp_path / "x" / ".." / "tiny", **changes)
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
 def test_another_run_is_refused_and_overwritten_only_when_told(checkpoint, text, tmp_path):
     first = run(checkpoint, text, tmp_path / "run", max_steps=1)
     (first.output_dir / "notes.txt").write_text("mine")
@@ -193,14 +142,6 @@ def test_the_callers_generators_are_left_alone(checkpoint, text, tmp_path):
     torch.manual_seed(5)
     run(checkpoint, text, tmp_path / "run", max_steps=1)
     assert torch.equal(torch.rand(3), wanted)
-
-
-def test_a_damaged_checkpoint_of_the_run_is_named(checkpoint, text, tmp_path):
-    first = run(checkpoint, text, tmp_path / "run", max_steps=2)
-    file = first.output_dir / "checkpoints" / "step-00000002" / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: the content does not match"):
-        run(checkpoint, text, tmp_path / "run", max_steps=2, resume=True)
 
 
 def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
-from ligermodels.losses import Mean
 from ligermodels.parallel.ranks import rank
 from ligermodels.training import finetune as stages
 from ligermodels.training import processes
@@ -337,26 +336,6 @@ def hung_rank(number: int, folder: Path) -> dict[str, float]:
             barrier("step 7", None, 1)
         dist.barrier()
     return {"reported": float(caught.value.is_repeated)}
-
-
-def test_ranks_with_the_same_rows_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 have the same rows, and so have 2 and 3."""
-    ranks = [{"tokens": 3, "targets": 2}] * 2 + [{"tokens": 10, "targets": 7}] * 2
-    monkeypatch.setattr(processes, "_together", 2)
-    monkeypatch.setattr(processes, "is_distributed", lambda: True)
-    monkeypatch.setattr(processes, "gathered", lambda mine: ranks)
-    assert processes.summed(ranks[0]) == {"tokens": 13, "targets": 9}
-    # This rank has a loss of 1.5 and a metric of 4 over 2; the other two have twice as much.
-    monkeypatch.setattr(processes.dist, "all_reduce", lambda total: total.mul_(1 + 1 + 2 + 2))
-    mean = Mean(torch.tensor(4.0), torch.tensor(2.0))
-    loss, metrics = processes.summed_output(torch.tensor(1.5), {"accuracy": mean})
-    assert loss == 4.5 and metrics["accuracy"] == Mean(torch.tensor(12.0), torch.tensor(6.0))
-
-
-def test_a_process_alone_does_not_wait() -> None:
-    assert barrier("step 1", None, 1) is None
-    assert barrier("step 1", 15, 1) == 15
-    assert rank() == 0
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

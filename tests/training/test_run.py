@@ -38,25 +38,6 @@ def test_an_evaluation_file_takes_the_place_of_the_held_out_part(checkpoint, tex
     assert not (kept.output_dir / "checkpoints").exists()
 
 
-def test_completions_and_conversations_train(checkpoint, tmp_path):
-    records = [
-        *({"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(20)),
-        *(
-            {
-                "messages": [
-                    {"role": "user", "content": "hi"},
-                    {"role": "assistant", "content": "yo"},
-                ]
-            }
-            for _ in range(10)
-        ),
-    ]
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(map(json.dumps, records)))
-    result = run(checkpoint, file, tmp_path / "run", max_steps=25, gradient_accumulation_steps=2)
-    assert result.perplexity_after < 0.5 * result.perplexity_before
-
-
 def test_bf16_weights_and_an_export_in_another_dtype(checkpoint, text, tmp_path):
     pure = run(checkpoint, text, tmp_path / "a", precision="bf16", max_steps=2)
     assert {t.dtype for t in tensors(pure.model_dir).values()} == {torch.bfloat16}
@@ -121,15 +102,6 @@ def test_weights_too_large_for_the_dtype_of_the_export_are_kept(text, tmp_path):
     assert not (tmp_path / "run" / "model").exists()
     done = run(base, text, tmp_path / "run", **given, resume=True, export_dtype="bfloat16")
     assert {t.dtype for t in tensors(done.model_dir).values()} == {torch.bfloat16}
-
-
-def test_metrics_that_are_lost_are_not_made_up(checkpoint, text, tmp_path):
-    first = run(checkpoint, text, tmp_path / "run", max_steps=3)
-    (first.output_dir / "metrics.jsonl").unlink()
-    again = run(checkpoint, text, tmp_path / "run", max_steps=3, resume=True)
-    assert again.loss is None and again.eval_loss_before is None
-    assert again.perplexity_before is None
-    assert again.eval_loss_after == first.eval_loss_after
 
 
 def test_a_pad_token_without_an_embedding_does_no_harm(text, tmp_path):
@@ -206,16 +178,6 @@ def test_a_memory_budget_changes_nothing_but_what_layers_keep(checkpoint, text, 
     assert settings["memory"] == "1GB"
     again = finetune(FinetuneConfig.from_options(**settings, resume=True), progress=False)
     assert again.model.memory_plan == other.model.memory_plan
-
-
-@pytest.mark.usefixtures("rows_at_once")
-def test_a_plan_counts_the_states_of_the_optimizer_that_runs(checkpoint, text, tmp_path):
-    states = {}
-    for name in ("adamw", "adafactor", "muon"):
-        given = {"optimizer": name, "max_steps": 1, "memory": "1GB"}
-        done = run(checkpoint, text, tmp_path / name, **given)
-        states[name] = done.model.memory_plan.prediction.optimizer_bytes
-    assert states["adafactor"] < states["muon"] < states["adamw"]
 
 
 def test_a_run_without_a_budget_has_no_plan_on_a_cpu(checkpoint, text, tmp_path):

@@ -11,16 +11,12 @@ import torch
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.training import processes
-from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document
 from ligermodels.training.optimizers import parameter_groups
 from ligermodels.training.packing import PackedRows
-from ligermodels.training.run_dir import RunDir
 from ligermodels.training.trainer import (
     Trainer,
-    perplexity,
-    shown_perplexity,
 )
 from tests.rounding import ADAM_EPSILON
 from tests.training.tiny_run import make_checkpoint, tiny_config
@@ -89,16 +85,6 @@ def test_the_number_of_steps_covers_the_epochs():
     assert steps(batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2) == -(-count // 2)
     assert steps(batch_size=4, num_train_epochs=0.01) == 1
     assert steps(max_steps=7) == 7
-
-
-def test_only_a_reasonable_perplexity_is_written_out():
-    assert [shown_perplexity(perplexity(loss)) for loss in (0.0, 2.0, 13.8, 13.9, 900.0)] == [
-        "1.000",
-        "7.389",
-        "984609.111",
-        "1.1e+06",
-        "1.0e+304",
-    ]
 
 
 def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
@@ -196,40 +182,6 @@ def test_what_a_rank_repeats_counts_for_nothing(monkeypatch):
 
     for expected, *found in zip(counts(0, 1), counts(0, 2), counts(1, 2)):
         assert sum(found) == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_metrics_of_a_resumed_run_have_every_step_once(tmp_path):
-    """The first run ends after step 3, which is logged; the last checkpoint is that of step 2."""
-    run_dir, rows = RunDir(tmp_path), make_rows()
-
-    def train(check):
-        options = {"batch_size": 2, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
-        trainer = make_trainer(rows, rows, max_eval_rows=2, **options)
-        checkpoints = Checkpoints(run_dir.checkpoint_dir)
-        trainer.restore(checkpoints)
-        trainer.train(run_dir, checkpoints, check=lambda: check(trainer), progress=False)
-
-    def killed_after_three(trainer):
-        if trainer.done == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(killed_after_three)
-    for check in (lambda trainer: None, pytest.fail):  # The last resume has nothing to do.
-        train(check)
-        entries = run_dir.metrics.read()
-        assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3, 4]
-        assert [entry["step"] for entry in entries if "eval_loss" in entry] == [0, 2, 4]
-
-
-def test_bf16_mixed_keeps_float32_weights_and_states():
-    rows = make_rows()
-    trainer = make_trainer(rows, batch_size=2, max_steps=2)
-    trainer.precision = "bf16-mixed"
-    trainer.step(0, trainer.micro_batches(0))
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    states = [s["exp_avg"].dtype for s in trainer.optimizer.state.values()]
-    assert set(states) == {torch.float32}
 
 
 def beside_transformers(folder, rows, steps, rate):
