@@ -461,17 +461,16 @@ class Run:
                     f"{path}: the training data or the part that is held out is not what the run "
                     "was started with; restore the files and their order, or start another run"
                 )
-        if rank():
-            return
-        if saved is None:
-            if not is_distributed():
-                self.interrupts.check()
-            self.run_dir.clear()
         ranks = self.ranks * self.config.parallel.context_parallel
         command: dict[str, Any] = {"gpus": ranks} if ranks > 1 else {}
         if self.modules:
             command["import"] = [*self.modules]
-        self.run_dir.write_settings(facts, config_text(settings, command))
+        if rank() == 0:
+            if saved is None:
+                if not is_distributed():
+                    self.interrupts.check()
+                self.run_dir.clear()
+            self.run_dir.write_settings(facts, config_text(settings, command))
         self.began = True
 
     def _sampling(self, sampler: reports.Sampler | None, trainer: Trainer) -> Callable[[int], None]:
