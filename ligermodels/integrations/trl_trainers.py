@@ -15,9 +15,12 @@ from ligermodels.integrations import require
 
 require("trl", "peft", "transformers")
 
+import torch
+import torch.nn.functional as F
 import trl
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import create_model_from_path
@@ -28,6 +31,7 @@ from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequence
 from ligermodels.integrations.hf_trainer import ResumesWithWords
 from ligermodels.integrations.projections import packed_afterwards
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.kernel_report import decoding_obstacle
 
 
 def use_loss_head(model: nn.Module) -> bool:
@@ -174,6 +178,71 @@ class _LoadsReference(_OnLossHead):
             self.add_callback(callback)  # type: ignore[attr-defined]
 
 
+class _SamplesNatively(_LoadsReference):
+    """It samples with the native model's `generate_many`, with the weights that it trains.
+
+    The log-probabilities of the sampler are compared with those that TRL computes for the policy
+    that has sampled, under the name that TRL has for vLLM.
+    """
+
+    _sampled: Any = None  # log-probabilities of the last samples, a list for each
+    _scored: Any = None  # those that the policy had when TRL computed them last
+
+    def _native_samples(self, prompts: list[list[int]], fields: Any) -> list[list[int]] | None:
+        """Sample a completion of each prompt, or return None where TRL's own way is asked for."""
+        trl_trainer: Any = self
+        args, wrapper = self.args, self.accelerator.unwrap_model(self.model)
+        self._sampled = None
+        if (
+            not isinstance(wrapper, LigerForCausalLM)
+            or trl_trainer.use_vllm
+            or trl_trainer.use_transformers_continuous_batching
+            or args.generation_kwargs
+            or args.cache_implementation
+            or fields
+            or decoding_obstacle(wrapper.native, captures=False) is not None
+        ):
+            return None
+        training = self.model.training
+        count = trl_trainer.num_generations if training else trl_trainer.num_generations_eval
+        if any(prompts[i] != prompts[i - i % count] for i in range(len(prompts))):
+            count = 1  # this process has parts of groups
+        wrapper.eval()
+        found = wrapper.native.generate_many(
+            prompts[::count],
+            args.max_completion_length,
+            num_samples=count,
+            return_log_probs=True,
+            do_sample=True,
+            temperature=args.temperature,
+            top_k=args.top_k or None,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            eos_token_id=trl_trainer.eos_token_ids,
+        )
+        completions, sampled = zip(*((ids.tolist(), values.tolist()) for ids, values in found))
+        wrapper.train(training)
+        self._sampled = [*sampled]
+        return [*completions]
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+        if model is not self.ref_model:
+            self._scored = made[0].detach()
+        return made
+
+    def _log_difference(self, scored: Tensor, sampled: Tensor, mask: Tensor) -> None:
+        """Log the mean and the largest absolute difference where the mask is true, (rows, new)."""
+        difference = torch.where(mask.bool(), (scored - sampled).abs(), 0.0)
+        made = torch.stack([difference.sum(), mask.sum(), difference.max()])
+        totals, counts, largest = self.accelerator.gather(made[None]).unbind(1)
+        metrics = self._metrics["train" if self.model.training else "eval"]  # type: ignore[attr-defined]
+        name = "sampling/sampling_logp_difference"
+        metrics[f"{name}/mean"].append((totals.sum() / counts.sum().clamp(min=1)).item())
+        metrics[f"{name}/max"].append(largest.max().item())
+
+
 def _is_adapted(given: dict[str, Any]) -> bool:
     """Return whether the reference is the model without its adapter, or of another package."""
     is_ours = isinstance(given["model"], LigerForCausalLM)
@@ -192,12 +261,42 @@ class LigerKTOTrainer(_TakesReference, trl.KTOTrainer):
     """The KTO trainer of TRL, on this package's loss head."""
 
 
-class LigerGRPOTrainer(_LoadsReference, trl.GRPOTrainer):
-    """The GRPO trainer of TRL, on this package's loss head."""
+class LigerGRPOTrainer(_SamplesNatively, trl.GRPOTrainer):
+    """The GRPO trainer of TRL, on this package's loss head and sampler."""
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *more: Any) -> Any:
+        found = self._native_samples(prompt_ids, images or fields)
+        if found is None:
+            return super()._generate_single_turn(prompt_ids, images, fields, *more)
+        return found, self._sampled
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        if self._sampled is not None and "sampling_per_token_logps" in inputs:
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            # TRL has these if the policy has changed since it sampled.
+            scored = inputs.get("old_per_token_logps", self._scored)
+            self._log_difference(scored, inputs["sampling_per_token_logps"], mask)
+        return loss
 
 
-class LigerRLOOTrainer(_LoadsReference, trl.RLOOTrainer):
-    """The RLOO trainer of TRL, on this package's loss head."""
+class LigerRLOOTrainer(_SamplesNatively, trl.RLOOTrainer):
+    """The RLOO trainer of TRL, on this package's loss head and sampler."""
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any) -> Any:
+        found = self._native_samples(prompt_ids, images or fields)
+        if found is None:
+            return super()._generate_single_turn(prompt_ids, images, fields)
+        return found
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        made = super()._generate_and_score_completions(inputs)
+        if self._sampled is not None:
+            rows = [torch.tensor(each, device=self._scored.device) for each in self._sampled]
+            sampled = pad_sequence(rows, batch_first=True)
+            sampled = F.pad(sampled, (0, self._scored.shape[1] - sampled.shape[1]))
+            self._log_difference(self._scored, sampled, made["completion_mask"])
+        return made
 
 
 class LigerDistillationTrainer(_OnLossHead, trl.DistillationTrainer):
