@@ -1,4 +1,4 @@
-"""Teach a model to speak in short words, with GRPO and its own `generate` as the sampler.
+"""Teach a model to speak in short words, with GRPO and its own `generate_many` as the sampler.
 
     python -m examples.rewards build/smollm2 --output-dir runs/rewards
 

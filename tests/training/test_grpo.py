@@ -104,6 +104,17 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
     assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
 
 
+@pytest.mark.gpu
+def test_a_gpu_samples_what_the_trainer_scores(folder: Path, tmp_path: Path) -> None:
+    """The log-probabilities of the graph are the trainer's, and a seed has its samples."""
+    options = {"device": "cuda", "precision": "float32", "max_completion_length": 20}
+    results = [run(folder, tmp_path / name, **options) for name in ("one", "two")]
+    for entry in results[0].metrics:
+        assert entry.get("sampling/sampling_logp_difference/mean", 0.0) < 1e-3
+    one, two = (result.eval_before["eval_reward"] for result in results)
+    assert one == two
+
+
 def grpo_trainer(folder: Path, size: int, count: int, **options):
     reward = f"{folder / 'rewards.py'}:{options.pop('function', 'vowels')}"
     trainer = trainer_of(folder, "grpo", size, count, reward_function=reward, **SETTINGS | options)
