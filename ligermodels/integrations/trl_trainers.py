@@ -185,11 +185,13 @@ class _SamplesNatively(_LoadsReference):
     that has sampled, under the name that TRL has for vLLM.
     """
 
+    _takes_log_probs = True  # whether TRL's class asks for those of the sampler
     _sampled: Any = None  # log-probabilities of the last samples, a list for each
     _scored: Any = None  # those that the policy had when TRL computed them last
 
-    def _native_samples(self, prompts: list[list[int]], fields: Any) -> list[list[int]] | None:
-        """Sample a completion of each prompt, or return None where TRL's own way is asked for."""
+    def _generate_single_turn(
+        self, prompts: list[list[int]], images: Any, fields: Any, *more: Any, **options: Any
+    ) -> Any:
         trl_trainer: Any = self
         args, wrapper = self.args, self.accelerator.unwrap_model(self.model)
         self._sampled = None
@@ -199,13 +201,15 @@ class _SamplesNatively(_LoadsReference):
             or trl_trainer.use_transformers_continuous_batching
             or args.generation_kwargs
             or args.cache_implementation
+            or images
             or fields
             or decoding_obstacle(wrapper.native, captures=False) is not None
         ):
-            return None
+            theirs: Any = super()
+            return theirs._generate_single_turn(prompts, images, fields, *more, **options)
         training = self.model.training
         count = trl_trainer.num_generations if training else trl_trainer.num_generations_eval
-        if any(prompts[i] != prompts[i - i % count] for i in range(len(prompts))):
+        if prompts != [ids for ids in prompts[::count] for _ in range(count)]:
             count = 1  # this process has parts of groups
         wrapper.eval()
         found = wrapper.native.generate_many(
@@ -224,7 +228,7 @@ class _SamplesNatively(_LoadsReference):
         completions, sampled = zip(*((ids.tolist(), values.tolist()) for ids, values in found))
         wrapper.train(training)
         self._sampled = [*sampled]
-        return [*completions]
+        return ([*completions], self._sampled) if self._takes_log_probs else [*completions]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         made = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
@@ -264,12 +268,6 @@ class LigerKTOTrainer(_TakesReference, trl.KTOTrainer):
 class LigerGRPOTrainer(_SamplesNatively, trl.GRPOTrainer):
     """The GRPO trainer of TRL, on this package's loss head and sampler."""
 
-    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *more: Any) -> Any:
-        found = self._native_samples(prompt_ids, images or fields)
-        if found is None:
-            return super()._generate_single_turn(prompt_ids, images, fields, *more)
-        return found, self._sampled
-
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         loss = super()._compute_loss(model, inputs)
         if self._sampled is not None and "sampling_per_token_logps" in inputs:
@@ -283,11 +281,7 @@ class LigerGRPOTrainer(_SamplesNatively, trl.GRPOTrainer):
 class LigerRLOOTrainer(_SamplesNatively, trl.RLOOTrainer):
     """The RLOO trainer of TRL, on this package's loss head and sampler."""
 
-    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any) -> Any:
-        found = self._native_samples(prompt_ids, images or fields)
-        if found is None:
-            return super()._generate_single_turn(prompt_ids, images, fields)
-        return found
+    _takes_log_probs = False
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         made = super()._generate_and_score_completions(inputs)

@@ -204,9 +204,9 @@ class GRPOObjective(Objective):
     @property
     def generation_batch_size(self) -> int:
         """The completions that are sampled together."""
-        options = self.options
-        most = options.generation_batch_size or max(64, options.num_generations)
-        return min(most, self.batch_size * options.num_generations)
+        count = self.options.num_generations
+        asked = max(self.options.generation_batch_size or 64, count)
+        return min(asked, self.batch_size * count)
 
     def begin(
         self, call: Call, batches: list[GroupBatch], *, shared: bool = False

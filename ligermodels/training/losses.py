@@ -217,8 +217,9 @@ class GRPO(Loss, name="grpo"):
             completions and the other keys of the data, each a list, and returns a list of numbers
         num_generations: completions that are sampled for a prompt
         max_completion_length: most tokens of a sampled completion
-        generation_batch_size: completions that a process samples together, whose cache must fit
-            into memory (default: those of a step, at most 64; a sharded model samples batch_size)
+        generation_batch_size: completions that a process samples together, at least those of a
+            prompt, whose cache must fit into memory (default: those of a step, at most 64; a
+            sharded model samples batch_size)
         temperature: temperature of the samples
         epsilon_high: how far above 1 ratios are clipped; for cispo the largest ratio
     """
@@ -250,12 +251,6 @@ class GRPO(Loss, name="grpo"):
             raise ConfigError(
                 "num_generations: must divide the completions of a step, batch_size * "
                 f"gradient_accumulation_steps = {completions}, but is {self.num_generations}"
-            )
-        together = self.generation_batch_size
-        if together is not None and together < self.num_generations:
-            raise ConfigError(
-                f"generation_batch_size: {together} is less than num_generations "
-                f"({self.num_generations}); the completions of a prompt are sampled together"
             )
 
 
