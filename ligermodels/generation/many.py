@@ -36,7 +36,7 @@ CACHE_SHARE = 0.8
 def generate_many(
     model: LanguageModel,
     prompts: Iterable[Tensor | Sequence[int]],
-    max_new_tokens: int = 64,
+    max_new_tokens: int | Sequence[int] = 64,
     *,
     max_batch: int | None = None,
     num_samples: int = 1,
@@ -55,7 +55,7 @@ def generate_many(
     Args:
         model: any `DecoderModel`.
         prompts: the ids of each prompt, a list or a 1-D tensor.
-        max_new_tokens: the maximum number of new tokens of each prompt.
+        max_new_tokens: the maximum number of new tokens, of all prompts or of each of them.
         max_batch: the number of rows that are computed together. By default they are as many as
             the free memory holds, up to 256 (16 on a CPU).
         num_samples: how many results each prompt has. They share the reading of the prompt.
@@ -75,7 +75,6 @@ def generate_many(
             prompt's samples, needs more than the free memory.
         LigerError: the logits of a prompt hold NaN or infinity.
     """
-    check_count("generate_many", "max_new_tokens", max_new_tokens, 1)
     check_count("generate_many", "num_samples", num_samples, 1)
     if (
         max_batch is not None
@@ -93,27 +92,32 @@ def generate_many(
         raise ValueError(
             f"generate_many: a prompt has shape {tuple(several.shape)}; expected one row"
         )
+    most = [max_new_tokens] * len(given) if isinstance(max_new_tokens, int) else [*max_new_tokens]
+    if len(most) != len(given):
+        raise ValueError(f"generate_many: {len(most)} max_new_tokens for {len(given)} prompts")
+    for number in most:
+        check_count("generate_many", "max_new_tokens", number, 1)
     sampling, stops, pad = resolve_rule(model, **rule)
     rows = [
         Row(
             ids[0],
-            max_new_tokens,
+            number,
             stops,
             stop_strings_of(stop_strings, tokenizer, [ids[0].tolist()]),
         )
-        for ids in given
+        for ids, number in zip(given, most)
         for _ in range(num_samples)
     ]
     if not rows:
         return iter(())
-    longest = max(len(row.prompt) for row in rows) + max_new_tokens - 1
+    longest = max(len(row.prompt) + row.most for row in rows) - 1
     cache = KVCache.of(cast(nn.Module, model), 1, longest)
     steps = can_decode(model, cache, {"input_ids"}, captures=False)
     batch = _batch_size(model, cache, len(rows), num_samples, max_batch)
     bar = tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress)
     if not steps:
         options = {"return_log_probs": True, "generator": generator, "pad_token_id": pad, **rule}
-        found = _in_batches(model, rows, batch, max_new_tokens, options)
+        found = _in_batches(model, rows, batch, options)
     else:
         cache = KVCache.of(cast(nn.Module, model), batch, longest)
         sampler = Sampler(
@@ -167,12 +171,13 @@ def _results(
 
 
 def _in_batches(
-    model: LanguageModel, rows: list[Row], batch: int, most: int, options: dict[str, Any]
+    model: LanguageModel, rows: list[Row], batch: int, options: dict[str, Any]
 ) -> Iterator[int]:
     """Generate batch by batch, for models whose steps are forwards."""
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         prompts = [row.prompt for row in part]
+        most = max(row.most for row in part)
         found, log_probs = generate(model, prompts, max_new_tokens=most, **options)
         new = found[:, -log_probs.shape[1] :].tolist()
         for index, (row, tokens, values) in enumerate(zip(part, new, log_probs.tolist()), start):

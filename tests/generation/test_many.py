@@ -93,7 +93,7 @@ def test_prompts_are_read_in_chunks_and_packed(monkeypatch):
 
 def test_a_model_with_hooks_generates_batch_by_batch():
     model, prompts = random_model("llama"), prompts_of()
-    options = {"max_new_tokens": 8, "eos_token_id": [7, 20]}
+    options = {"max_new_tokens": [8, 3, 1, 9, 5, 8, 2], "eos_token_id": [7, 20]}
     expected = [*generate_many(model, prompts, max_batch=2, **options)]
     model.layers[0].register_forward_hook(lambda *_: None)
     found = [*generate_many(model, prompts, max_batch=3, **options)]
@@ -103,6 +103,8 @@ def test_a_model_with_hooks_generates_batch_by_batch():
 def test_requests_that_cannot_be_met_are_refused(monkeypatch):
     model = random_model("llama")
     assert [*generate_many(model, [])] == []
+    with pytest.raises(ValueError, match="2 max_new_tokens for 1 prompts"):
+        generate_many(model, [[3]], [4, 5])
     with pytest.raises(ValueError, match="a prompt has shape"):
         generate_many(model, [[[1, 2], [3, 4]]])
     with pytest.raises(ValueError, match="outside the vocabulary"):
