@@ -1,4 +1,4 @@
-"""Measure the perplexity of files, compare answers, or run tasks of lm-eval.
+"""Measure perplexity, compare answers, or run tasks of lm-eval.
 
 Measure the perplexity of MODEL on each of the files, which have the formats of 'ligermodels
 finetune' (only what is learned there counts), or run tasks of lm-eval (pip install

@@ -66,7 +66,6 @@ def test_the_planner_predicts_the_peaks_that_were_measured(recipe: str) -> None:
         device=torch.device("cuda"),
         gradients="freed" if in_backward else "new",
         step_bytes=0 if in_backward else step_bytes(optimizer),
-        num_sms=132,
     )
     rows = json.loads((RESULTS / "memory.json").read_text())["recipes"]
     (measured,) = [row for row in rows if row["recipe"] == recipe]

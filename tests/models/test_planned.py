@@ -90,12 +90,13 @@ def test_one_hidden_state_is_kept_for_each_block() -> None:
     assert checkpointed.total < 0.5 * plain.total
 
 
+@pytest.mark.gpu
 def test_one_offloader_serves_all_passes_and_no_compiled_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.device("meta"):
         model = tiny_model()
-    device, plan = torch.device("meta"), MemoryPlan.uniform(3, "input", host=True)
+    device, plan = torch.device("cuda"), MemoryPlan.uniform(3, "input", host=True)
     model.set_memory_plan(plan)
     store = model._offloader(device, [])
     assert store is not None and model._offloader(device, []) is store
