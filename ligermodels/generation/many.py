@@ -86,7 +86,7 @@ def generate_many(
         )
     device = model.rotary_emb.inv_freq.device
     pad, vocab_size = 0, model.config.vocab_size
-    given = [batch_prompts(ids, None, pad, vocab_size)[0] for ids in prompts]
+    given = [batch_prompts(ids, None, pad, vocab_size)[0].cpu() for ids in prompts]
     several = next((ids for ids in given if len(ids) != 1), None)
     if several is not None:
         raise ValueError(
@@ -215,7 +215,7 @@ def _continuously(decoder: StepDecoder, rows: list[Row], num_samples: int) -> It
         if before is None:
             continue
         before.all_stopped(looked)  # raises an error if one has failed
-        tokens, *values = before.values[1:]
+        tokens, *values = before.values
         pairs = zip(tokens.tolist(), values[0].tolist() if values else [0.0] * batch)
         for place, (here, pair) in enumerate(zip(list(places), pairs)):
             if here is None or rows[here].first_step > looked or not rows[here].push(*pair):

@@ -222,7 +222,8 @@ def test_many_prompts(family):
     lengths = (5, 1, 19, 8, 3, 12, 2, 30, 7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=draw) for length in lengths]
     options = {"eos_token_id": 7, "max_batch": 4, "return_log_probs": True}
-    for prompt, (tokens, _) in zip(prompts, generate_many(model, prompts, 14, **options)):
+    on_gpu = [prompt.cuda() for prompt in prompts]
+    for prompt, (tokens, _) in zip(prompts, generate_many(model, on_gpu, 14, **options)):
         expected = generate(model, prompt, max_new_tokens=14, eos_token_id=7)[0, len(prompt) :]
         assert torch.equal(tokens, expected.cpu())
     low = copy.deepcopy(model).to(torch.bfloat16)
