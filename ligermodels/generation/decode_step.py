@@ -38,6 +38,27 @@ def can_decode(
     )
 
 
+class HostCopy:
+    """Copies of tensors on their way to the host, so that later work may overwrite the tensors."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self.copies = [torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
+            for made, x in zip(self.copies, tensors):
+                made.copy_(x, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensors[0].device))
+        else:
+            self.copies = [x.clone() for x in tensors]
+
+    def wait(self) -> list[Tensor]:
+        """Return the copies as soon as they are there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copies
+
+
 # The types of attributes that change what a module launches.
 _SETTINGS = (bool, int, float, str, type(None))
 
@@ -186,12 +207,17 @@ def keep(decoder: StepDecoder) -> None:
         kept_for_generation[model] = decoder
 
 
-def _state_of(model: nn.Module) -> list[Any]:
-    """Return what a graph holds of a model beside the values of tensors."""
+def _state_of(model: nn.Module) -> list[Any] | None:
+    """Return what a graph holds of a model beside the values of tensors.
+
+    It is None if there are weights whose storage is not known, such as those of torchao.
+    """
     state: list[Any] = []
     for module in model.modules():
         state.append(type(module))
         state += [x for x in vars(module).items() if isinstance(x[1], _SETTINGS)]
         for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None and type(x) not in (Tensor, nn.Parameter, nn.Buffer):
+                return None
             state.append(x if x is None else (id(x), x.data_ptr(), x.shape, x.dtype))
     return state

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.generation.decode_step import Replayed, can_decode
+from ligermodels.generation.decode_step import HostCopy, Replayed, can_decode
 from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.generation.models import Drafter, DraftHeads, LanguageModel
 from ligermodels.generation.prompts import Prompts, batch_prompts
@@ -120,7 +120,7 @@ def _passes(
     longest = prompt.shape[1] + max_new_tokens + 3 * (count + 1)
     cache = KVCache.of(cast(nn.Module, model), 1, longest, extra=count)
     decoder: _DraftDecoder | None = None
-    known, states, running = prompt, [], deque[_Result]()
+    known, states, running = prompt, [], deque[tuple[Tensor, HostCopy]]()
     left, ahead = max_new_tokens, int(prompt.is_cuda)
     while True:
         if decoder is not None:
@@ -129,18 +129,22 @@ def _passes(
             states.append(model(known[:, cache.length :], cache=cache))
             made = _checked(model.head.logits(states[-1][0, -1:]), known[0, :0], None, sampler)
             known = torch.cat((known, made[None, 2:]), 1)
-        running.append(_Result(made))
+        made = made.clone()
+        running.append((made, HostCopy(made)))
         # Some drafters look back at as many tokens; until then, each pass gives one.
         if decoder is None and cache.length > count:
             decoder = _DraftDecoder(model, heads, cache, longest, sampler)
             decoder.draft(torch.cat(states, 1), known, decoder.ends_1)
         while len(running) > ahead:
-            result = running.popleft()
-            tokens = result.tokens(max_new_tokens - left)[:left]
+            made, on_host = running.popleft()
+            new, failed, *tokens = on_host.wait()[0].tolist()
+            if failed:
+                raise no_token_error(0, max_new_tokens - left + new - 1)
+            tokens = tokens[: min(new, left)]
             ends = [i for i, token in enumerate(tokens, 1) if token in stops]
             tokens = tokens[: ends[0]] if ends else tokens
             left -= len(tokens)
-            yield result.made[2 : 2 + len(tokens)]
+            yield made[2 : 2 + len(tokens)]
             if ends or not left:
                 return
 
@@ -232,28 +236,6 @@ def _checked(
     places = torch.arange(len(tokens_Q), device=tokens_Q.device)
     failed = (broken_Q & (places < new)).any()
     return torch.cat((torch.stack((new, failed.long())), tokens_Q))
-
-
-class _Result:
-    """What `_checked` returned, on its way to the host."""
-
-    def __init__(self, made: Tensor) -> None:
-        self.made, self.event = made.clone(), None
-        self.values = self.made
-        if made.is_cuda:
-            self.values = torch.empty_like(made, device="cpu", pin_memory=True)
-            self.values.copy_(made, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(made.device))
-
-    def tokens(self, before: int) -> list[int]:
-        """Return the new tokens, of which there were `before`. Raise LigerError for NaN."""
-        if self.event is not None:
-            self.event.synchronize()
-        new, failed, *tokens = self.values.tolist()
-        if failed:
-            raise no_token_error(0, before + new - 1)
-        return tokens[:new]
 
 
 class DraftModel(nn.Module):

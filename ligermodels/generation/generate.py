@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ligermodels.errors import did_you_mean, short_repr
-from ligermodels.generation.decode_step import StepDecoder, can_decode, keep, kept_decoder
+from ligermodels.generation.decode_step import (
+    HostCopy,
+    StepDecoder,
+    can_decode,
+    keep,
+    kept_decoder,
+)
 from ligermodels.generation.draft import DraftModel, drafted_passes
 from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.generation.models import DraftHeads, LanguageModel
@@ -398,7 +404,7 @@ def _steps(
         if before is not None and not on_cpu:
             if before.all_stopped(step - 1):
                 break
-            if texts is not None and (ended := texts.push(before.tokens)):
+            if texts is not None and (ended := texts.push(before.values[0].tolist())):
                 sampler.stopped_B[ended] = True
                 if bool(sampler.stopped_B.all()):
                     break
@@ -407,7 +413,7 @@ def _steps(
                     log_probs_B[ended] = 0.0
         over = on_cpu and look is not None and look.all_stopped(step)
         if on_cpu and texts is not None and look is not None:
-            sampler.stopped_B[texts.push(look.tokens)] = True
+            sampler.stopped_B[texts.push(look.values[0].tolist())] = True
             over = bool(sampler.stopped_B.all())
         yield tokens_B, log_probs_B
         if over:
@@ -484,27 +490,16 @@ class Look:
     """
 
     def __init__(self, sampler: Sampler, *tensors: Tensor) -> None:
-        self.sampler, self.event = sampler, None
-        made = (sampler.flags, *tensors)
-        if sampler.flags.is_cuda:
-            self.values = [torch.empty_like(x, device="cpu", pin_memory=True) for x in made]
-            for value, x in zip(self.values, made):
-                value.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(sampler.flags.device))
-        else:
-            self.values = [x.clone() for x in made]
+        self.sampler, self.made = sampler, HostCopy(sampler.flags, *tensors)
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens of the rows. Call `all_stopped` first, which waits for them."""
-        return self.values[1].tolist()
+    def values(self) -> list[Tensor]:
+        """The tensors of the rows, on the CPU."""
+        return self.made.wait()[1:]
 
     def all_stopped(self, step: int) -> bool:
         """Return whether all rows have ended. Raise LigerError if one has failed."""
-        if self.event is not None:
-            self.event.synchronize()
-        all_stopped, failed = self.values[0].tolist()
+        all_stopped, failed = self.made.wait()[0].tolist()
         if failed:
             raise no_token_error(int(self.sampler.failed_B.int().argmax()), step)
         return all_stopped

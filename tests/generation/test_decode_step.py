@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.generation import generate
-from ligermodels.generation.decode_step import StepDecoder
+from ligermodels.generation.decode_step import StepDecoder, _state_of
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
 from tests.tiny_models import VOCAB, random_model
@@ -99,3 +99,29 @@ def test_generate_decodes_by_steps(monkeypatch):
     monkeypatch.setattr(module, "can_decode", lambda *_: True)
     for each, tokens in zip(given, expected):
         assert torch.equal(run(each), tokens)
+
+
+def test_what_a_kept_graph_depends_on():
+    """Values of weights may change in place. Other tensors and settings are another model."""
+    model = random_model("qwen3")
+    before = _state_of(model)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(2)
+    assert before is not None and _state_of(model) == before
+    attention = model.layers[1].self_attn
+    attention.scale *= 2
+    assert _state_of(model) != before
+    attention.scale /= 2
+    assert _state_of(model) == before
+    weight = attention.o_proj.weight
+    attention.o_proj.weight = torch.nn.Parameter(weight.detach().clone())
+    assert _state_of(model) != before
+    attention.o_proj.weight = weight
+    model.rotary_emb.inv_freq = model.rotary_emb.inv_freq.clone()
+    assert _state_of(model) != before
+
+    class Coded(torch.nn.Parameter):
+        """A weight that keeps its numbers in another form."""
+
+    attention.o_proj.weight = Coded(weight.detach())
+    assert _state_of(model) is None

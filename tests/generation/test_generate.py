@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ligermodels.errors import LigerError
-from ligermodels.generation import generate, stream, stream_text
+from ligermodels.generation import generate, prefill, stream, stream_text
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import AutoLiger, families
 from tests.families import WINDOW, windows
@@ -317,3 +317,17 @@ def test_stop_strings_end_rows():
         assert torch.equal(row[:end], expected[:end]) and (row[end:] == 0).all()
     with pytest.raises(ValueError, match="stop_strings"):
         generate(model, prompts, stop_strings=[first])
+
+
+def test_long_prompts_are_read_in_chunks(monkeypatch):
+    """Chunks of a padded batch, the first of which hold nothing but padding of a row."""
+    for family in ("mistral", "gemma2"):
+        model = random_model(family)
+        prompts = [[*range(3, 33)], [9, 4], [*range(40, 55)]]
+        options = {"max_new_tokens": 9, "eos_token_id": [], "return_log_probs": True}
+        expected, log_probs = generate(model, prompts, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill, "PASS_TOKENS", 12)
+            found, again = generate(model, prompts, **options)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(again, log_probs, rtol=1e-4, atol=1e-5)
