@@ -46,10 +46,10 @@ class Offloader:
     views of it are saved, and it leaves whole.
 
     Args:
-        device: a GPU, or "meta" to simulate one: no memory is pinned and nothing is copied, but
-            tensors are released and allocated at the same points.
+        device: a GPU, or "meta" for a simulated one.
         host_budget: bytes of pinned memory at most. Each rank of a host has its own budget.
-        copies: the device's operations. By default they are those of the GPU.
+        copies: the device's operations. By default they are those of the GPU. Those of a simulated
+            GPU pin and copy nothing, but tensors are released and allocated at the same points.
     Raises:
         ConfigError: there is no pinned memory, because there is no GPU, or the budget is under
             1 MiB.

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ligermodels import ConfigError, MemoryPlan
+from ligermodels.memory import offload
+from ligermodels.memory.host_copies import Copies
 from tests.layers.saved import SavedBytes
 from tests.models.pairs import gradients, relative, step, tiny_model, tiny_pair, tokens
 
@@ -90,13 +92,14 @@ def test_one_hidden_state_is_kept_for_each_block() -> None:
     assert checkpointed.total < 0.5 * plain.total
 
 
-@pytest.mark.gpu
 def test_one_offloader_serves_all_passes_and_no_compiled_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(offload, "CudaCopies", lambda _: Copies(lambda *_: None))
     with torch.device("meta"):
         model = tiny_model()
-    device, plan = torch.device("cuda"), MemoryPlan.uniform(3, "input", host=True)
+    device, plan = torch.device("cuda", 0), MemoryPlan.uniform(3, "input", host=True)
     model.set_memory_plan(plan)
     store = model._offloader(device, [])
     assert store is not None and model._offloader(device, []) is store
