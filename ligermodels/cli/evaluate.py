@@ -9,8 +9,8 @@ and the share of answers that equal the completions is printed.
 from __future__ import annotations
 
 import json
+import os
 import sys
-from contextlib import ExitStack
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -82,9 +82,7 @@ def run(given: Arguments) -> None:
     folder = resolve(given.model, revision=given.revision)
     model = AutoLiger.from_hf(folder, device=device, **given.loading())
     found: dict[str, dict[str, Any]] = {}
-    if given.files and given.generate:
-        found["answers"] = _answers(given, model, folder, dict(zip(given.files, paths)))
-    elif given.files:
+    if given.files:
         found["files"] = _files(given, model, folder, dict(zip(given.files, paths)))
     if evaluate_tasks is not None:
         found["tasks"] = evaluate_tasks(
@@ -94,14 +92,13 @@ def run(given: Arguments) -> None:
         print(json.dumps(found, indent=2, default=str))
         return
     width = max(len(name) for results in found.values() for name in results)
-    for file, result in found.get("answers", {}).items():
-        counts = "{exact_match:.4f}  {right:,} of {questions:,}".format(**result)
-        print(f"{file:<{width}}  exact match {counts}")
     for file, result in found.get("files", {}).items():
         line = "perplexity {perplexity:.4f}  loss {loss:.4f}  {targets:,} targets"
-        if result["truncated"]:
+        if given.generate:
+            line = "exact match {exact_match:.4f}  {right:,} of {questions:,}"
+        if result.get("truncated"):
             line += "  (long examples cut: {truncated:,})"
-        if result["untargeted"]:
+        if result.get("untargeted"):
             line += "  (without a target: {untargeted:,})"
         print(f"{file:<{width}}  " + line.format(**result))
     for task, result in found.get("tasks", {}).items():
@@ -112,44 +109,27 @@ def run(given: Arguments) -> None:
 def _files(
     given: Arguments, model: Any, folder: Any, files: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the loss on each file; the last entry is that of all, if there are several."""
+    """Return the loss on each file, and of all if there are several; or the right answers."""
     from ligermodels.models.auto import tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer
-    from ligermodels.training.evaluate import file_loss
+    from ligermodels.training.evaluate import file_loss, file_matches
 
     tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
-    options: dict[str, Any] = {"seq_len": given.seq_len, "batch_size": given.batch_size or 4}
-    options["separator"] = given.separator
-    shows = sys.stderr.isatty()
-    losses = {
-        file: file_loss(model, tokenizer, [path], progress=shows, **options)
-        for file, path in files.items()
-    }
+    options: dict[str, Any] = {"progress": sys.stderr.isatty()}
+    if given.generate:
+        options |= {"max_new_tokens": given.max_new_tokens, "stop_strings": given.stop}
+        options["max_batch"] = given.batch_size
+        model.eval()
+        path, mode = (given.output, "x") if given.output else (os.devnull, "w")
+        with open(path, mode, encoding="utf-8", errors="replace") as options["output"]:
+            return {x: file_matches(model, tokenizer, [files[x]], **options) for x in files}
+    options |= {"batch_size": given.batch_size or 4, "separator": given.separator}
+    options["seq_len"] = given.seq_len
+    losses = {file: file_loss(model, tokenizer, [files[file]], **options) for file in files}
     if len(losses) > 1:
         first, *others = losses.values()
         losses["all files"] = sum(others, first)
     return {file: one.to_dict() for file, one in losses.items()}
-
-
-def _answers(
-    given: Arguments, model: Any, folder: Any, files: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Return how many answers to the questions of each file are right."""
-    from ligermodels.models.auto import tokenizer_folder
-    from ligermodels.text.tokenizer import Tokenizer
-    from ligermodels.training.evaluate import file_matches
-
-    tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
-    options: dict[str, Any] = {"max_new_tokens": given.max_new_tokens, "stop_strings": given.stop}
-    options |= {"max_batch": given.batch_size, "progress": sys.stderr.isatty()}
-    model.eval()
-    with ExitStack() as stack:
-        if given.output is not None:
-            opened = open(given.output, "x", encoding="utf-8", errors="replace")
-            options["output"] = stack.enter_context(opened)
-        return {
-            file: file_matches(model, tokenizer, [path], **options) for file, path in files.items()
-        }
 
 
 def _lm_eval() -> Any:

@@ -27,8 +27,7 @@ _RULE = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-# They ask for outputs of steps, or change how steps are computed.
-_OTHER_LOOPS = ("return_dict_in_generate", "prefill_chunk_size", "is_assistant")
+# The inputs that are looked at, or that say what is done anyway.
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
 _KNOWN |= {"use_cache", "logits_to_keep"}
 
@@ -45,29 +44,30 @@ def native_options(
     Args:
         input_ids: (batch, seq), the prompts.
         processors, criteria, config: as transformers' loop gets them.
-        inputs: the further ones of the model, whose cache is empty and goes to nobody.
+        inputs: its other arguments. Their cache is empty and goes to nobody.
     """
-    kinds = [type(each) for each in processors]
+    kinds, pad = [type(each) for each in processors], config._pad_token_tensor
     if (
         kinds != [kind for kind in _RULE if kind in kinds]
         or {type(each) for each in criteria} - {MaxLengthCriteria, EosTokenCriteria}
-        or any(getattr(config, name, None) for name in _OTHER_LOOPS)
+        or config.return_dict_in_generate
+        or config.prefill_chunk_size is not None
+        or config.is_assistant
         or not config.use_cache
         or config.cache_implementation is not None
-        or any(x is not None for name, x in inputs.items() if name not in _KNOWN)
+        or any(x is not None and x is not False for k, x in inputs.items() if k not in _KNOWN)
+        or (pad is not None and pad < 0)
     ):
         return None
     rule = {_RULE[type(x)][1]: getattr(x, _RULE[type(x)][0]) for x in processors}
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     # transformers' penalty also counts padding, or leaves out what an attribute says.
-    ignores = [getattr(each, "prompt_ignore_length", None) for each in processors]
-    penalises = "repetition_penalty" in rule and (mask is not None or ignores[0] is not None)
-    if penalises or not all(rule.values()) or not _are_plain(input_ids, mask, positions):
+    ignores = any(getattr(x, "prompt_ignore_length", None) is not None for x in processors)
+    if ignores or ("repetition_penalty" in rule and mask is not None) or not all(rule.values()):
+        return None
+    if not _are_usual(torch.ones_like(input_ids) if mask is None else mask.long(), positions):
         return None
     ends = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]
-    pad = config._pad_token_tensor
-    if pad is not None and pad < 0:
-        return None
     return {
         "max_new_tokens": config.max_length - input_ids.shape[1],
         "attention_mask": mask,
@@ -79,14 +79,9 @@ def native_options(
     }
 
 
-def _are_plain(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> bool:
+def _are_usual(mask: Tensor, positions: Tensor | None) -> bool:
     """Return whether rows have only padding on the left, and the usual positions after it."""
-    if ids.dim() != 2 or not ids.numel():
+    counts = mask.cumsum(-1)
+    if not torch.equal(mask, (counts > 0).long()) or not bool(mask[:, -1].all()):
         return False
-    mask = torch.ones_like(ids) if mask is None else mask.to(ids)
-    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
-        return False
-    if not bool((mask[:, 1:] >= mask[:, :-1]).all() and mask[:, -1].all()):
-        return False
-    usual = mask.cumsum(-1) - 1
-    return positions is None or bool((((positions.to(ids) - usual) * mask) == 0).all())
+    return positions is None or bool(((positions - counts + 1) * mask == 0).all())

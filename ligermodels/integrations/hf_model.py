@@ -233,32 +233,20 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         logits_processor: list[Any],
         stopping_criteria: list[Any],
         generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
+        **others: Any,
     ) -> Any:
         """Generate with or without draws, by the native `generate` if it can do what is asked."""
-        is_plain_model = (
+        asked = (logits_processor, stopping_criteria, generation_config)
+        if (
             type(self).forward is LigerForCausalLM.forward
             and "prepare_inputs_for_generation" not in vars(self)  # PEFT's prefixes replace it
             and all(has_plain_call(each, type(each)) for each in (self, self.model))
             and decoding_obstacle(self.native, captures=False) is None
-        )
-        if is_plain_model and not (synced_gpus or streamer or generation_config._fills_cache):
-            options = native_options(
-                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-            )
-            if options is not None:
-                return self.native.generate(input_ids, **options)
-        return super()._sample(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+            and not generation_config._fills_cache
+            and (options := native_options(input_ids, *asked, others)) is not None
+        ):
+            return self.native.generate(input_ids, **options)
+        return super()._sample(input_ids, *asked, **others)
 
     def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
         """Raise ConfigError: `generate_batch` would start a thread, in which each request fails."""

@@ -29,12 +29,11 @@ _RULE = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_pena
 class NativeLM(HFLM):
     """lm-eval's model, whose texts the native model generates with a batch that stays full.
 
-    Args: max_batch: the most rows of it, by default what fits into memory.
+    Attributes:
+        max_batch: the most rows of that batch, or None for what fits into memory.
     """
 
-    def __init__(self, *args: Any, max_batch: int | None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.max_batch = max_batch
+    max_batch: int | None = None
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text after each context, up to the strings of its task."""
@@ -54,15 +53,11 @@ class NativeLM(HFLM):
         options: dict[str, Any] = dict(normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks))
         until, new = options.pop("until"), options.pop("max_gen_toks")
         until = [each for each in until if each]
-        if options.keys() - _RULE:
+        room = self.max_length - new
+        if options.keys() - _RULE or room < 1:
             return super().generate_until(requests, disable_tqdm)
         if not options["do_sample"]:
             options = {k: x for k, x in options.items() if k in ("do_sample", "repetition_penalty")}
-        if (room := self.max_length - new) < 1:
-            raise ConfigError(
-                f"max_gen_toks={new}: the model has at most {self.max_length} tokens, and its "
-                "context needs some of them"
-            )
         prompts = [self.tok_encode(x.args[0], left_truncate_len=room) for x in requests]
         model, special = self.model.native, self.tokenizer.get_added_vocab()
         stops = [self.eot_token_id, *resolve_rule(model)[1]]
@@ -109,9 +104,10 @@ def evaluate_tasks(
             raise ConfigError(f"tasks: lm-eval knows no task {task!r}{hint}")
     wrapper = LigerForCausalLM.from_native(model.eval())
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    sizes = {"batch_size": batch_size or 4, "max_batch": batch_size}
+    language_model = NativeLM(pretrained=wrapper, tokenizer=tokenizer, batch_size=batch_size or 4)
+    language_model.max_batch = batch_size
     found = lm_eval.simple_evaluate(
-        NativeLM(pretrained=wrapper, tokenizer=tokenizer, **sizes),
+        language_model,
         tasks=list(tasks),
         num_fewshot=num_fewshot,
         limit=limit,

@@ -65,7 +65,8 @@ def test_generated_texts_are_those_of_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="</s>")
     wrapper = LigerForCausalLM.from_native(AutoLiger.from_hf(folder).eval())
-    ours = NativeLM(pretrained=wrapper, tokenizer=tokenizer, batch_size=2, max_batch=2)
+    ours = NativeLM(pretrained=wrapper, tokenizer=tokenizer, batch_size=2)
+    ours.max_batch = 2
     theirs = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
     contexts = ["the cat", "a", "a dog and the dog saw a cat", "I run", "x" * 300]
     varied = {"max_gen_toks": 12, "repetition_penalty": 50.0}
