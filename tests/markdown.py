@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import code
 import importlib.util
 import io
@@ -97,8 +98,12 @@ def paste_python(text: str) -> dict[str, Any]:
     """Type a block at Python's prompt, line by line, and return the names that it defines."""
     session = _Session({"__name__": "__console__"})
     more = False
-    for line in text.split("\n"):
-        more = session.push(line)
+    try:
+        for line in text.split("\n"):
+            more = session.push(line)
+    finally:
+        # The prompt keeps the last value in builtins, where other tests would find it.
+        vars(builtins).pop("_", None)
     assert not more, "the block ends in the middle of a statement"
     return session.locals
 
