@@ -174,7 +174,10 @@ class Sampler:
                 "generator on the model's device"
             )
         self.rule, self.stops, self.pad, self.generator = rule, stops, pad, generator
-        self.stop_ids = torch.tensor(stops, device=device, dtype=torch.int64)
+        # A table, because torch.isin sorts many ids, which waits for the device.
+        is_stop = torch.zeros(vocab_size, dtype=torch.bool)
+        is_stop[[token for token in stops if 0 <= token < vocab_size]] = True
+        self.is_stop_V = is_stop.to(device)
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
         self.failed_B = torch.zeros_like(self.stopped_B)
         self.flags = self.stopped_B.new_zeros(2)
@@ -231,7 +234,7 @@ class Sampler:
                 given_BV.scatter_(1, tokens_B.unsqueeze(1), True)
         tokens_B = tokens_B.masked_fill(self.stopped_B, self.pad)
         if self.stops:
-            self.stopped_B |= torch.isin(tokens_B, self.stop_ids)
+            self.stopped_B |= self.is_stop_V[tokens_B]
         torch.stack((self.stopped_B.all(), self.failed_B.any()), out=self.flags)
         return tokens_B
 
