@@ -2,13 +2,20 @@
 
 `python -m benchmarks.many_prompts --out FOLDER` needs a GPU of 80 GB and about six minutes. The
 weights are random, the choices greedy, and no token ends an answer but its last one. transformers'
-continuous batching computes the first prompts of the same list (`--theirs`), because it takes
-longer. "full" is the mean share of the batch's rows that compute an answer while prompts wait.
+continuous batching computes the first prompts of the same list (`--theirs`) in another process,
+which is stopped after `--their-seconds`; the result is then that of the prompts that were done.
+"full" is the mean share of the batch's rows that compute an answer while prompts wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -63,51 +70,99 @@ def ours(model: Any, prompts: list[list[int]], answers: list[int]) -> dict[str, 
     }
 
 
-def theirs(model: Any, prompts: list[list[int]], answers: list[int]) -> dict[str, Any]:
-    """Time transformers' continuous batching."""
-    from transformers import GenerationConfig
+def theirs(config: Any, prompts: list[list[int]], answers: list[int], rows: int) -> None:
+    """Run transformers' continuous batching, and print what it has done after every 10 prompts.
 
-    options = {"do_sample": False, "max_new_tokens": max(answers), "eos_token_id": -1}
+    Without flash-attention, each of its tokens computes scores with the tokens of all rows, so a
+    pass may not have many. The cache has room for `rows` of the longest texts.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    with bfloat16():
+        model = transformers_model(config)
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    model.set_attn_implementation("flash_attention_2" if has_flash else "paged|sdpa")
+    longest = max(len(ids) + new for ids, new in zip(prompts, answers))
     manager = model.init_continuous_batching(
-        generation_config=GenerationConfig(pad_token_id=0, **options)
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=max(answers), eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            max_batch_tokens=8192 if has_flash else 512,
+            max_requests_per_batch=rows,
+            num_blocks=rows * -(-longest // 256),
+        ),
     )
+    print("transformers: the model is there", flush=True)
+    manager.warmup()
     manager.start()
-    start = time.perf_counter()
+    print("transformers: started", flush=True)
+    start, tokens, done = time.perf_counter(), 0, 0
     for ids, new in zip(prompts, answers):
         manager.add_request(ids, max_new_tokens=new)
-    tokens = done = 0
     while done < len(prompts):
-        result = manager.get_result(timeout=1)
-        if result is not None and result.is_finished():
-            done, tokens = done + 1, tokens + len(result.generated_tokens)
-        elif not manager.is_running():
+        result = manager.get_result(timeout=10)
+        if result is None and (
+            not manager.is_running() or manager.background_thread_status.fatal_error
+        ):
             raise RuntimeError(f"transformers ended after {done} prompts")
-    seconds = time.perf_counter() - start
-    manager.stop(block=True)
-    return {"prompts": done, "tokens_per_s": tokens / seconds, "seconds": seconds}
+        if result is None or not result.is_finished():
+            continue
+        if result.error is not None:
+            raise RuntimeError(f"transformers, prompt {result.request_id}: {result.error}")
+        done, tokens = done + 1, tokens + len(result.generated_tokens)
+        if done % 10 == 0 or done == len(prompts):
+            seconds = time.perf_counter() - start
+            found = {"prompts": done, "tokens_per_s": tokens / seconds, "seconds": seconds}
+            print(json.dumps(found | {"rows": rows, "flash_attention": has_flash}), flush=True)
+    os._exit(0)  # Its thread may not end by itself.
+
+
+def theirs_within(seconds: float) -> dict[str, Any]:
+    """Run `theirs` with the arguments of this process, for so long, and return its last line."""
+    command = [sys.executable, "-m", "benchmarks.many_prompts", "--run-theirs", *sys.argv[1:]]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # It would look for kernels on the hub.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=offline)
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    found: dict[str, Any] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if line.startswith("{"):
+            found = json.loads(line)
+    timer.cancel()
+    return found | {"ended_by_itself": process.wait() == 0}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prompts", type=int, default=1024)
-    parser.add_argument("--theirs", type=int, default=256)
     parser.add_argument("--preset", default="llama-3-8b")
+    parser.add_argument("--theirs", type=int, default=256, help="transformers' prompts")
+    parser.add_argument("--their-rows", type=int, default=64, help="its largest batch")
+    parser.add_argument("--their-seconds", type=float, default=300, help="when it is stopped")
+    parser.add_argument("--run-theirs", action="store_true", help="run nothing but transformers")
     given = parser.parse_args()
     prompts, answers = prompts_and_lengths(given.prompts)
+    config = LlamaConfig.preset(given.preset)
+    if given.run_theirs:
+        part = slice(given.theirs)
+        theirs(config, prompts[part], answers[part], given.their_rows)
     with torch.device("cuda"), bfloat16():
-        model = LigerLlama(LlamaConfig.preset(given.preset)).requires_grad_(False).eval()
+        model = LigerLlama(config).requires_grad_(False).eval()
     [*model.generate_many(prompts[:8], 8, eos_token_id=[])]  # compiles the kernels
     rows: dict[str, Any] = {"ours": ours(model, prompts, answers)}
-    config = model.config
+    print(rows, flush=True)
+    write("many_prompts.json", {"environment": environment(), "rows": rows}, given.out)
     del model
     release_memory()
     if given.theirs:
+        rows["transformers"] = theirs_within(given.their_seconds)
         write("many_prompts.json", {"environment": environment(), "rows": rows}, given.out)
-        part = slice(given.theirs)
-        rows["transformers"] = theirs(transformers_model(config), prompts[part], answers[part])
-    print(rows, flush=True)
-    write("many_prompts.json", {"environment": environment(), "rows": rows}, given.out)
+        print(rows, flush=True)
 
 
 if __name__ == "__main__":
