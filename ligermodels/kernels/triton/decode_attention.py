@@ -9,17 +9,25 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_sms
 
 # `block` is how many keys a program reads at once, `rows` for how many queries at most, and
 # `programs` how many there are for each multiprocessor. The tables are by the size of a head, for
-# 16-bit and for float32 caches.
+# 16-bit caches of up to SHORT keys, for longer ones and for float32. Parts of few keys take longer
+# to add than they save.
+SHORT = 2048
+_AMD = ((128, Launch(32, 4, rows=32, programs=4)), (None, Launch(16, 4, rows=32, programs=4)))
+SPLIT_SHORT = Launches(
+    nvidia=(
+        (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
+        (128, Launch(32, 4, rows=64, programs=3)),
+        (None, Launch(32, 4, num_stages=3, rows=64, programs=1)),
+    ),
+    amd=_AMD,
+)
 SPLIT = Launches(
     nvidia=(
         (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
         (128, Launch(64, 4, rows=64, programs=8)),
-        (None, Launch(32, 4, rows=64, programs=8)),
+        (None, Launch(32, 4, num_stages=3, rows=64, programs=8)),
     ),
-    amd=(
-        (128, Launch(32, 4, rows=32, programs=4)),
-        (None, Launch(16, 4, rows=32, programs=4)),
-    ),
+    amd=_AMD,
 )
 SPLIT_WIDE = Launches(
     nvidia=((64, Launch(32, 4, rows=32, programs=4)), (None, Launch(16, 4, rows=32, programs=4))),
@@ -244,12 +252,13 @@ def decode_attention_forward(
     out = q.new_empty(batch, heads, queries, head_dim)
     if out.numel() == 0:
         return out
-    setting = launch(SPLIT if q.element_size() == 2 else SPLIT_WIDE, head_dim)
+    keys = slots if window is None else min(slots, window + queries - 1)
+    table = SPLIT_WIDE if q.element_size() > 2 else SPLIT if keys > SHORT else SPLIT_SHORT
+    setting = launch(table, head_dim)
     group = heads // kv_heads
     rows = min(setting.rows, max(LEAST_ROWS, triton.next_power_of_2(group * queries)))
     pairs = kv_heads * cdiv(group * queries, rows)
     most = cdiv(setting.programs * num_sms(q.device), batch * pairs)
-    keys = slots if window is None else min(slots, window + queries - 1)
     parts = max(1, min(most, cdiv(keys, setting.block), 128))
     # One new key takes its place among the keys of the cache; in float32 that spills registers.
     apart = queries > 1 or q.element_size() > 2
