@@ -5,6 +5,7 @@ computes its gradient also recomputes it. For each token, forward keeps only the
 and, if the next op needs it, the output of the linear.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,16 +33,44 @@ from ligermodels.kernels.rms_norm import grads_of_summands
 from ligermodels.kernels.rope import split_qkv
 
 
+class Products:
+    """The three products of one call of a linear. A subclass may compute them in another way.
+
+    An instance serves one forward and its backward, so it may keep what is small between them.
+    """
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return linear(x) (..., out) for x (..., in)."""
+        return F.linear(x, weight, bias)
+
+    def grad_operand(self, grad_output: Tensor, needs_x: bool, needs_weight: bool) -> Any:
+        """Return grad_output (..., out) as the operand of those products that are needed."""
+        return grad_output
+
+    def grad_x(self, operand: Any, weight: Tensor, shape: torch.Size) -> Tensor:
+        """Return the gradient of x (..., in). The shape is that of grad_output."""
+        return operand @ weight  # type: ignore[no-any-return]
+
+    def grad_weight(self, operand: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of the weight (out, in) in its dtype."""
+        rows = operand.reshape(-1, operand.shape[-1])
+        return rows.t() @ x.reshape(-1, x.shape[-1])  # type: ignore[no-any-return]
+
+
 def _linear_backward(
-    grad_output: Tensor, x: Tensor | None, needs_weight_grad: bool, needs_bias_grad: bool
+    ctx: Any,
+    grad_output: Tensor,
+    operand: Any,
+    x: Tensor | None,
+    needs_weight_grad: bool,
+    needs_bias_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of weight and bias. x may be None if only the bias needs one."""
-    rows = grad_output.reshape(-1, grad_output.shape[-1])
     grad_weight = grad_bias = None
     if needs_weight_grad and x is not None:
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        grad_weight = ctx.products.grad_weight(operand, x, ctx.weight_dtype)
     if needs_bias_grad:
-        grad_bias = rows.sum(0)
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
     return grad_weight, grad_bias
 
 
@@ -65,8 +94,10 @@ class _NormLinear(torch.autograd.Function):
         sin: Tensor | None,
         heads: tuple[int, int] | None,
         interleaved: bool,
+        products: Callable[[], Products],
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.ops, ctx.options = select("rms_norm", x, residual), options
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
@@ -74,7 +105,7 @@ class _NormLinear(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:3]):
             # Then backward needs only the linear's input, if anything.
             saved = (*[None] * 4, y if ctx.needs_input_grad[3] else None)
-        output = F.linear(y, weight, bias)
+        output = ctx.products.output(y, weight, bias)
         ctx.save_for_backward(*saved, cos, sin)
         if heads is None:
             return output, s
@@ -95,18 +126,21 @@ class _NormLinear(torch.autograd.Function):
         if len(grads) > 1:
             grad_output = _qkv_grad(ctx, grads, cos, sin)
         if grad_output is None:
-            return *grads_of_summands(ctx, grad_s), *[None] * 8
+            return *grads_of_summands(ctx, grad_s), *[None] * 9
         grad = grad_norm_weight = None
         with without_autocast(grad_output):
+            operand = ctx.products.grad_operand(grad_output, any(needs_grad[:3]), needs_grad[3])
             if any(needs_grad[:3]):
-                grad_y = grad_output @ weight
+                grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
                 grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
                     grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
                 )
                 del grad_y
-            grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[3], needs_grad[4])
+            grad_weight, grad_bias = _linear_backward(
+                ctx, grad_output, operand, y, needs_grad[3], needs_grad[4]
+            )
         grads_of_linear = grad_norm_weight, grad_weight, grad_bias
-        return *grads_of_summands(ctx, grad), *grads_of_linear, *[None] * 5
+        return *grads_of_summands(ctx, grad), *grads_of_linear, *[None] * 6
 
 
 def _qkv_grad(ctx: Any, grads: list[Tensor | None], cos: Tensor, sin: Tensor) -> Tensor | None:
@@ -153,11 +187,13 @@ def norm_linear(
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: str = "llama",
+    products: Callable[[], Products] = Products,
 ) -> tuple[Tensor, Tensor]:
     """Return (linear(rms_norm(x + residual)), x + residual); save only the sum for backward.
 
-    Args: x, residual: (..., in); norm_weight: (in); weight: (out, in); bias: (out); for the other
-        arguments see `rms_norm`. residual=None means zero.
+    Args: x, residual: (..., in); norm_weight: (in); weight: (out, in); bias: (out); products: makes
+        what computes the products of a call; for the other arguments see `rms_norm`. residual=None
+        means zero.
     Returns: (..., out) in weight's dtype, and the sum (..., in).
     Raises: ValueError if shapes do not fit, casting_mode is unknown, a tensor is not floating
         point, or bias and weight differ in dtype.
@@ -167,7 +203,7 @@ def norm_linear(
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
         return _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, options, None, None, None, False
+            x, residual, norm_weight, weight, bias, options, None, None, None, False, products
         )
 
 
@@ -186,6 +222,7 @@ def norm_qkv_rope(
     eps: float = 1e-6,
     offset: float = 0.0,
     casting_mode: str = "llama",
+    products: Callable[[], Products] = Products,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Apply `norm_linear` to get packed queries, keys and values, then rotate them in place.
 
@@ -202,7 +239,17 @@ def norm_qkv_rope(
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
         return _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, options, cos, sin, heads, interleaved
+            x,
+            residual,
+            norm_weight,
+            weight,
+            bias,
+            options,
+            cos,
+            sin,
+            heads,
+            interleaved,
+            products,
         )
 
 
@@ -215,15 +262,17 @@ class _GLULinear(torch.autograd.Function):
         bias: Tensor | None,
         activation: str,
         consume: bool,
+        products: Callable[[], Products],
     ) -> Tensor:
         ctx.ops = select("glu", gate_up)
+        ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.activation, ctx.consume = activation, consume
         y = ctx.ops.glu_forward(gate_up, activation).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gate_up, weight, None)
         else:
             ctx.save_for_backward(None, None, y if ctx.needs_input_grad[1] else None)
-        return F.linear(y, weight, bias)
+        return ctx.products.output(y, weight, bias)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,12 +281,15 @@ class _GLULinear(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad
         grad_gate_up = None
         with without_autocast(grad_output):
+            operand = ctx.products.grad_operand(grad_output, needs_grad[0], needs_grad[1])
             if needs_grad[0]:
-                grad_y = grad_output @ weight
+                grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
                 grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, needs_grad[1])
                 del grad_y
-            grad_weight, grad_bias = _linear_backward(grad_output, y, needs_grad[1], needs_grad[2])
-        return grad_gate_up, grad_weight, grad_bias, None, None
+            grad_weight, grad_bias = _linear_backward(
+                ctx, grad_output, operand, y, needs_grad[1], needs_grad[2]
+            )
+        return grad_gate_up, grad_weight, grad_bias, None, None, None
 
 
 def glu_linear(
@@ -247,13 +299,14 @@ def glu_linear(
     activation: str = "silu",
     *,
     consume: bool = False,
+    products: Callable[[], Products] = Products,
 ) -> Tensor:
     """Return linear(glu(gate_up, activation)); save only gate_up for backward.
 
     If gate_up needs no gradient, it saves the activation's output instead, which is half as large.
 
     Args: gate_up: (..., 2 * intermediate); weight: (out, intermediate); bias: (out); activation,
-        consume: as in `glu`.
+        consume: as in `glu`; products: as in `norm_linear`.
     Returns: (..., out) in weight's dtype.
     Raises: ValueError as `glu`, or if shapes do not fit, weight is not floating point, or bias and
         weight differ in dtype.
@@ -262,4 +315,4 @@ def glu_linear(
     width = gate_up.shape[-1] // 2
     weight, bias = _linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     with without_autocast(gate_up):
-        return _GLULinear.apply(gate_up, weight, bias, activation, consume)
+        return _GLULinear.apply(gate_up, weight, bias, activation, consume, products)

@@ -12,7 +12,13 @@ from ligermodels.kernels.checks import check_count, check_number
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.layers.attention_backend import attend, attend_in_parts
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
+from ligermodels.layers.fusion import (
+    PendingNorm,
+    PreNormed,
+    is_plain,
+    norm_then_linear,
+    products_of,
+)
 from ligermodels.layers.kv_cache import CachedLayer, DecodeStep, KVCache
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.recompute import Planned, attend_once
@@ -296,11 +302,12 @@ class Attention(Planned, CachedLayer, nn.Module):
         heads, angles = (self.num_heads, self._own_kv_heads), self._angles(context)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
-        fuses_norm = not with_head_norms and is_plain(linear, nn.Linear)
-        if fuses_norm and isinstance(x, PendingNorm) and x.x.numel():
+        products = None if with_head_norms else products_of(linear)
+        if products is not None and isinstance(x, PendingNorm) and x.x.numel():
             return kernels.norm_qkv_rope(
                 *(x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads),
                 interleaved=self.interleaved_rope,
+                products=products,
                 **x.options,
             )
         qkv, total = norm_then_linear(x, linear)

@@ -1,12 +1,14 @@
 """Fusion of a norm with the projection after it, and the rules for when a layer may fuse."""
 
-from typing import NamedTuple, TypeGuard, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ligermodels import kernels
 from ligermodels.kernels.dispatch import autocast_dtype, cast
+from ligermodels.kernels.fused_linear import Products
 from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -36,6 +38,29 @@ def has_plain_call(module: nn.Module | None, kind: type[nn.Module]) -> bool:
         and not module._backward_pre_hooks
         and not torch_module._has_any_global_hook()
     )
+
+
+class FusableLinear(nn.Linear):
+    """A linear that computes its products in its own way, also inside of a fused op.
+
+    A subclass is one of this library's own; what others put in a linear's place is called.
+    """
+
+    def products(self) -> Callable[[], Products]:
+        """Return what makes the products of a call."""
+        raise NotImplementedError
+
+
+def products_of(linear: nn.Module) -> Callable[[], Products] | None:
+    """Return what computes the products of a linear in a fused op.
+
+    None means that no fused op may take its weight, so that the layer calls the module.
+    """
+    if is_plain(linear, nn.Linear):
+        return Products
+    if isinstance(linear, FusableLinear) and is_plain(linear, type(linear)):
+        return linear.products()
+    return None
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -127,14 +152,14 @@ def pre_norm_names(block: nn.Module) -> tuple[str, str]:
 def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return (linear(x), None), or for a norm (linear(norm(x + residual)), x + residual).
 
-    A pending norm and a plain `nn.Linear` run as one fused op, which does not save the norm's
+    A pending norm and a linear that may be fused run as one op, which does not save the norm's
     output for backward.
     """
     if isinstance(x, Tensor):
         return linear(x), None
-    if isinstance(x, PendingNorm) and is_plain(linear, nn.Linear):
-        return kernels.norm_linear(
-            x.x, x.residual, x.weight, linear.weight, linear.bias, **x.options
-        )
+    products = products_of(linear)
+    if isinstance(x, PendingNorm) and products is not None:
+        weights: Any = x.weight, linear.weight, linear.bias
+        return kernels.norm_linear(x.x, x.residual, *weights, products=products, **x.options)
     y, total = x.apply()
     return linear(y), total

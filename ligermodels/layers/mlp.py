@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels import kernels
 from ligermodels.kernels.checks import ACTIVATIONS, check_count
-from ligermodels.layers.fusion import PendingNorm, PreNormed, is_plain, norm_then_linear
+from ligermodels.layers.fusion import PendingNorm, PreNormed, norm_then_linear, products_of
 from ligermodels.layers.recompute import CheckpointingPolicy, Planned
 from ligermodels.layers.tiled_mlp import tiled
 
@@ -97,10 +97,13 @@ class GatedMLP(Planned, nn.Module):
         """Compute the MLP under the policy of the forward, also when it runs again."""
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         down, activation = self.down_proj, self.activation
-        # A plain linear does not save its output, so backward may overwrite it.
-        owned = is_plain(self.gate_up_proj, nn.Linear)
-        if policy == "all" and is_plain(down, nn.Linear):
-            out = kernels.glu_linear(gate_up, down.weight, down.bias, activation, consume=owned)
+        # A linear that may be fused does not save its output, so backward may overwrite it.
+        owned = products_of(self.gate_up_proj) is not None
+        products = products_of(down)
+        if policy == "all" and products is not None:
+            out = kernels.glu_linear(
+                *(gate_up, down.weight, down.bias, activation), consume=owned, products=products
+            )
             return out, total
         # A recomputation stops before the last product, because `down` saves its input first.
         return down(kernels.glu(gate_up, activation, consume=owned)), total

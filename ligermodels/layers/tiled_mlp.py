@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ligermodels.kernels.dispatch import cast, compute_dtype, refuse_double_backward
-from ligermodels.layers.fusion import is_plain, is_sharded
+from ligermodels.layers.fusion import is_sharded, products_of
 
 RowFunction = Callable[..., tuple[Tensor, Tensor]]
 
@@ -90,8 +90,8 @@ class _Tiles:
         self.device_type = kind = x.device.type
         if kind != "meta":
             self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # Plain linears draw no random numbers, and to read the state of a GPU takes time.
-        plain = all(is_plain(child, nn.Linear) for child in module.children())
+        # These linears draw no random numbers, and to read the state of a GPU takes time.
+        plain = all(products_of(child) is not None for child in module.children())
         self.random = None if plain else (torch.get_rng_state(), *get_device_states(x))
 
     def rows(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ligermodels import float8
 from ligermodels.kernels import dispatch
 from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
@@ -16,7 +17,13 @@ from ligermodels.layers import (
     RMSNorm,
 )
 from ligermodels.layers.attention_backend import choose_backend
-from ligermodels.layers.fusion import has_plain_call, is_plain, is_sharded, pre_norm_names
+from ligermodels.layers.fusion import (
+    has_plain_call,
+    is_plain,
+    is_sharded,
+    pre_norm_names,
+    products_of,
+)
 
 _OPS = {
     RMSNorm: ("rms_norm", "add_rms_norm"),
@@ -51,6 +58,8 @@ def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, s
         fused += f"; unknown in {unknown}"
         report["modules from outside"] = f"unknown (the code of {unknown} decides)"
     report["norm + linear, linear + rope, glu + linear"] = fused
+    if (linears := float8.report(model)) is not None:
+        report["linear"] = linears
     if isinstance(head, LossHead):
         report["linear_cross_entropy"] = report["linear_log_probs"] = (
             f"chunked {here}"
@@ -169,5 +178,6 @@ def _replaced_modules(model: nn.Module) -> Iterator[str]:
             names = (name for name in pre_norm_names(module) if hasattr(module, name))
             children = dict.fromkeys(names, RMSNorm)
         for child, expected in children.items():
-            if not is_plain(getattr(module, child), expected):
+            found = getattr(module, child)
+            if not is_plain(found, expected) and products_of(found) is None:
                 yield f"{name}.{child}"

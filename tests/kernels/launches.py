@@ -27,6 +27,10 @@ POINTERS = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
     torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
+    torch.float8_e5m2fnuz: "*fp8e5b16",
 }
 
 

@@ -23,6 +23,7 @@ import torch
 from ligermodels.kernels import dispatch
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
 from ligermodels.kernels.launch import Launches
 from tests.kernels import ops_table
 from tests.kernels.checks import as_tuple
@@ -48,6 +49,12 @@ pytestmark = pytest.mark.skipif(
 
 ARCHES = [("nvidia", 90), ("amd", "gfx942")]
 SAMPLED_ARCHES = [("nvidia", 80), ("nvidia", 100), ("amd", "gfx90a")]
+# GPUs that convert to float8; the others have no products of it.
+FLOAT8_TYPES = {
+    "nvidia": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "amd": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}
+FLOAT8_ARCHES = (90, 100, "gfx942")
 KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.
 NVIDIA_SHARED = 99 * 1024
@@ -134,12 +141,21 @@ def every_length(dtype: torch.dtype) -> None:
                 launch(case, dtype, size | flags)
 
 
-def without_gradient(dtype: torch.dtype) -> None:
+def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     """Launch the ops that have no gradient and therefore no case in the table."""
     for columns in (4096, 14336):
         codes = torch.empty(8, columns // 2, dtype=torch.uint8, device="meta")
         scales = torch.empty(8, columns // 64, dtype=torch.bfloat16, device="meta")
         dequantize(codes, scales, torch.empty(16, device="meta"), dtype)
+    x = torch.empty(4096, 14336, dtype=dtype, device="meta")
+    for axis in ("tensor", "rows", "columns"):
+        amax = absolute_maximum(x, axis)
+        for kind in FLOAT8_TYPES[vendor]:
+            if axis != "columns":
+                float8_cast(x, amax, kind)
+            if axis != "rows":
+                float8_cast(x, amax, kind, straight=axis == "tensor", transposed=True)
+                float8_cast(x, amax, kind, straight=False, transposed=True)
     ends = torch.empty(2, dtype=torch.int64, device="meta")
     for head_dim, slots, queries, options in (
         (64, 8192, 1, {}),
@@ -211,7 +227,7 @@ def record(vendor: str, full: bool) -> Recording:
             every_flag(torch.bfloat16)
         for dtype in DTYPES:
             every_length(dtype)
-            without_gradient(dtype)
+            without_gradient(dtype, vendor)
     return recording
 
 
@@ -283,6 +299,8 @@ def test_each_feature(together, vendor, arch, kernel) -> None:
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_the_largest_launch_of_each_kernel(share, vendor, arch) -> None:
     kernels = KERNELS[SAMPLED_ARCHES.index((vendor, arch)) % share :: share]
+    if arch not in FLOAT8_ARCHES:
+        kernels = [kernel for kernel in kernels if kernel != "float8_cast_kernel"]
     found = [complaint(largest_launch(kernel, vendor), vendor, arch) for kernel in kernels]
     wrong = [str(x) for x in found if x is not None]
     assert not wrong, "\n".join(wrong)

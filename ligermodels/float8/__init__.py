@@ -1,0 +1,6 @@
+"""Linears whose products run in float8, with the same parameters as before."""
+
+from ligermodels.float8.convert import convert, report, weights_cast_once
+from ligermodels.float8.linear import Float8Linear
+
+__all__ = ["Float8Linear", "convert", "report", "weights_cast_once"]

@@ -1,0 +1,157 @@
+"""Turn the projections of a model's blocks into float8 linears."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ligermodels.errors import ConfigError
+from ligermodels.float8.linear import Float8Linear, obstacle
+from ligermodels.kernels.float8_linear import RECIPES
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.cross_attention import CrossAttention
+from ligermodels.layers.fusion import is_plain
+
+SMALL = 1024  # features; the casts of a smaller linear take as long as its products save
+CAPABILITY = (8, 9)  # the first GPUs of NVIDIA that multiply float8
+
+
+def convert(
+    model: nn.Module,
+    recipe: str = "tensorwise",
+    filter: Callable[[str, nn.Linear], bool] | None = None,
+) -> list[str]:
+    """Let the projections of a model's blocks run in float8, in place.
+
+    Parameters stay the same objects, in the same dtype and under the same names. Linears outside of
+    the blocks (the embedding, the head) stay as they are, and so do those that have been replaced,
+    that have fewer than 1024 features on one side, or that have features that are not a multiple
+    of 16.
+
+    Args:
+        model: a model with blocks in `layers`, or one block.
+        recipe: "tensorwise" (one scale for each tensor) or "rowwise" (one for each row of each
+            operand). Both find the scale of a tensor from this tensor.
+        filter: takes the name of a linear and the linear, and says whether to convert it. It is
+            asked instead of the limit of 1024 features.
+    Returns: the names of the linears that run in float8 now.
+    Raises:
+        ConfigError: the recipe is unknown, the model is in float16 or on a GPU without float8
+            products, or no linear can be converted.
+    """
+    if recipe not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        raise ConfigError(f"float8: recipe={recipe!r}; expected one of {known}")
+    kept_outs = {
+        module.o_proj
+        for module in model.modules()
+        if isinstance(module, (Attention, CrossAttention))
+    }
+    converted, left = [], {}
+    for name, linear in _linears(model):
+        _check_device(linear.weight)
+        if linear.weight.dtype == torch.float16:
+            raise ConfigError(
+                f"float8: {name} is in float16, in which small gradients vanish before they are "
+                "scaled; load the model with dtype=torch.bfloat16"
+            )
+        reason = _reason(name, linear, filter)
+        if reason is not None:
+            left[name] = reason
+            continue
+        linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names
+        assert isinstance(linear, Float8Linear)
+        linear.recipe = RECIPES[recipe]
+        linear.input_is_kept = linear in kept_outs
+        converted.append(name)
+    if not converted:
+        reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:10]]
+        raise ConfigError(
+            "float8: no linear of the model's layers can run in float8"
+            + "".join(f"\n  {line}" for line in reasons or ["there are no plain linears"])
+        )
+    return converted
+
+
+def report(model: nn.Module) -> str | None:
+    """Return which linears run in float8, and why others do not; None if none does."""
+    names = [name for name, m in model.named_modules() if isinstance(m, Float8Linear)]
+    if not names:
+        return None
+    kinds = sorted({_kind(name) for name in names})
+    text = f"float8 ({', '.join(kinds)}: {len(names)} linears)"
+    left: dict[str, list[str]] = {}
+    for name, linear in _linears(model):
+        left.setdefault(_reason(name, linear, None) or "not converted", []).append(name)
+    return text + "".join(
+        f"; not {', '.join(found[:3])}{f' and {len(found) - 3} more' * (len(found) > 3)} ({reason})"
+        for reason, found in left.items()
+    )
+
+
+@contextmanager
+def weights_cast_once(model: nn.Module) -> Iterator[None]:
+    """Let each float8 linear cast its weight only once within the block.
+
+    It is for several micro-batches of one step. The casts take two bytes for each weight. A weight
+    is cast again after the step of an optimizer of `torch.optim`, and after a change that PyTorch
+    counts (`load_state_dict`, `copy_`). Inside of the block, write to no weight.data.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
+
+    def cast_once(*_: Any) -> None:
+        for linear in linears:
+            linear.cast_once(True)
+
+    # A fused optimizer changes weights without counting it.
+    handle = register_optimizer_step_post_hook(cast_once)
+    cast_once()
+    try:
+        yield
+    finally:
+        handle.remove()
+        for linear in linears:
+            linear.cast_once(False)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the names and the plain linears of the blocks."""
+    layers = getattr(model, "layers", None)
+    prefix, blocks = ("layers", layers) if isinstance(layers, nn.Module) else ("", model)
+    for name, module in blocks.named_modules(prefix=prefix):
+        if type(module) is nn.Linear:
+            yield name, module
+
+
+def _reason(
+    name: str, linear: nn.Linear, filter: Callable[[str, nn.Linear], bool] | None
+) -> str | None:
+    """Return why a linear is not converted, or None."""
+    if (reason := obstacle(linear)) is not None:
+        return reason
+    if not is_plain(linear, nn.Linear):
+        return "it has hooks or another forward"
+    if filter is not None:
+        return None if filter(name, linear) else "the filter leaves it out"
+    if min(linear.in_features, linear.out_features) < SMALL:
+        return f"it has fewer than {SMALL} features"
+    return None
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _check_device(weight: torch.Tensor) -> None:
+    """Raise ConfigError if a weight is on a GPU that does not multiply float8."""
+    if not weight.is_cuda or torch.version.hip:
+        return
+    capability = torch.cuda.get_device_capability(weight.device)
+    if capability < CAPABILITY:
+        raise ConfigError(
+            f"float8: {torch.cuda.get_device_name(weight.device)} has compute capability "
+            f"{capability[0]}.{capability[1]}; products in float8 need 8.9 (Ada) or 9.0 (Hopper)"
+        )

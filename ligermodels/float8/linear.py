@@ -1,0 +1,76 @@
+"""An `nn.Linear` whose products run in float8."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import autocast_is_on
+from ligermodels.kernels.float8_linear import (
+    RECIPES,
+    Casts,
+    Float8Products,
+    Recipe,
+    float8_linear,
+    float8_products,
+)
+from ligermodels.layers.fusion import FusableLinear
+
+
+class Float8Linear(FusableLinear):
+    """A linear with float8 products: the output, the gradient of x, and that of the weight.
+
+    Weight and bias keep their dtype, so the state dict, exports and optimizers see an `nn.Linear`.
+    `float8.convert` makes it from one.
+
+    Attributes:
+        recipe: how the operands get their scales.
+        input_is_kept: whether another op saves the input of this one for backward anyway. Then this
+            one saves it, too, instead of a copy in float8.
+    """
+
+    recipe: Recipe = RECIPES["tensorwise"]
+    input_is_kept = False
+    # The weight's version and its casts, within `float8.weights_cast_once`.
+    _casts: tuple[int, Casts] | None = None
+
+    def products(self) -> Callable[[], Float8Products]:
+        """Return what makes the products of a call."""
+        return float8_products(self.recipe, self._casts_now())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output (..., out) for x (..., in)."""
+        return float8_linear(
+            *(x, self.weight, self.bias, self.recipe),
+            casts=self._casts_now(),
+            keeps_input=self.input_is_kept and not autocast_is_on(x),
+        )
+
+    def cast_once(self, enabled: bool) -> None:
+        """Keep the weight's casts from now on, or forget them and keep none."""
+        self._casts = (self.weight._version, {}) if enabled else None
+
+    def _casts_now(self) -> Casts | None:
+        if self._casts is None:
+            return None
+        version = self.weight._version
+        if self._casts[0] != version:
+            self._casts = version, {}
+        return self._casts[1]
+
+    def extra_repr(self) -> str:
+        """Return the text that `print` shows."""
+        name = next(name for name, recipe in RECIPES.items() if recipe == self.recipe)
+        return f"{super().extra_repr()}, float8={name!r}"
+
+
+def obstacle(linear: torch.nn.Linear) -> str | None:
+    """Return why the products of a linear cannot run in float8, or None if they can."""
+    weight = linear.weight
+    if type(weight) not in (torch.nn.Parameter, Tensor):
+        return f"its weight is a {type(weight).__name__}"
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"its weight is {str(weight.dtype)[6:]}"
+    if linear.in_features % 16 or linear.out_features % 16:
+        return f"{linear.in_features} to {linear.out_features} are not multiples of 16"
+    return None

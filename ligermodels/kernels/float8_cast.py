@@ -1,0 +1,99 @@
+"""Casts to float8 with exact scales, and products of the results."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import real_device, select
+
+Axis = Literal["tensor", "rows", "columns"]
+
+
+class Float8(NamedTuple):
+    """A matrix in float8; it stands for values * scale."""
+
+    values: Tensor  # (rows, columns), row-major
+    scale: Tensor  # float32: (1, 1), or (rows, 1)
+
+
+def formats() -> tuple[torch.dtype, torch.dtype]:
+    """Return the types with 3 and with 2 bits of mantissa: e4m3 and e5m2.
+
+    MI300 (gfx94x) has formats without a negative zero.
+    """
+    if torch.version.hip and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName:
+        return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def absolute_maximum(x: Tensor, axis: Axis = "tensor") -> Tensor:
+    """Return the largest absolute value of a matrix, of each row or of each column, in float32.
+
+    It is NaN if an element is, and else infinite if an element is.
+
+    Args: x: (rows, columns).
+    Returns: (1, 1), (rows, 1) for "rows", or (1, columns) for "columns".
+    """
+    return select("float8_cast", x).absolute_maximum(x, axis)  # type: ignore[no-any-return]
+
+
+def float8_cast(
+    x: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    *,
+    straight: bool = True,
+    transposed: bool = False,
+) -> tuple[Float8 | None, Float8 | None]:
+    """Return x and its transpose in float8, both from one reading of x.
+
+    The scale is amax / the largest number of the dtype, so what is at most amax fits exactly. What
+    is larger saturates. A scale of zeros is not 0, so they stay zeros. If amax is NaN or infinite,
+    so is the scale, and every product with the result shows it.
+
+    Args: x: (rows, columns); amax: what `absolute_maximum` returns. One for each row is only for
+        straight, one for each column only for transposed.
+    Returns: x (rows, columns) if straight, and its transpose if transposed, whose rows are filled
+        with zeros up to a multiple of 16; else None.
+    """
+    ops = select("float8_cast", x)
+    values, turned, scale = ops.float8_cast(x, amax, dtype, straight, transposed)
+    return (
+        None if values is None else Float8(values, scale),
+        None if turned is None else Float8(turned, scale.t()),
+    )
+
+
+def float8_product(
+    a: Float8, b: Float8, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+) -> Tensor:
+    """Return a @ b^T + bias.
+
+    Args: a: (rows, inner); b: (columns, inner), where columns and inner are multiples of 16; bias:
+        (columns), of the dtype of the result; fast: whether the tensor cores add up with about 14
+        bits, which Hopper's do faster.
+    Returns: (rows, columns) in dtype.
+    """
+    a_scale, b_scale = a.scale, b.scale.t()
+    if not a.values.numel() or not b.values.numel():
+        out = a.scale.new_zeros(len(a.values), len(b.values), dtype=dtype)
+        return out if bias is None else out + bias
+    if real_device(a.values.device).type != "cuda":
+        exact = torch.float32
+        out = (a.values.to(exact) @ b.values.to(exact).t()) * (a_scale * b_scale)
+        return (out if bias is None else out + bias).to(dtype)
+    by_row = a_scale.numel() > 1 or b_scale.numel() > 1
+    # The product of rows with scales of their own comes only in bfloat16, and float32 has no bias.
+    made = torch.bfloat16 if by_row else dtype
+    fused = made == dtype and dtype != torch.float32
+    out = torch._scaled_mm(
+        a.values,
+        b.values.t(),
+        scale_a=a_scale.contiguous(),
+        scale_b=b_scale.contiguous(),
+        bias=bias if fused else None,
+        out_dtype=made,
+        use_fast_accum=fast,
+    ).to(dtype)
+    return out if fused or bias is None else out + bias

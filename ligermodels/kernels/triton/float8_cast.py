@@ -1,0 +1,159 @@
+"""The largest absolute value, and the cast to float8 in one or both orientations."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.reference.float8_cast import MULTIPLE, SMALLEST
+
+AMAX = Launches(nvidia=((None, Launch(512, 8, rows=16)),), amd=((None, Launch(512, 4, rows=16)),))
+CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
+# The transpose goes through shared memory, in square tiles.
+TRANSPOSE = Launches(
+    nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
+)
+
+
+@triton.jit
+def _tile_of(columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the rows and columns of the program's tile. Neighbours share their rows."""
+    blocks = tl.cdiv(columns, BLOCK)
+    program = tl.program_id(0)
+    row = program // blocks * ROWS + tl.arange(0, ROWS)[:, None]
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column
+
+
+@triton.jit
+def absolute_maximum_kernel(
+    x_ptr, amax_ptr, rows, columns, AXIS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program handles one tile. amax has int32 zeros.
+
+    The bits of positive floats have the order of the floats, and those of a NaN come last.
+    """
+    row, column = _tile_of(columns, ROWS, BLOCK)
+    mask = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row.to(tl.int64) * columns + column, mask=mask, other=0.0)
+    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+    if AXIS == "tensor":
+        tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    elif AXIS == "rows":
+        most = tl.max(bits, 1, keep_dims=True)
+        tl.atomic_max(amax_ptr + row, most, mask=row < rows, sem="relaxed")
+    else:
+        most = tl.max(bits, 0, keep_dims=True)
+        tl.atomic_max(amax_ptr + column, most, mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def float8_cast_kernel(
+    x_ptr,
+    amax_ptr,
+    values_ptr,
+    turned_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    padded,
+    smallest,
+    largest,
+    AXIS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles one tile. values or turned may be None."""
+    smallest = tl.cast(smallest, tl.float32)  # torch.compile passes Python floats as float64
+    largest = tl.cast(largest, tl.float32)
+    row, column = _tile_of(columns, ROWS, BLOCK)
+    inside = column < columns
+    mask = (row < rows) & inside
+    first = tl.program_id(0) == 0
+    if AXIS == "tensor":
+        amax = tl.load(amax_ptr)
+    elif AXIS == "rows":
+        first = tl.program_id(0) % tl.cdiv(columns, BLOCK) == 0
+        amax = tl.load(amax_ptr + row, mask=row < rows, other=0.0)
+    else:
+        first = tl.program_id(0) < tl.cdiv(columns, BLOCK)
+        amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
+    amax = tl.maximum(amax, smallest, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.load(x_ptr + row.to(tl.int64) * columns + column, mask=mask, other=0.0)
+    x = x.to(tl.float32) * tl.div_rn(largest, amax)
+    x = tl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
+    if values_ptr is not None:
+        values = x.to(values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row.to(tl.int64) * columns + column, values, mask=mask)
+    if turned_ptr is not None:
+        turned = tl.trans(x.to(turned_ptr.dtype.element_ty))
+        row_t, column_t = tl.trans(row), tl.trans(column)
+        at = column_t.to(tl.int64) * padded + row_t
+        tl.store(turned_ptr + at, turned, mask=(column_t < columns) & (row_t < padded))
+    scale = tl.div_rn(amax, largest)
+    if AXIS == "tensor":
+        tl.store(scale_ptr, scale, mask=first)
+    elif AXIS == "rows":
+        tl.store(scale_ptr + row, scale, mask=first & (row < rows))
+    else:
+        tl.store(scale_ptr + column, scale, mask=first & inside)
+
+
+def absolute_maximum(x: Tensor, axis: str) -> Tensor:
+    """Launch the kernel for `reference.absolute_maximum`."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    shape = {"tensor": (1, 1), "rows": (rows, 1), "columns": (1, columns)}[axis]
+    amax = x.new_zeros(shape, dtype=torch.int32)
+    if x.numel():
+        setting = launch(AMAX, columns)
+        absolute_maximum_kernel[(cdiv(rows, setting.rows) * cdiv(columns, setting.block),)](
+            x,
+            amax,
+            rows,
+            columns,
+            AXIS=axis,
+            ROWS=setting.rows,
+            BLOCK=setting.block,
+            num_warps=setting.num_warps,
+            num_stages=setting.num_stages,
+        )
+    return amax.view(torch.float32)
+
+
+def float8_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, straight: bool, transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Launch the kernel for `reference.float8_cast`."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    padded = cdiv(rows, MULTIPLE) * MULTIPLE
+    values = torch.empty_like(x, dtype=dtype) if straight else None
+    turned = x.new_empty((columns, padded), dtype=dtype) if transposed else None
+    scale = torch.empty_like(amax)
+    if x.numel() == 0:
+        return values, turned, scale.fill_(SMALLEST)
+    axis = "tensor"
+    if amax.numel() > 1:
+        axis = "rows" if amax.shape[0] > 1 else "columns"
+    setting = launch(TRANSPOSE if transposed else CAST, columns)
+    float8_cast_kernel[(cdiv(rows, setting.rows) * cdiv(columns, setting.block),)](
+        x,
+        amax,
+        values,
+        turned,
+        scale,
+        rows,
+        columns,
+        padded,
+        SMALLEST,
+        torch.finfo(dtype).max,
+        AXIS=axis,
+        ROWS=setting.rows,
+        BLOCK=setting.block,
+        num_warps=setting.num_warps,
+        num_stages=setting.num_stages,
+    )
+    return values, turned, scale

@@ -1,0 +1,90 @@
+"""Float8 linears on a GPU that multiplies float8: real sizes, against the plain formulas there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels import LigerLlama, LlamaConfig, MemoryPlan, float8
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
+from ligermodels.kernels.float8_linear import RECIPES, float8_linear
+from ligermodels.kernels.reference import float8_cast as reference
+from tests.gpu.synchronisation import no_synchronisation
+
+OLD = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(OLD, reason="needs float8 products")]
+SIZES = [(8192, 4096, 6144), (1000, 4096, 4096), (17, 1024, 28672), (4096, 14336, 4096)]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", generator=draw).bfloat16()
+
+
+@pytest.mark.parametrize("rows, columns", [(8192, 4096), (1001, 14336), (3, 1040)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_casts_have_the_bits_of_the_reference(rows, columns, dtype) -> None:
+    x = normal(rows, columns)
+    for axis in ("tensor", "rows", "columns"):
+        amax = absolute_maximum(x, axis)
+        assert torch.equal(amax, reference.absolute_maximum(x, axis))
+        ways = axis != "columns", axis != "rows"
+        made = float8_cast(x, amax, dtype, straight=ways[0], transposed=ways[1])
+        expected = reference.float8_cast(x, amax, dtype, *ways)
+        for found, values in zip(made, expected):
+            if found is not None:
+                assert torch.equal(found.values.view(torch.uint8), values.view(torch.uint8))
+        scale = next(each.scale for each in made if each is not None)
+        assert torch.equal(scale.flatten(), expected[2].flatten())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows, width, out", SIZES)
+def test_products_against_float32(recipe, rows, width, out) -> None:
+    x, weight, bias = normal(rows, width), normal(out, width, seed=1), normal(out, seed=2)
+    upstream = normal(rows, out, seed=3)
+    exact = [each.float().requires_grad_() for each in (x, weight, bias)]
+    wanted = torch.nn.functional.linear(*exact)
+    wanted = wanted, *torch.autograd.grad(wanted, exact, upstream.float())
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+    for keeps_input in (False, True):
+        found = float8_linear(*leaves, RECIPES[recipe], keeps_input=keeps_input)
+        found = found, *torch.autograd.grad(found, leaves, upstream)
+        for one, other in zip(found, wanted):
+            assert (one.float() - other).norm() < 0.07 * other.norm()
+
+
+def model_of(layers: int = 2) -> LigerLlama:
+    torch.manual_seed(0)
+    config = LlamaConfig.preset("llama-3-8b", num_hidden_layers=layers, vocab_size=2048)
+    with torch.device("cuda"):
+        return LigerLlama(config).bfloat16()
+
+
+def gradients(model: LigerLlama, ids: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model(recipe) -> None:
+    """Gradients stay near, also where blocks run again, and a step does not wait for the device."""
+    ids = torch.randint(2048, (1, 2048), device="cuda")
+    model = model_of()
+    exact = gradients(model, ids)
+    assert len(float8.convert(model, recipe)) == 8
+    for policy in ("all", "no_gate_up", "input"):
+        model.set_memory_plan(MemoryPlan.uniform(2, policy))
+        found = gradients(model, ids)
+        assert all((a - b).norm() < 0.2 * b.norm() for a, b in zip(found, exact))
+    with no_synchronisation():
+        model(ids, labels=ids).loss.backward()
+
+
+def test_one_new_token() -> None:
+    """Decoding multiplies single rows."""
+    model = model_of().eval()
+    prompt = torch.randint(2048, (1, 33), device="cuda")
+    float8.convert(model)
+    assert model.generate(prompt, max_new_tokens=4).shape == (1, 37)

@@ -1,0 +1,96 @@
+"""Casts to float8, by both implementations, against their definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.kernels.float8_cast import (
+    Float8,
+    absolute_maximum,
+    float8_cast,
+    float8_product,
+)
+from tests.kernels.conftest import INTERPRETING
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def matrix(place, rows: int, columns: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=draw) * 3
+    return x.to(place.device, place.dtype)
+
+
+def steps_apart(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Return how many float8 numbers lie between two tensors at most; zeros have no sign."""
+    codes = [(x.float() + 0.0).to(x.dtype).view(torch.uint8).int() for x in (found, expected)]
+    return int((codes[0].cpu() - codes[1].cpu()).abs().max())
+
+
+@pytest.mark.parametrize("rows, columns", [(5, 48), (17, 1040), (130, 96), (1, 64)])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_values_and_transposes(place, rows, columns, dtype) -> None:
+    """The interpreter rounds wrongly, so there the values are in float8, at a scale of 1."""
+    x = matrix(place, rows, columns)
+    largest = torch.finfo(dtype).max
+    if INTERPRETING:
+        x[0] = x[:, 0] = largest
+        x = x.to(dtype).to(place.dtype)
+    for axis, over in (("tensor", (0, 1)), ("rows", (1,)), ("columns", (0,))):
+        amax = absolute_maximum(x, axis)
+        assert torch.equal(amax, x.float().abs().amax(over, keepdim=True))
+        straight, turned = float8_cast(
+            x, amax, dtype, straight=axis != "columns", transposed=axis != "rows"
+        )
+        expected = (x.float() * (largest / amax)).to(dtype)
+        if straight is not None:
+            assert steps_apart(straight.values, expected) == 0
+            torch.testing.assert_close(straight.scale, amax / largest, rtol=1e-6, atol=0)
+        if turned is not None:
+            assert turned.values.shape == (columns, -(-rows // 16) * 16)
+            assert steps_apart(turned.values[:, :rows].t().contiguous(), expected) == 0
+            assert not turned.values[:, rows:].float().any()
+            torch.testing.assert_close(turned.scale.t(), amax / largest, rtol=1e-6, atol=0)
+
+
+def test_extremes(float32_place) -> None:
+    """Zeros stay zeros, values beyond amax saturate, NaN and infinity reach the scale."""
+    x = matrix(float32_place, 32, 48)
+    zeros = torch.zeros_like(x)
+    straight, turned = float8_cast(zeros, absolute_maximum(zeros), E4M3, transposed=True)
+    for made in (straight, turned):
+        assert not made.values.float().any() and (made.scale > 0).all()
+    straight, _ = float8_cast(x, absolute_maximum(x) / 4, E4M3)
+    assert straight.values.float().abs().max() == 448
+    tiny = x * 1e-35
+    assert float8_cast(tiny, absolute_maximum(tiny), E4M3)[0].values.float().isfinite().all()
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        bad = x.clone()
+        bad[7, 11] = wrong
+        amax = absolute_maximum(bad)
+        assert amax.isnan() if wrong != wrong else amax.isinf()
+        assert not float8_cast(bad, amax, E4M3)[0].scale.isfinite()
+    bad[3, 2] = torch.nan
+    assert absolute_maximum(bad).isnan()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "rows"])
+def test_product(float32_place, axis) -> None:
+    """The product of the dequantised operands, with a bias, from one row and from none."""
+    b_exact = matrix(float32_place, 48, 64)
+    b, _ = float8_cast(b_exact, absolute_maximum(b_exact, axis), E4M3)
+    bias = matrix(float32_place, 1, 48)[0]
+    for rows in (0, 1, 33):
+        x = matrix(float32_place, rows, 64)
+        a, _ = float8_cast(x, absolute_maximum(x, axis), E4M3)
+        exact = (dequantised(a) @ dequantised(b).t() + bias.double()).float()
+        found = float8_product(a, b, torch.float32, bias)
+        assert found.shape == (rows, 48)
+        on_gpu_by_row = float32_place.device == "cuda" and axis == "rows"
+        tolerance = 8e-3 if on_gpu_by_row else 1e-4  # that product comes in bfloat16
+        torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * 20)
+
+
+def dequantised(x: Float8) -> torch.Tensor:
+    return x.values.double() * x.scale.double()
