@@ -82,13 +82,13 @@ class Replayed:
         self.captures = captures and device.type == "cuda"
         self.is_warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.made: Tensor
+        self.made: Any
 
-    def run(self) -> Tensor:
+    def run(self) -> Any:
         """Launch the work, and return its result."""
         raise NotImplementedError
 
-    def replay(self) -> Tensor:
+    def replay(self) -> Any:
         """Do the work, and return its result, which the next call may overwrite."""
         if self.captures and self.is_warm and self.graph is None:
             self.graph = self._captured()
@@ -156,7 +156,7 @@ class StepDecoder(Replayed):
         self.cache.end_of(1)  # The kernel would write over the first tokens.
         if ids_B1 is not None:
             self.ids_B1.copy_(ids_B1)
-        made = self.replay()
+        made: Tensor = self.replay()
         self.cache.advance_decoded()
         return made
 
@@ -172,22 +172,14 @@ class StepDecoder(Replayed):
         self.ids_B1.copy_(tokens_B.unsqueeze(1))
         return tokens_B
 
-    def begin(self, sampler: Sampler, ends_B: Tensor | int) -> None:
-        """Go on from what a sampler remembers, and from these numbers of tokens in the cache."""
-        if self.sampler is not None and self.sampler is not sampler:
-            self.sampler.take(sampler)
-        if isinstance(ends_B, Tensor):
-            self.ends_B.copy_(ends_B)
-        else:
-            self.ends_B.fill_(ends_B)
-
 
 def kept_decoder(model: DecoderModel, sampler: Sampler, length: int) -> StepDecoder | None:
     """Return the decoder of the model's last generation, if this one can go on with it.
 
     Its graph reads the tensors and the settings of that time, so the model must still have them.
 
-    Args: length: the number of tokens that the cache must have room for.
+    Args: sampler: what it remembers is taken over; length: the number of tokens that the cache must
+        have room for.
     """
     decoder: StepDecoder | None = kept_for_generation.pop(model, None)
     if decoder is None or decoder.sampler is None or decoder.cache.max_length < length:
@@ -195,6 +187,7 @@ def kept_decoder(model: DecoderModel, sampler: Sampler, length: int) -> StepDeco
     if not decoder.sampler.chooses_like(sampler) or decoder.state != _state_of(model):
         return None
     decoder.cache.reset()
+    decoder.sampler.take(sampler)
     decoder.model = model
     return decoder
 

@@ -10,150 +10,79 @@ Shape legend: S prompt length, K drafts, Q = K + 1 tokens of a pass, H hidden, V
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.generation.decode_step import HostCopy, Replayed, can_decode
-from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.generation.models import Drafter, DraftHeads, LanguageModel
-from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import Sampler, draw, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.kernel_report import decoding_obstacle
-
-
-class DraftResult(NamedTuple):
-    """The result of `generate_drafted`."""
-
-    ids: Tensor  # (1, prompt + new) int64; the stop token is kept
-    tokens_per_forward: list[int]  # how many new tokens each forward pass gave, the prompt's first
-
-
-def generate_drafted(
-    model: LanguageModel,
-    heads: DraftHeads,
-    input_ids: Prompts,
-    *,
-    callback: Callable[[Tensor], object] | None = None,
-    **options: Any,
-) -> DraftResult:
-    """Continue one prompt, with several tokens for each forward pass.
-
-    The tokens are those of `generate` without drafts, where rounding does not decide between two
-    logits: a pass over several tokens rounds in another way than passes over one token. Draws have
-    the distribution of its draws.
-
-    Args:
-        model, heads: the body, and heads or multi-token prediction modules trained on it, or a
-            `DraftModel`.
-        input_ids: one prompt, as `generate` takes it.
-        callback: a function that is called after every pass with its new tokens (new,).
-        options: max_new_tokens, eos_token_id, do_sample, temperature, top_k, top_p, min_p,
-            logit_bias and generator as in `generate`; repetition_penalty=1, which is needed if
-            generation_config.json has a penalty.
-    Raises:
-        ValueError: there is more than one prompt, or an argument is wrong.
-        LigerError: the logits hold NaN or infinity.
-    """
-    ids, passes = drafted_passes(model, heads, input_ids, **options)
-    found = [ids[0]]
-    for new in passes:
-        found.append(new)
-        if callback is not None:
-            callback(new)
-    return DraftResult(torch.cat(found)[None], [len(new) for new in found[1:]])
-
-
-def drafted_passes(
-    model: LanguageModel,
-    heads: DraftHeads,
-    input_ids: Prompts,
-    *,
-    max_new_tokens: int = 64,
-    generator: torch.Generator | None = None,
-    **rule: Any,
-) -> tuple[Tensor, Iterator[Tensor]]:
-    """Check the arguments of `generate_drafted`.
-
-    Returns: the prompt (1, seq), and an iterator over the new tokens (new,) of each forward pass.
-    """
-    check_count("generate", "max_new_tokens", max_new_tokens, 1)
-    sampling, stops, _ = resolve_rule(model, **rule)
-    penalty, presence = sampling.repetition_penalty, sampling.presence_penalty
-    if penalty != 1 or presence:
-        raise ValueError(
-            f"generate with drafts: repetition_penalty={penalty:g}, given or from "
-            f"generation_config.json, and presence_penalty={presence:g}; drafts cannot have a "
-            "penalty; pass 1 and 0"
-        )
-    ids, _ = batch_prompts(input_ids, None, 0, model.config.vocab_size)
-    if len(ids) != 1:
-        raise ValueError(f"generate with drafts: got {len(ids)} prompts; expected one")
-    heads.check_model(model)
-    device = model.rotary_emb.inv_freq.device
-    ids, vocab_size = ids.to(device), model.config.vocab_size
-    sampler = Sampler(sampling, 1, vocab_size, device, stops=[], pad=0, generator=generator)
-    return ids, _passes(model, heads, ids, max_new_tokens, stops, sampler)
+from ligermodels.text.streaming import StopStrings
 
 
 @torch.no_grad()
-def _passes(
+def drafted_passes(
     model: LanguageModel,
     heads: DraftHeads,
     prompt: Tensor,
     max_new_tokens: int,
-    stops: list[int],
     sampler: Sampler,
-) -> Iterator[Tensor]:
-    """Yield the new tokens (new,) of each forward pass, at least one.
+    texts: StopStrings | None,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the new tokens (new,) of each forward pass, at least one, and their log-probabilities.
 
-    Args: prompt: (1, seq) int64; max_new_tokens: of all passes; stops: the ids that end the text;
-        sampler: its rule, its bias and its generator choose the tokens.
+    Args: prompt: (1, seq) int64; max_new_tokens: of all passes; sampler: it chooses the tokens, and
+        names those that end the text; texts: finds strings that end it, too.
     """
     count = heads.num_drafts
     # The device runs one pass ahead of what the host knows, and passes write the keys of drafts.
     longest = prompt.shape[1] + max_new_tokens + 3 * (count + 1)
     cache = KVCache.of(cast(nn.Module, model), 1, longest, extra=count)
     decoder: _DraftDecoder | None = None
-    known, states, running = prompt, [], deque[tuple[Tensor, HostCopy]]()
+    known, states = prompt, []
+    running = deque[tuple[Tensor, Tensor | None, HostCopy]]()
     left, ahead = max_new_tokens, int(prompt.is_cuda)
     while True:
         if decoder is not None:
-            made = decoder.replay()
+            made, log_probs = decoder.replay()
         else:
             states.append(model(known[:, cache.length :], cache=cache))
-            made = _checked(model.head.logits(states[-1][0, -1:]), known[0, :0], None, sampler)
+            logits = model.head.logits(states[-1][0, -1:])
+            made, log_probs = _checked(logits, known[0, :0], None, sampler)
             known = torch.cat((known, made[None, 2:]), 1)
-        made = made.clone()
-        running.append((made, HostCopy(made)))
+        made, log_probs = made.clone(), None if log_probs is None else log_probs.clone()
+        running.append((made, log_probs, HostCopy(made)))
         # Some drafters look back at as many tokens; until then, each pass gives one.
         if decoder is None and cache.length > count:
             decoder = _DraftDecoder(model, heads, cache, longest, sampler)
             decoder.draft(torch.cat(states, 1), known, decoder.ends_1)
         while len(running) > ahead:
-            made, on_host = running.popleft()
+            made, log_probs, on_host = running.popleft()
             new, failed, *tokens = on_host.wait()[0].tolist()
             if failed:
                 raise no_token_error(0, max_new_tokens - left + new - 1)
-            tokens = tokens[: min(new, left)]
-            ends = [i for i, token in enumerate(tokens, 1) if token in stops]
-            tokens = tokens[: ends[0]] if ends else tokens
-            left -= len(tokens)
-            yield made[2 : 2 + len(tokens)]
-            if ends or not left:
+            new = min(new, left)
+            for i, token in enumerate(tokens[:new], 1):
+                if token in sampler.stops or (texts is not None and texts.push([token])):
+                    new = left = i
+                    break
+            left -= new
+            yield made[2 : 2 + new], None if log_probs is None else log_probs[:new]
+            if not left:
                 return
 
 
 class _DraftDecoder(Replayed):
     """Checks drafts and makes new ones, in a CUDA graph if possible.
 
-    Args: model, heads: as in `generate_drafted`; cache: it holds the prompt; longest: the tokens
-        that it has room for; sampler: as in `_passes`.
+    Args: model, heads: as in `drafted_passes`; cache: it holds the prompt; longest: the tokens
+        that it has room for; sampler: as in `drafted_passes`.
     Attributes:
         ids_1Q: the last token, which is not in the cache, and the drafts of those after it.
         given_KV: the probabilities that they were drawn with; None if they were not drawn.
@@ -181,18 +110,18 @@ class _DraftDecoder(Replayed):
         self.given_KV: Tensor | None = None
         self.ends_1 = torch.full((1,), cache.length, device=device)
 
-    def run(self) -> Tensor:
+    def run(self) -> tuple[Tensor, Tensor | None]:
         """Return what `_checked` does for this pass."""
         queries = self.ids_1Q.shape[1]
         self.ends_1.add_(queries)
         with self.cache.step_at(self.ends_1):
             hidden = self.model(self.ids_1Q, cache=self.cache)
         logits_QV = self.model.head.logits(hidden[0])
-        made = _checked(logits_QV, self.ids_1Q[0, 1:], self.given_KV, self.sampler)
+        made, log_probs = _checked(logits_QV, self.ids_1Q[0, 1:], self.given_KV, self.sampler)
         right = made[:1]
         self.ends_1.add_(right - queries)
         self.draft(hidden, torch.cat((self.ids_1Q[:, :1], made[None, 2:]), 1), right)
-        return made
+        return made, log_probs
 
     def draft(self, hidden: Tensor, tokens: Tensor, right: Tensor) -> None:
         """Make the drafts of the next pass: see `Drafter`."""
@@ -204,7 +133,7 @@ class _DraftDecoder(Replayed):
 
 def _checked(
     logits_QV: Tensor, drafts_K: Tensor, given_KV: Tensor | None, sampler: Sampler
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Choose the tokens after the last token and after each draft, as far as the drafts are right.
 
     A draft is right with the probability min(1, p / q), where p is the model's and q the one that
@@ -213,12 +142,13 @@ def _checked(
 
     Args: given_KV: q for all tokens; None if the drafts were not drawn.
     Returns: (2 + Q,) int64: the number of new tokens; 1 if the logits of one of them hold NaN or
-        infinity, else 0; and the tokens, of which those after the new ones mean nothing.
+        infinity, else 0; and the tokens, of which those after the new ones mean nothing. Also the
+        tokens' log-probabilities (Q,), if the sampler computes them.
     """
     rule, generator = sampler.rule, sampler.generator
-    logits_QV = logits_QV.float()
-    broken_Q = ~logits_QV.amax(-1).isfinite()
-    logits_QV = sampler.changed(logits_QV)
+    given_logits_QV = logits_QV.float()
+    broken_Q = ~given_logits_QV.amax(-1).isfinite()
+    logits_QV = sampler.changed(given_logits_QV, drafts_K)
     if rule.do_sample:  # A draw from NaN would have no end.
         logits_QV = logits_QV.masked_fill(broken_Q[:, None], 0.0)
     if given_KV is None:
@@ -235,7 +165,9 @@ def _checked(
     new = right_K.long().cumprod(0).sum() + 1
     places = torch.arange(len(tokens_Q), device=tokens_Q.device)
     failed = (broken_Q & (places < new)).any()
-    return torch.cat((torch.stack((new, failed.long())), tokens_Q))
+    sampler.remember(tokens_Q.where(places < new, tokens_Q[0])[None])
+    log_probs = None if sampler.log_probs_B is None else rule.log_probs(given_logits_QV, tokens_Q)
+    return torch.cat((torch.stack((new, failed.long())), tokens_Q)), log_probs
 
 
 class DraftModel(nn.Module):

@@ -4,8 +4,9 @@ Shape legend: B batch, S prompt length, V vocabulary.
 """
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypedDict, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,6 @@ from ligermodels.text.streaming import Decoder, StopStrings, TextStream, until
 
 # From the tokens so far (batch, seq + new) and the float32 logits (batch, vocab), other logits.
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-# What drafts can honour: a penalty depends on the tokens before, which are not known.
-_DRAFT_OPTIONS = (
-    *("repetition_penalty", "max_new_tokens", "eos_token_id", "pad_token_id", "do_sample"),
-    *("temperature", "top_k", "top_p", "min_p", "logit_bias", "generator"),
-)
 # A cache has room for a multiple of so many tokens, so that it fits the next call, too.
 ROOM = 256
 # A row cannot be longer: no machine has the memory for its cache.
@@ -117,8 +113,9 @@ def generate(
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
         heads: a trained `MedusaHeads` or `MultiTokenModel` that drafts further tokens, for one
-            prompt. `ligermodels.generation.generate_drafted` also returns how many tokens each
-            forward pass gave. callback then gets all tokens of a pass.
+            prompt of input_ids, without a logits_processor or a cache.
+            `ligermodels.generation.generate_drafted` also returns how many tokens each forward pass
+            gave. callback then gets all tokens of a pass.
         draft_model: a small model with the same tokenizer that drafts tokens instead of heads.
         num_drafts: how many tokens draft_model drafts for each pass of the model, 4 by default.
         max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
@@ -159,16 +156,54 @@ def generate(
         CheckpointError: generation_config.json has a value of a wrong type.
     """
     _check_names("generate", options)
-    prompt_BS, steps = _begin(model, input_ids, heads, tokenizer, return_log_probs, **options)
+    prompt_BS, steps = _start(model, input_ids, heads, tokenizer, return_log_probs, **options)
     columns, log_probs = [prompt_BS], []
-    for tokens, log_probs_B in steps:  # (batch,), or with drafts (new,) of one row
+    for tokens, values in steps:  # (batch,), or with drafts (new,) of one row
         columns.append(tokens.view(len(prompt_BS), -1))
-        if log_probs_B is not None:
-            log_probs.append(log_probs_B)
+        if values is not None:
+            log_probs.append(values.view(len(prompt_BS), -1))
         if callback is not None:
             callback(tokens)
     found = torch.cat(columns, dim=1)
-    return (found, torch.stack(log_probs, dim=1)) if return_log_probs else found
+    return (found, torch.cat(log_probs, dim=1)) if return_log_probs else found
+
+
+class DraftResult(NamedTuple):
+    """The result of `generate_drafted`."""
+
+    ids: Tensor  # (1, prompt + new) int64; the stop token is kept
+    tokens_per_forward: list[int]  # how many new tokens each forward pass gave, the prompt's first
+
+
+def generate_drafted(
+    model: LanguageModel,
+    heads: DraftHeads,
+    input_ids: Prompts,
+    *,
+    callback: Callable[[Tensor], object] | None = None,
+    tokenizer: Decoder | None = None,
+    **options: Unpack[GenerateOptions],
+) -> DraftResult:
+    """Continue one prompt, with several tokens for each forward pass.
+
+    The tokens are those of `generate` without drafts, where rounding does not decide between two
+    logits: a pass over several tokens rounds in another way than passes over one token. Draws have
+    the distribution of its draws.
+
+    Args:
+        heads: heads or multi-token prediction modules trained on the model, or a `DraftModel`.
+        callback: a function that is called after every pass with its new tokens (new,).
+        options: these and the other arguments are as in `generate`.
+    Raises: as `generate`.
+    """
+    _check_names("generate_drafted", options)
+    ids, passes = _start(model, input_ids, heads, tokenizer, **options)
+    found = [ids[0]]
+    for new, _ in passes:
+        found.append(new)
+        if callback is not None:
+            callback(new)
+    return DraftResult(torch.cat(found)[None], [len(new) for new in found[1:]])
 
 
 def _check_names(function: str, options: GenerateOptions) -> None:
@@ -195,7 +230,7 @@ def stream(
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
     _check_names("stream", options)
-    prompt_BS, steps = _begin(model, input_ids, heads, tokenizer, **options)
+    prompt_BS, steps = _start(model, input_ids, heads, tokenizer, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
             f"stream: got {prompt_BS.shape[0]} prompts, expected one; for a batch, call "
@@ -232,7 +267,7 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
         yield piece
 
 
-def _begin(
+def _start(
     model: LanguageModel,
     input_ids: Prompts | None,
     heads: DraftHeads | None,
@@ -241,32 +276,6 @@ def _begin(
     *,
     draft_model: DecoderModel | None = None,
     num_drafts: int = 4,
-    **options: Any,
-) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor | None]]]:
-    """Return what `_start` does. With drafts, each step has the tokens of a pass, (new,)."""
-    if draft_model is not None:
-        if heads is not None:
-            raise ValueError("heads and draft_model: pass one of them")
-        heads = DraftModel(draft_model, num_drafts)
-    if heads is None:
-        return _start(model, input_ids, tokenizer, with_log_probs, **options)
-    others = [x for name, x in options.items() if name not in _DRAFT_OPTIONS]
-    if input_ids is None or with_log_probs or any(isinstance(x, Tensor) or x for x in others):
-        raise ValueError(
-            "generate: drafts take input_ids and, of the options, only callback, "
-            f"repetition_penalty=1.0, {', '.join(_DRAFT_OPTIONS[1:])}; leave the others out"
-        )
-    given = {name: x for name, x in options.items() if name in _DRAFT_OPTIONS}
-    prompt_1S, passes = drafted_passes(model, heads, input_ids, **given)
-    return prompt_1S, ((tokens, None) for tokens in passes)
-
-
-def _start(
-    model: LanguageModel,
-    input_ids: Prompts | None,
-    tokenizer: Decoder | None,
-    with_log_probs: bool = False,
-    *,
     inputs_embeds: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     memory: Tensor | None = None,
@@ -281,10 +290,14 @@ def _start(
 ) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor | None]]]:
     """Check the arguments. Return the padded prompts (B, S) and an iterator over the steps.
 
-    For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,), and
-    its log-probability, (B,), or None.
+    For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,), or
+    with drafts the tokens of a pass, (new,), and as many log-probabilities, or None.
     """
     config = model.config
+    if draft_model is not None:
+        if heads is not None:
+            raise ValueError("heads and draft_model: pass one of them")
+        heads = DraftModel(draft_model, num_drafts)
     if check_count("generate", "max_new_tokens", max_new_tokens, 1) > MAX_NEW_TOKENS:
         raise ValueError(
             f"max_new_tokens={short_repr(max_new_tokens)}: the number must be at most "
@@ -304,7 +317,7 @@ def _start(
             f"{prompt} prompt tokens and {max_new_tokens} new tokens go beyond "
             f"max_position_embeddings={config.max_position_embeddings}; the model was not trained "
             "on longer sequences",
-            stacklevel=4,
+            stacklevel=3,
         )
     device = model.rotary_emb.inv_freq.device  # These stay on the device if weights are offloaded.
     ids_BS = ids_BS.to(device)
@@ -335,6 +348,16 @@ def _start(
     if inputs_embeds is not None:
         ids_BS = ids_BS[:, :0]
     texts = stop_strings_of(stop_strings, tokenizer, ids_BS.tolist())
+    if heads is not None:
+        others = (cache, logits_processor, mask_BS, inputs_embeds, *more.values())
+        if batch != 1 or any(each is not None for each in others):
+            raise ValueError(
+                f"generate: {batch} prompts; drafts are for one prompt of input_ids without "
+                "padding, and take no cache, logits_processor, prefix_lengths or memory; generate "
+                "for one prompt at a time, or leave out heads and draft_model"
+            )
+        heads.check_model(model)
+        return ids_BS, drafted_passes(model, heads, ids_BS, max_new_tokens, sampler, texts)
     steps = _steps(
         model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, logits_processor, texts, cache
     )
@@ -354,96 +377,119 @@ def _steps(
     texts: StopStrings | None,
     cache: KVCache | None,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    on_cpu = ids_BS.device.type == "cpu"
-    # Fewer steps take less time than a capture.
-    captures = max_new_tokens > 4 and can_decode(model, cache, set(inputs))
-    packs = captures and cache is None and mask_BS is not None and set(inputs) == {"input_ids"}
-    decoder: StepDecoder | None = None
-    if cache is None:
-        batch, length = next(iter(inputs.values())).shape[:2]
-        length += max_new_tokens - 1  # The model never reads the last new token.
-        if captures and processor is None and (packs or mask_BS is None):
-            decoder = kept_decoder(cast(DecoderModel, model), sampler, length)
-            length = ROOM * -(-length // ROOM)
-        if decoder is None:
-            cache = KVCache.of(cast(nn.Module, model), batch, length)
-        else:
-            cache = decoder.cache
-    forward = _Forwards(model, inputs, mask_BS, cache)
-    fed_B1: Tensor | None = None  # what a step computes from, if its sampler has not chosen it
-    if packs:
-        assert mask_BS is not None
-        prompts = [row[mask == 1] for row, mask in zip(inputs["input_ids"], mask_BS)]
-        read_prompts(cast(DecoderModel, model), cache, range(batch), prompts)
-        fed_B1, ends_B, mask_BS = inputs["input_ids"][:, -1:], mask_BS.sum(-1) - 1, None
-    # The first step that the decoder computes, if there is one; the forward computes the others.
-    first = (0 if packs else 1) if captures else max_new_tokens
-    look: Look | None = None  # at the last step whose end the host has not seen
-    for step in range(max_new_tokens):
-        if step == first:
-            if decoder is None:
-                chooses = sampler if processor is None else None
-                decoder = StepDecoder(cast(DecoderModel, model), cache, chooses, mask_BS)
-            decoder.begin(sampler, ends_B if packs else cache.length)
-            sampler = decoder.sampler or sampler
-        if decoder is not None and step >= first and processor is None:
-            tokens_B, fed_B1 = decoder(fed_B1).clone(), None
-        else:
-            compute = forward if decoder is None or step < first else decoder
-            logits_BV = compute(fed_B1)
-            if processor is not None:
-                logits_BV = processor(ids_BS, logits_BV)
-            tokens_B = sampler(logits_BV)
-            fed_B1 = tokens_B.unsqueeze(1)
-        log_probs_B = None if sampler.log_probs_B is None else sampler.log_probs_B.clone()
-        # A GPU waits only if the rows can end, and then for the step before this one, so that it
-        # always has a step to run.
-        before, look = look, None
-        if on_cpu or sampler.stops or texts is not None:
-            look = Look(sampler, tokens_B)
-        if before is not None and not on_cpu:
-            if before.all_stopped(step - 1):
-                break
-            if texts is not None and (ended := texts.push(before.values[0].tolist())):
-                sampler.stopped_B[ended] = True
-                if bool(sampler.stopped_B.all()):
-                    break
-                tokens_B[ended] = sampler.pad
-                if log_probs_B is not None:
-                    log_probs_B[ended] = 0.0
-        over = on_cpu and look is not None and look.all_stopped(step)
-        if on_cpu and texts is not None and look is not None:
-            sampler.stopped_B[texts.push(look.values[0].tolist())] = True
-            over = bool(sampler.stopped_B.all())
-        yield tokens_B, log_probs_B
-        if over:
-            break
-        if processor is not None:
-            ids_BS = torch.cat([ids_BS, tokens_B.unsqueeze(1)], dim=1)
-    Look(sampler).all_stopped(max_new_tokens - 1)
-    if decoder is not None:
-        keep(decoder)
+    rows = _Rows(model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, processor, cache)
+    sampler, on_cpu = rows.sampler, ids_BS.is_cpu
+    # If rows can end, a GPU computes a step while the host looks at the one before.
+    looks = on_cpu or bool(sampler.stops) or texts is not None
+    waiting = deque[tuple[Tensor, Tensor | None, HostCopy | None]]()
+    ended: list[int] = []  # the rows whose texts have ended
+    try:
+        for step in range(max_new_tokens):
+            tokens_B, log_probs_B = rows.next_tokens(), sampler.log_probs_B
+            is_last, copy = step + 1 == max_new_tokens, None
+            if looks or is_last:
+                copy = HostCopy(tokens_B, sampler.stopped_B, sampler.failed_B)
+            waiting.append(
+                (tokens_B, log_probs_B if log_probs_B is None else log_probs_B.clone(), copy)
+            )
+            while len(waiting) > (0 if is_last or on_cpu or not looks else 1):
+                tokens_B, log_probs_B, copy = waiting.popleft()
+                if ended:  # The device may not have known it.
+                    tokens_B[ended] = sampler.pad
+                    if log_probs_B is not None:
+                        log_probs_B[ended] = 0.0
+                over = False
+                if copy is not None:
+                    on_host_B, stopped_B, failed_B = copy.wait()
+                    if failed_B.any():
+                        raise no_token_error(int(failed_B.int().argmax()), step)
+                    if texts is not None:
+                        ended = texts.push(on_host_B.tolist())
+                        sampler.stopped_B[ended] = stopped_B[ended] = True
+                    over = bool(stopped_B.all())
+                yield tokens_B, log_probs_B
+                if over:
+                    return
+    finally:
+        if rows.decoder is not None:
+            keep(rows.decoder)
 
 
-class _Forwards:
-    """Computes the logits of the next tokens by forwards of the model.
+class _Rows:
+    """Computes the next tokens of the rows, by forwards of the model or by a `StepDecoder`.
 
     Args: inputs: the prompts, as the model's forward takes them; mask_BS: 0 for padding on the
-        left, for these and the tokens in the cache, or None; cache: takes their keys and values.
+        left, for these and the tokens in the cache, or None. The others are those of `_start`.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         inputs: dict[str, Tensor],
+        ids_BS: Tensor,
         mask_BS: Tensor | None,
-        cache: KVCache,
+        max_new_tokens: int,
+        sampler: Sampler,
+        processor: LogitsProcessor | None,
+        cache: KVCache | None,
     ) -> None:
-        self.model, self.inputs, self.mask_BS, self.cache = model, inputs, mask_BS, cache
+        self.model, self.inputs, self.ids_BS, self.mask_BS = model, inputs, ids_BS, mask_BS
+        self.processor = processor
+        # Fewer steps take less time than a capture.
+        captures = max_new_tokens > 4 and can_decode(model, cache, set(inputs))
+        packs = captures and cache is None and mask_BS is not None and set(inputs) == {"input_ids"}
+        decoder: StepDecoder | None = None
+        if cache is None:
+            batch, length = next(iter(inputs.values())).shape[:2]
+            length += max_new_tokens - 1  # The model never reads the last new token.
+            if captures and processor is None and (packs or mask_BS is None):
+                decoder = kept_decoder(cast(DecoderModel, model), sampler, length)
+                length = ROOM * -(-length // ROOM)
+            if decoder is None:
+                cache = KVCache.of(cast(nn.Module, model), batch, length)
+            else:
+                cache, sampler = decoder.cache, decoder.sampler or sampler
+        self.cache, self.sampler = cache, sampler
+        if captures and decoder is None:
+            chooses, padding = sampler if processor is None else None, None if packs else mask_BS
+            decoder = StepDecoder(cast(DecoderModel, model), cache, chooses, padding)
+        self.decoder = decoder
+        # What the next step computes from: None for the prompts, or what the sampler chose.
+        self.fed_B1: Tensor | None = None
+        self.has_read = False
+        if packs:
+            assert mask_BS is not None and decoder is not None
+            prompts = [row[mask == 1] for row, mask in zip(inputs["input_ids"], mask_BS)]
+            read_prompts(cast(DecoderModel, model), cache, range(batch), prompts)
+            self.fed_B1, self.has_read = inputs["input_ids"][:, -1:], True
+            decoder.ends_B.copy_(mask_BS.sum(-1) - 1)
 
-    def __call__(self, ids_B1: Tensor | None) -> Tensor:
-        """Return the float32 logits (batch, vocab) after these tokens, or after the prompts."""
-        if ids_B1 is None:
+    def next_tokens(self) -> Tensor:
+        """Return the next token of each row, (batch,)."""
+        decoder = self.decoder if self.has_read else None
+        if decoder is not None and self.processor is None:
+            tokens_B, self.fed_B1 = decoder(self.fed_B1).clone(), None
+            return tokens_B
+        logits_BV = self._logits() if decoder is None else decoder(self.fed_B1)
+        if self.decoder is not None and not self.has_read:
+            self.decoder.ends_B.fill_(self.cache.length)
+        self.has_read = True
+        if self.processor is not None:
+            shape, logits_BV = logits_BV.shape, self.processor(self.ids_BS, logits_BV)
+            if not isinstance(logits_BV, Tensor) or logits_BV.shape != shape:
+                raise ValueError(
+                    f"logits_processor: it returned {short_repr(logits_BV)}; expected logits of "
+                    f"shape {tuple(shape)}"
+                )
+        tokens_B = self.sampler(logits_BV)
+        self.fed_B1 = tokens_B.unsqueeze(1)
+        if self.processor is not None:
+            self.ids_BS = torch.cat([self.ids_BS, self.fed_B1], dim=1)
+        return tokens_B
+
+    def _logits(self) -> Tensor:
+        """Return the float32 logits (batch, vocab) after the last tokens, or after the prompts."""
+        if self.fed_B1 is None:
             inputs = self.inputs
             if set(inputs) == {"input_ids"} and isinstance(self.model, DecoderModel):
                 *parts, last = chunks(self.model, inputs["input_ids"])
@@ -452,9 +498,9 @@ class _Forwards:
                 inputs = {"input_ids": inputs["input_ids"][:, last]}
         else:
             kept = {name: x for name, x in self.inputs.items() if name.startswith("memory")}
-            inputs = {"input_ids": ids_B1, **kept}
+            inputs = {"input_ids": self.fed_B1, **kept}
             if self.mask_BS is not None:
-                self.mask_BS = torch.cat([self.mask_BS, torch.ones_like(ids_B1)], dim=1)
+                self.mask_BS = torch.cat([self.mask_BS, torch.ones_like(self.fed_B1)], dim=1)
         return self.model.head.logits(self._forward(inputs)[:, -1:])[:, -1].float()
 
     def _forward(self, inputs: dict[str, Tensor]) -> Any:
@@ -481,25 +527,3 @@ def stop_strings_of(
     if tokenizer is None or isinstance(strings, str):
         raise ValueError("stop_strings: pass a list of strings, and the model's tokenizer")
     return StopStrings(tokenizer, strings, contexts)
-
-
-class Look:
-    """What the host sees of a step, on its way there: the sampler's flags, and tensors of the rows.
-
-    Args: tensors: the tokens, or more of what the next step overwrites.
-    """
-
-    def __init__(self, sampler: Sampler, *tensors: Tensor) -> None:
-        self.sampler, self.made = sampler, HostCopy(sampler.flags, *tensors)
-
-    @property
-    def values(self) -> list[Tensor]:
-        """The tensors of the rows, on the CPU."""
-        return self.made.wait()[1:]
-
-    def all_stopped(self, step: int) -> bool:
-        """Return whether all rows have ended. Raise LigerError if one has failed."""
-        all_stopped, failed = self.made.wait()[0].tolist()
-        if failed:
-            raise no_token_error(int(self.sampler.failed_B.int().argmax()), step)
-        return all_stopped

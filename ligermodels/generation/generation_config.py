@@ -60,7 +60,7 @@ def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
     if left_out := [name for name in _NOT_IMPLEMENTED if found.get(name) not in _NEUTRAL]:
         warnings.warn(
             f"{path}: these settings are not implemented and have no effect: {', '.join(left_out)}",
-            stacklevel=6,  # This is the caller of `generate`.
+            stacklevel=5,  # This is the caller of `generate`.
         )
     return found
 
@@ -138,6 +138,9 @@ def resolve_rule(
     """
     if pad_token_id is not None:
         check_count("generate", "pad_token_id", pad_token_id, 0)
+    if unknown := [name for name in rule if name not in Sampling.__dataclass_fields__]:
+        known = ", ".join(Sampling.__dataclass_fields__)
+        raise TypeError(f"{unknown[0]}: there is no such option here; a choice has {known}")
     defaults = checked_generation_config(model)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
     sampling = Sampling(**rule, repetition_penalty=penalty)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels.generation.decode_step import StepDecoder, can_decode
-from ligermodels.generation.generate import Look, generate, stop_strings_of
+from ligermodels.generation.decode_step import HostCopy, StepDecoder, can_decode
+from ligermodels.generation.generate import generate, stop_strings_of
 from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.generation.models import LanguageModel
 from ligermodels.generation.prefill import read_prompts
 from ligermodels.generation.prompts import batch_prompts
-from ligermodels.generation.sampling import Sampler
+from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
@@ -92,7 +92,10 @@ def generate_many(
         raise ValueError(
             f"generate_many: a prompt has shape {tuple(several.shape)}; expected one row"
         )
-    most = [max_new_tokens] * len(given) if isinstance(max_new_tokens, int) else [*max_new_tokens]
+    if isinstance(max_new_tokens, Sequence):
+        most = [*max_new_tokens]
+    else:
+        most = [max_new_tokens] * len(given)
     if len(most) != len(given):
         raise ValueError(f"generate_many: {len(most)} max_new_tokens for {len(given)} prompts")
     for number in most:
@@ -195,7 +198,7 @@ def _continuously(decoder: StepDecoder, rows: list[Row], num_samples: int) -> It
     places: list[int | None] = [None] * batch  # the index of the row that is there
     # Reading a few prompts takes as long as several steps, so some places wait for each other.
     at_once = max(1, batch // 8 // num_samples)
-    step, look = 0, None
+    step, copy = 0, None
     while waiting or any(index is not None for index in places):
         free = [place for place, index in enumerate(places) if index is None]
         count = min(len(free) // num_samples, len(waiting))
@@ -206,16 +209,17 @@ def _continuously(decoder: StepDecoder, rows: list[Row], num_samples: int) -> It
                 places[place] = index
         made = decoder.replay()
         log_probs = [] if sampler.log_probs_B is None else [sampler.log_probs_B]
-        before, look = look, Look(sampler, made, *log_probs)
+        before, copy = copy, HostCopy(sampler.failed_B, made, *log_probs)
         # A GPU computes this step while the host looks at the one before.
         if not made.is_cuda:
-            before = look
+            before = copy
         looked = step - 1 if made.is_cuda else step
         step += 1
         if before is None:
             continue
-        before.all_stopped(looked)  # raises an error if one has failed
-        tokens, *values = before.values
+        failed, tokens, *values = before.wait()
+        if failed.any():
+            raise no_token_error(int(failed.int().argmax()), looked)
         pairs = zip(tokens.tolist(), values[0].tolist() if values else [0.0] * batch)
         for place, (here, pair) in enumerate(zip(list(places), pairs)):
             if here is None or rows[here].first_step > looked or not rows[here].push(*pair):

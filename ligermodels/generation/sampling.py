@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import LigerError
+from ligermodels.errors import LigerError, short_repr
 from ligermodels.kernels.checks import check_count
 
 # At this temperature a draw takes the likeliest token. Closer to 0, the logits would overflow.
@@ -104,6 +104,11 @@ class Sampling:
             logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
         return logits_BV
 
+    def log_probs(self, logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+        """Return the log-probabilities of tokens (B,), of the logits by the temperature."""
+        tempered_BV = self.tempered(logits_BV)
+        return tempered_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1) - tempered_BV.logsumexp(-1)
+
     def next_tokens(self, logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return one token for each row of the float32 logits, (B,)."""
         if not self.do_sample:
@@ -148,12 +153,11 @@ class Sampler:
     Attributes:
         stopped_B: which rows have ended.
         failed_B: which rows had NaN or infinity among the logits before they ended.
-        flags: (2,) bool, whether all rows have ended, and whether one has failed.
         log_probs_B: the log-probabilities of the last tokens, or None: float32, of the logits
             divided by the temperature, before biases, penalties and filters; 0 for padding.
     Raises:
-        ValueError: logit_bias has a token outside the vocabulary, or NaN or +inf, or the generator
-            is on another device.
+        ValueError: logit_bias has a token outside the vocabulary, or NaN or +inf, or forbids all
+            tokens, or the generator is on another device.
     """
 
     def __init__(
@@ -180,9 +184,10 @@ class Sampler:
         self.is_stop_V = is_stop.to(device)
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
         self.failed_B = torch.zeros_like(self.stopped_B)
-        self.flags = self.stopped_B.new_zeros(2)
         self.log_probs_B = torch.zeros(batch, device=device) if with_log_probs else None
-        self.bias_V = None if not rule.logit_bias else _bias(rule.logit_bias, vocab_size, device)
+        self.bias_V = (
+            None if rule.logit_bias is None else _bias(rule.logit_bias, vocab_size, device)
+        )
         # The tokens of a row, and those of them that were generated.
         seen = self.stopped_B.new_zeros(batch, vocab_size)
         self.seen_BV = seen if rule.repetition_penalty != 1 else None
@@ -225,43 +230,64 @@ class Sampler:
             changed_BV = changed_BV.masked_fill(broken_B.unsqueeze(1), 0.0)
         tokens_B = self.rule.next_tokens(changed_BV, self.generator)
         if self.log_probs_B is not None:
-            tempered_BV = self.rule.tempered(logits_BV)
-            chosen_B = tempered_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-            found_B = chosen_B - tempered_BV.logsumexp(-1)
+            found_B = self.rule.log_probs(logits_BV, tokens_B)
             self.log_probs_B.copy_(found_B.masked_fill(self.stopped_B, 0.0))
-        for given_BV in (self.seen_BV, self.new_BV):
-            if given_BV is not None:
-                given_BV.scatter_(1, tokens_B.unsqueeze(1), True)
+        self.remember(tokens_B.unsqueeze(1))
         tokens_B = tokens_B.masked_fill(self.stopped_B, self.pad)
         if self.stops:
             self.stopped_B |= self.is_stop_V[tokens_B]
-        torch.stack((self.stopped_B.all(), self.failed_B.any()), out=self.flags)
         return tokens_B
 
-    def changed(self, logits_BV: Tensor) -> Tensor:
-        """Return the logits with biases and penalties."""
-        rule = self.rule
+    def remember(self, tokens_BN: Tensor) -> None:
+        """Add tokens (B, N) to those that the penalties hold for."""
+        for given_BV in (self.seen_BV, self.new_BV):
+            if given_BV is not None:
+                given_BV.scatter_(1, tokens_BN, True)
+
+    def changed(self, logits_BV: Tensor, drafts_K: Tensor | None = None) -> Tensor:
+        """Return the logits with biases and penalties.
+
+        Args: drafts_K: the logits are those of one row, before the first draft and after each.
+        """
+        rule, seen_BV, new_BV = self.rule, self.seen_BV, self.new_BV
+        if drafts_K is not None:
+            seen_BV, new_BV = _with_drafts(seen_BV, drafts_K), _with_drafts(new_BV, drafts_K)
         if self.bias_V is not None:
             logits_BV = logits_BV + self.bias_V
-        if self.seen_BV is not None:
+        if seen_BV is not None:
             penalty = rule.repetition_penalty
             penalised = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
             if penalty < 1:
                 penalised = penalised.clamp(max=_LARGEST)
-            logits_BV = torch.where(self.seen_BV, penalised, logits_BV)
-        if self.new_BV is not None:
-            logits_BV = logits_BV - self.new_BV * float(rule.presence_penalty)
+            logits_BV = torch.where(seen_BV, penalised, logits_BV)
+        if new_BV is not None:
+            logits_BV = logits_BV - new_BV * float(rule.presence_penalty)
         return logits_BV
+
+
+def _with_drafts(given_1V: Tensor | None, drafts_K: Tensor) -> Tensor | None:
+    """Return the tokens that a row has at each draft and after the last, (K + 1, V)."""
+    if given_1V is None:
+        return None
+    given_QV = given_1V.repeat(len(drafts_K) + 1, 1)
+    for i in range(len(drafts_K)):
+        given_QV[i + 1 :].index_fill_(1, drafts_K[i : i + 1], True)
+    return given_QV
 
 
 def _bias(given: Mapping[int, float], vocab_size: int, device: torch.device) -> Tensor:
     """Return the numbers that are added to the logits, (V,) float32."""
     bias = torch.zeros(vocab_size)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"logit_bias={short_repr(given)}: expected {{token id: number}}")
     for token, number in given.items():
-        if not 0 <= token < vocab_size or not number < math.inf:
+        is_id = isinstance(token, Integral) and 0 <= token < vocab_size
+        if not (is_id and isinstance(number, Real) and number < math.inf):
             raise ValueError(
                 f"logit_bias={{{token!r}: {number!r}}}: expected a token id below {vocab_size} "
                 "and a number below infinity"
             )
         bias[token] = number
+    if not bool((bias > -math.inf).any()):
+        raise ValueError("logit_bias: it forbids all tokens; leave at least one")
     return bias.to(device)

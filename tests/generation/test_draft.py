@@ -73,6 +73,35 @@ def test_a_draft_model(family, rope) -> None:
     assert [*stream(model, prompt, **given)] == greedy[0, 1:].tolist()
 
 
+class Letters:
+    """A tokenizer whose token i is the i-th letter, if there is one."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+@pytest.mark.parametrize("drafter", ["heads", "draft_model"])
+def test_options_hold_for_drafts(drafter) -> None:
+    """Penalties count the drafts before a token, also one from generation_config.json."""
+    model, heads = with_heads("llama")
+    given = {"heads": heads} if drafter == "heads" else {"draft_model": perturbed(model)}
+    model.source.generation_config = {"repetition_penalty": 1.3}
+    prompt, end = [3, 9, 7], {"max_new_tokens": 40, "eos_token_id": []}
+    for options in (
+        {},
+        {"repetition_penalty": 1.0, "presence_penalty": 0.7},
+        {"presence_penalty": -0.4, "logit_bias": {3: 0.5, 5: -torch.inf}},
+    ):
+        expected, values = model.generate(prompt, return_log_probs=True, **options, **end)
+        found, made = model.generate(prompt, return_log_probs=True, **options, **end, **given)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(made, values, rtol=1e-4, atol=1e-5)
+        texts = {"tokenizer": Letters(), "stop_strings": [Letters().decode(found[0, 20:22], False)]}
+        expected = model.generate(prompt, **options, **end, **texts)
+        assert torch.equal(model.generate(prompt, **options, **end, **texts, **given), expected)
+        assert 3 < expected.shape[1] < 43
+
+
 @each
 def test_draws_of_the_same_model_are_all_right(family) -> None:
     """The small model's probabilities after the drafts are those of a pass over all of them."""
@@ -106,9 +135,8 @@ def test_draws_have_the_distribution_of_the_model(drawn) -> None:
                 guess = last.multinomial(1, generator=draw) if drawn else last.argmax()
                 drafts.append(int(guess))
             given = q[drafts[:2]] if drawn else None
-            new, failed, *tokens = _checked(
-                chain[drafts], torch.tensor(drafts[1:]), given, sampler
-            ).tolist()
+            made, _ = _checked(chain[drafts], torch.tensor(drafts[1:]), given, sampler)
+            new, failed, *tokens = made.tolist()
             assert not failed
             found += tokens[:new]
         counts[found[1], found[2]] += 1
@@ -151,20 +179,16 @@ def test_trained_heads_need_fewer_passes_and_end_at_a_stop_token() -> None:
 
 def test_refusals() -> None:
     model, heads = with_heads("llama")
-    with pytest.raises(ValueError, match="got 2 prompts; expected one"):
+    with pytest.raises(ValueError, match="2 prompts; drafts are for one prompt"):
         generate_drafted(model, heads, torch.ones(2, 3, dtype=torch.int64))
     prompt = torch.tensor([[1, 2]])
     for vocab, size in ((VOCAB + 1, 32), (VOCAB, 16)):  # a GPU would look up tokens out of bounds
         other = MedusaHeads(LossHead(size, vocab), 1)
         with pytest.raises(ValueError, match=f"vocabulary of {vocab} and hidden states of {size}"):
             generate_drafted(model, other, prompt)
-    model.source.generation_config = {"repetition_penalty": 1.3}
-    with pytest.raises(ValueError, match=r"repetition_penalty=1\.3, given or from"):
-        generate_drafted(model, heads, prompt)
-    found = model.generate(prompt, heads=heads, repetition_penalty=1.0, max_new_tokens=9)
-    assert torch.equal(found, model.generate(prompt, repetition_penalty=1.0, max_new_tokens=9))
-    with pytest.raises(ValueError, match="drafts take input_ids and"):
-        model.generate(torch.tensor([[1]]), heads=heads, presence_penalty=1.0)
+    for options in ({"logits_processor": lambda _, x: x}, {"attention_mask": [[0, 1]]}):
+        with pytest.raises(ValueError, match="one prompt at a time, or leave out heads"):
+            model.generate(prompt, heads=heads, **options)
     with pytest.raises(ValueError, match="pass one of them"):
         model.generate(torch.tensor([[1]]), heads=heads, draft_model=model)
     small = random_model("llama", vocab_size=VOCAB - 1)

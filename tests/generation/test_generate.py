@@ -222,6 +222,10 @@ def test_options_out_of_range_are_refused(pair, subtests):
         ({"pad_token_id": VOCAB}, "pad_token_id=97"),
         ({"temperature": 0.5}, "pass do_sample=True"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"logit_bias": [1.0]}, r"logit_bias=\[1\.0\]: expected \{token id: number\}"),
+        ({"logit_bias": {"3": 1.0}}, "expected a token id below 97"),
+        ({"logit_bias": dict.fromkeys(range(VOCAB), -torch.inf)}, "it forbids all tokens"),
+        ({"logits_processor": lambda _, x: x[:, :5]}, r"expected logits of shape \(1, 97\)"),
     ):
         with subtests.test(message), pytest.raises(ValueError, match=message):
             generate(pair[1], [1], **options)
