@@ -248,9 +248,9 @@ def _from_rank_0(compute: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             made = [compute()]
-        except Exception as fault:  # the other ranks wait for an answer
+        except BaseException as fault:  # Ctrl-C, too: the other ranks wait for an answer
             made = [fault]
     dist.broadcast_object_list(made, src=0)
-    if isinstance(made[0], Exception):
+    if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step-00000100` that torch.distributed.checkpoint writes, for one process
 and for many: each rank writes the parts of the tensors that it holds, so that any number of ranks,
-in any layout, can read what another wrote. Besides, `facts.json` holds the SHA-256 of each file. It
-is written last, and a flipped bit is found before anything is computed with it.
+in any layout, can read what another wrote. Besides, `facts.json` holds the id of the run and the
+SHA-256 of each file. It is written last, and a flipped bit is found before anything is computed
+with it.
 
 A checkpoint holds `model.NAME` for each trained weight, and `optimizer.KEY.NAME` for what the
 optimizer keeps for it. Frozen weights are not in it, because a resumed run loads them from the
@@ -62,10 +63,10 @@ _PICKLED = {
 
 
 class Checkpoints:
-    """The checkpoints in a folder."""
+    """The checkpoints in a folder, all of the run with this id."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, run_id: str = "") -> None:
+        self.folder, self.run_id = folder, run_id
 
     def folders(self) -> dict[int, Path]:
         """Return the folder of each step that was written to its end, in the order of the steps.
@@ -120,7 +121,8 @@ class Checkpoints:
         files = {name: value for each in gathered(hashes) for name, value in each.items()}
         with error_on_all_ranks(SaveError), writing(folder):
             if rank() == 0:
-                (aside / FACTS).write_text(json.dumps(files, indent=2))
+                facts = {"run": self.run_id, "files": files}
+                (aside / FACTS).write_text(json.dumps(facts, indent=2))
                 sync_file(aside / FACTS)
                 sync_folder(aside)
                 if folder.exists():
@@ -137,13 +139,19 @@ class Checkpoints:
         Without an optimizer, copy only the weights. Every rank must call it.
 
         Raises:
-            CheckpointError: on any rank, a file is missing or damaged, or it belongs to another
-                model. All ranks raise.
+            CheckpointError: on any rank, a file is missing or damaged, or the checkpoint is that of
+                another run. All ranks raise.
         """
         folder = self.folder / f"step-{step:08d}"
         try:
             with error_on_all_ranks(CheckpointError):
-                for number, (name, digest) in enumerate(hashes_of(folder).items()):
+                run_id, hashes = facts_of(folder)
+                if run_id != self.run_id:
+                    raise CheckpointError(
+                        f"{folder}: this is a checkpoint of another run: the base model, the data "
+                        "or the options are not those of this run"
+                    )
+                for number, (name, digest) in enumerate(hashes.items()):
                     if number % num_ranks() == rank():
                         if file_hash(folder / name, CheckpointError) != digest:
                             raise CheckpointError(
@@ -180,16 +188,17 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def hashes_of(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a checkpoint.
+def facts_of(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return the id of the run of a checkpoint, and the SHA-256 of each file.
 
     Raises:
         CheckpointError: they are missing or damaged.
     """
-    files = read_json(folder / FACTS, CheckpointError)
-    if any("/" in name for name in files):
+    facts = read_json(folder / FACTS, CheckpointError)
+    files = facts.get("files")
+    if not isinstance(files, dict) or any("/" in name for name in files):
         raise CheckpointError(f"{folder / FACTS}: this is not what a run writes")
-    return files
+    return facts.get("run"), files
 
 
 def first_not_finite(
@@ -275,7 +284,7 @@ class _Reader(dcp.FileSystemReader):
             raise CheckpointError(
                 f"{file}: the file cannot be read: {first_line(error)}"
             ) from error
-        if odd := sorted(places - hashes_of(Path(self.path)).keys()):
+        if odd := sorted(places - facts_of(Path(self.path))[1].keys()):
             raise CheckpointError(f"{file}: it names {odd[0]!r}, which is no file of this folder")
         found.storage_meta.load_id = self.load_id
         return found

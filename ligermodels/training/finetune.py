@@ -49,7 +49,7 @@ from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import Interrupted, Interrupts, num_row_ranks
 from ligermodels.training.reports import FinetuneResult
-from ligermodels.training.run_dir import RUN_FORMAT, RunDir, fingerprint, plot_losses
+from ligermodels.training.run_dir import RUN_FORMAT, RunDir, file_hash, fingerprint, plot_losses
 from ligermodels.training.trainer import Trainer
 
 
@@ -442,13 +442,16 @@ class Run:
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
         settings, plan = self._settings(), self.model.memory_plan
+        files = *self.train_files, *self.eval_files
+        inputs = {"base": base, "others": others, "rows": rows.fingerprint()}
+        fixed = {name: x for name, x in settings.items() if name not in FREE_ON_RESUME}
         facts = {
             "format": RUN_FORMAT,
+            "id": saved["id"] if saved else fingerprint({**inputs, "settings": fixed}),
             "ligermodels": __version__,
             "settings": settings,
-            "base": base,
-            "others": others,
-            "rows": rows.fingerprint(),
+            **inputs,
+            "files": {os.path.realpath(file): file_hash(file) for file in files},
             "memory_plan": None if plan is None else plan.to_dict(),
             "ranks": self.ranks,
             "launch": processes.launch_id(),
@@ -457,10 +460,15 @@ class Run:
             path, then = self.run_dir.path, saved["base"] | saved["others"]
             check_same(source, path, then, base | others)
             if saved["rows"] != facts["rows"]:
+                before, after = saved["files"], facts["files"]
+                same = {*before.values()} & {*after.values()}
+                odd = [x for x, digest in {**before, **after}.items() if digest not in same]
                 raise LigerError(
                     f"{path}: the training data or the part that is held out is not what the run "
-                    "was started with; restore the files and their order, or start another run"
+                    f"was started with (changed, new or missing: {', '.join(odd) or 'no file'}); "
+                    "restore the files and their order, or start another run"
                 )
+        self.checkpoints.run_id = facts["id"]
         ranks = self.ranks * self.config.parallel.context_parallel
         command: dict[str, Any] = {"gpus": ranks} if ranks > 1 else {}
         if self.modules:

@@ -101,7 +101,7 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
     saved = run_dir.read_settings()
     if saved is None:
         raise CheckpointError(f"{run}: the folder holds no run")
-    checkpoints = Checkpoints(run_dir.checkpoint_dir)
+    checkpoints = Checkpoints(run_dir.checkpoint_dir, saved["id"])
     if step not in (steps := checkpoints.folders()):
         known = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")

@@ -1,6 +1,6 @@
 """The folder of a training run: its settings and metrics, and how its files are written and hashed.
 
-    run.json        the options of the run, and the hashes of its model and data
+    run.json        the options of the run, its id, and the hashes of its model and data
     run.yaml        the options, for `ligermodels finetune --config`
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   texts that the model generated at evaluations
@@ -54,7 +54,7 @@ OWNED = (
 PART = ".part"  # the end of the name of a file that is not whole
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
-RUN_FORMAT = 3
+RUN_FORMAT = 4
 
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]

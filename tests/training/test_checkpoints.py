@@ -146,11 +146,13 @@ def test_a_file_outside_of_the_folder_is_not_read(folder, saved):
 def rehash(saved):
     from ligermodels.training.run_dir import file_hash
 
-    hashes = {name: file_hash(saved / name) for name in json.loads((saved / FACTS).read_text())}
-    (saved / FACTS).write_text(json.dumps(hashes))
+    facts = json.loads((saved / FACTS).read_text())
+    facts["files"] = {name: file_hash(saved / name) for name in facts["files"]}
+    (saved / FACTS).write_text(json.dumps(facts))
 
 
-def test_another_shape_or_name_is_refused(folder, saved):
+def test_another_run_shape_or_name_is_refused(folder, saved):
+    assert "of another run" in refuse(Checkpoints(folder.folder, "other"))
     assert "mismatch" in refuse(folder, make_model(width=5))
     model, _ = make_model()
     longer = torch.nn.Sequential(*model, torch.nn.Linear(1, 1))

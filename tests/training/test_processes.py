@@ -185,6 +185,7 @@ def cases(ranks: int) -> dict[str, Case]:
         "losses of pairs": losses_of_pairs,
         "what needs one process": refused,
         "copies and samples on two ranks": copies_and_samples,
+        "an interrupted plan": interrupted_plan,
         "an error on one rank": partial(error_on_a_rank, 1),
         "a hung rank": hung_rank,
     }
@@ -229,6 +230,19 @@ def interrupted_evaluation(number: int, folder: Path) -> dict[str, float]:
     names = ("two", "interrupted")
     files = [(root / name / "model/model.safetensors").read_bytes() for name in names]
     return {"files": float(files[0] != files[1])}
+
+
+def interrupted_plan(number: int, folder: Path) -> dict[str, float]:
+    """A signal that rank 0 alone gets while it plans the memory ends the run on all ranks."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ligermodels.memory.fit.find_plan", interrupted)
+        with pytest.raises(Interrupted, match="before the run began"):
+            finetune(options(folder.parent, "planned", memory="8GiB"), progress=False)
+    return {"run": float((folder.parent / "planned/run.json").exists())}
 
 
 def resume_alone(number: int, folder: Path) -> dict[str, float]:
