@@ -52,11 +52,11 @@ class Arguments(LoadingOptions):
     separator: str | None = option(None, metavar="LINE")
     generate: bool = option(False)
     max_new_tokens: int = option(256, at_least=1)
-    stop: list[str] = option((), metavar="TEXT")
-    output: str | None = option(None, metavar="FILE")
-    num_fewshot: int | None = option(None, at_least=0)
-    limit: int | None = option(None, at_least=1)
-    task_folder: str | None = option(None, metavar="DIR")
+    stop: list[str] = option((), metavar="TEXT", needs="generate")
+    output: str | None = option(None, metavar="FILE", needs="generate")
+    num_fewshot: int | None = option(None, at_least=0, needs="tasks")
+    limit: int | None = option(None, at_least=1, needs="tasks")
+    task_folder: str | None = option(None, metavar="DIR", needs="tasks")
     device: str | None = option(None)
     json: bool = option(False)
 
@@ -70,12 +70,6 @@ def run(given: Arguments) -> None:
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
-    for_tasks = {name: getattr(given, name) for name in ("num_fewshot", "limit", "task_folder")}
-    for name, value in for_tasks.items():
-        if value is not None and not given.tasks:
-            raise LigerError(f"evaluate: --{name.replace('_', '-')} is only for --tasks")
-    if not given.generate and (given.stop or given.output):
-        raise LigerError("evaluate: --stop and --output need --generate")
     paths = local_files(given.files, data_library, progress=sys.stderr.isatty())
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)
@@ -85,9 +79,9 @@ def run(given: Arguments) -> None:
     if given.files:
         found["files"] = _files(given, model, folder, dict(zip(given.files, paths)))
     if evaluate_tasks is not None:
-        found["tasks"] = evaluate_tasks(
-            model, str(folder), given.tasks, batch_size=given.batch_size, **for_tasks
-        )
+        names = ("batch_size", "num_fewshot", "limit", "task_folder")
+        options = {name: getattr(given, name) for name in names}
+        found["tasks"] = evaluate_tasks(model, str(folder), given.tasks, **options)
     if given.json:
         print(json.dumps(found, indent=2, default=str))
         return

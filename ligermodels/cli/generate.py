@@ -59,12 +59,12 @@ class Arguments(LoadingOptions):
 
     model: str = option(MISSING, positional=True)
     prompt: str | None = option(None, positional=True)
-    input: str | None = option(None, metavar="FILE")
-    output: str | None = option(None, metavar="FILE")
-    max_batch: int | None = option(None, at_least=1)
-    num_samples: int = option(1, at_least=1)
+    input: str | None = option(None, metavar="FILE", needs="output")
+    output: str | None = option(None, metavar="FILE", needs="input")
+    max_batch: int | None = option(None, at_least=1, needs="input")
+    num_samples: int = option(1, at_least=1, needs="input")
     chat: bool = option(False)
-    system: str | None = option(None, metavar="TEXT")
+    system: str | None = option(None, metavar="TEXT", needs="chat")
     max_new_tokens: int = option(256, at_least=1)
     temperature: float | None = option(None, at_least=0)
     top_k: int | None = option(None, at_least=1)
@@ -88,12 +88,8 @@ def run(given: Arguments) -> None:
     from ligermodels.training.data import local_files, read_prompts
     from ligermodels.training.finetune import pick_device
 
-    if given.system is not None and not given.chat:
-        raise LigerError("generate: --system needs --chat")
-    if given.input is None and (given.output or given.max_batch or given.num_samples > 1):
-        raise LigerError("generate: --output, --max-batch and --num-samples need --input")
-    if given.input is not None and (given.output is None or given.prompt is not None):
-        raise LigerError("generate: --input needs --output, and no PROMPT")
+    if given.input is not None and given.prompt is not None:
+        raise LigerError("generate: give --input or PROMPT")
     converses = given.chat and given.prompt is None and sys.stdin.isatty()
     prompt = given.prompt or ""
     if given.input is None and not converses and given.prompt in (None, "-"):
@@ -175,7 +171,7 @@ def _answer_file(
 ) -> None:
     """Answer the prompts of a file that have no answer yet."""
     from ligermodels.models.auto import AutoLiger
-    from ligermodels.training.answers import answers, count_answered, write_answers
+    from ligermodels.training.evaluate import answers, count_answered, write_answers
 
     output = Path(given.output or "")
     done = count_answered(output, groups)

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.options import CommonOptions
-from ligermodels.errors import LigerError, printable
+from ligermodels.errors import printable
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.training.config import PRECISIONS
 from ligermodels.training.options import option
@@ -40,17 +40,17 @@ class Arguments(CommonOptions):
         seq: tokens of a row to plan for
         budget: memory to plan for, such as 80GiB (default: the GPU's)
         gpu: GPU to plan for, such as H200 (default: this machine's, or H100)
-        precision: precision to plan for (default: bf16-mixed)
+        precision: precision to plan for
     """
 
     model: str = option(MISSING, positional=True)
     revision: str | None = option(None)
     json: bool = option(False)
-    batch: int | None = option(None, at_least=1)
-    seq: int | None = option(None, at_least=1)
-    budget: str | None = option(None, metavar="SIZE")
-    gpu: str | None = option(None, metavar="NAME")
-    precision: str | None = option(None, choices=PRECISIONS)
+    batch: int | None = option(None, at_least=1, needs="seq")
+    seq: int | None = option(None, at_least=1, needs="batch")
+    budget: str | None = option(None, metavar="SIZE", needs="batch")
+    gpu: str | None = option(None, metavar="NAME", needs="batch")
+    precision: str = option("bf16-mixed", choices=PRECISIONS, needs="batch")
 
 
 def run(given: Arguments) -> None:
@@ -62,16 +62,12 @@ def run(given: Arguments) -> None:
     from ligermodels.models.auto import family_of
     from ligermodels.training import model
 
-    sizes = {name: getattr(given, name) for name in ("batch", "seq", "budget", "gpu", "precision")}
-    asked = [name for name, value in sizes.items() if value is not None]
-    if asked and not {"batch", "seq"} <= {*asked}:
-        raise LigerError(f"inspect: --{asked[0]}: a memory plan needs --batch and --seq")
     folder = resolve(given.model, revision=given.revision)
     family = family_of(folder)
     found = asdict(describe(folder, family))
     outlook: Outlook | None = None
-    if asked:
-        sizes["precision"] = given.precision or "bf16-mixed"
+    if given.batch is not None:
+        sizes = {x: getattr(given, x) for x in ("batch", "seq", "budget", "gpu", "precision")}
         outlook = model.outlook(family, family.config_class.from_hf(folder), **sizes)
     if given.json:
         if outlook is not None:

@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
@@ -181,21 +182,14 @@ def import_modules(names: Sequence[str] | None) -> None:
             raise LigerError(f"--import {name}: {kind}{first_line(error)}") from error
 
 
-_imported_files: set[str] = set()
-
-
 def _import_file(path: str) -> None:
     """Import a file under its own name, even if an installed module has the same name."""
     folder, name = os.path.dirname(path), Path(path).stem
     if not os.path.isfile(path):
         raise LigerError("there is no such file")
-    if name in sys.modules and name not in _imported_files:
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
         raise LigerError(f"a module named {name!r} is imported already; rename the file")
-    sys.modules.pop(name, None)
-    sys.path.insert(0, folder)
-    try:
-        importlib.import_module(name)
-        _imported_files.add(name)
-    finally:  # The modules beside it are found later, too, but hide no others.
-        sys.path.remove(folder)
-        sys.path.append(folder)
+    sys.path.append(folder)  # where it finds the modules beside it
+    spec: Any = spec_from_file_location(name, path)
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])

@@ -195,10 +195,10 @@ def facts_of(folder: Path) -> tuple[str, dict[str, str]]:
         CheckpointError: they are missing or damaged.
     """
     facts = read_json(folder / FACTS, CheckpointError)
-    files = facts.get("files")
-    if not isinstance(files, dict) or any("/" in name for name in files):
+    run_id, files = facts.get("run"), facts.get("files")
+    if not isinstance(run_id, str) or not isinstance(files, dict) or any("/" in x for x in files):
         raise CheckpointError(f"{folder / FACTS}: this is not what a run writes")
-    return facts.get("run"), files
+    return run_id, files
 
 
 def first_not_finite(

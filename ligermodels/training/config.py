@@ -41,7 +41,6 @@ PRECISIONS = ("float32", "bf16-mixed", "bf16")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
-MAX_STEPS = 10**9  # A longer run never ends.
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # what a resumed run does not take over
 
 
@@ -123,17 +122,11 @@ class AdapterOptions(Options):
     """
 
     lora_r: int | None = option(None, at_least=1)
-    lora_alpha: float | None = option(None, more_than=0)
-    lora_dropout: float = option(0.0, at_least=0, less_than=1)
-    lora_targets: list[str] | None = option(None, metavar="NAME")
-    load_in: str | None = option(None, choices=("4bit", "8bit"))
-    export: str = free_option("merged", choices=("merged", "adapter"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for each in fields(self) if self.lora_r is None else ():
-            if getattr(self, each.name) != each.default:
-                raise ConfigError(f"{each.name}: this needs adapters; set lora_r, for example 16")
+    lora_alpha: float | None = option(None, more_than=0, needs="lora_r")
+    lora_dropout: float = option(0.0, at_least=0, less_than=1, needs="lora_r")
+    lora_targets: list[str] | None = option(None, metavar="NAME", needs="lora_r")
+    load_in: str | None = option(None, choices=("4bit", "8bit"), needs="lora_r")
+    export: str = free_option("merged", choices=("merged", "adapter"), needs="lora_r")
 
 
 @dataclass(kw_only=True)

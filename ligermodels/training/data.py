@@ -516,12 +516,8 @@ def _with_system(record: Record) -> list[Record]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def is_dataset(name: str) -> bool:
-    """Return whether a name is that of a data set of the hub: there is no such file."""
-    return _dataset(name) is not None
-
-
 def _dataset(name: str) -> tuple[str, str | None, str] | None:
+    """Return the repository, config and split of a data set of the hub; None if it is a file."""
     match = None if os.path.lexists(name) else _DATASET.fullmatch(name)
     if match is None or Path(match[1]).suffix:  # that of a mistyped file
         return None

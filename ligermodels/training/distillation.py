@@ -16,7 +16,6 @@ from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.auto import AutoLiger, tokenizer_folder
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.losses import Distillation
 from ligermodels.training.model import weights_hash
 from ligermodels.training.objectives import Call, Objective, Rows
@@ -59,11 +58,8 @@ class DistillationObjective(Objective):
 
     options: Distillation
     shown = ("eval_loss", "loss")
-
-    def __init__(self, config: FinetuneConfig) -> None:
-        super().__init__(config)
-        self.source: Path | None = None
-        self.teacher: TeacherModel | None = None
+    source: Path
+    teacher: TeacherModel
 
     def open(self, tokenizer: Tokenizer) -> None:
         """Find the teacher, and check that it has the same tokens."""
@@ -72,7 +68,6 @@ class DistillationObjective(Objective):
 
     def load(self, model: DecoderModel) -> int:
         """Load the teacher: in bfloat16 on a GPU, in float32 on a CPU."""
-        assert self.source is not None
         options, device = self.options, next(model.parameters()).device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         teacher = AutoLiger.from_hf(self.source, dtype=dtype, device=device)
@@ -92,12 +87,10 @@ class DistillationObjective(Objective):
 
     def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
         """Return the model with its teacher."""
-        assert self.teacher is not None
         return TaughtModel(trained, self.teacher)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the teacher's weights, as this device has them, and its config."""
-        assert self.teacher is not None and self.source is not None
         facts = {"config": repr(self.teacher.model.built_from)}
         return {"teacher": fingerprint(facts | {"weights": weights_hash(self.teacher.model)})}
 

@@ -1,40 +1,42 @@
-"""The perplexity of a model on files, and how many of their questions it answers as they do."""
+"""The perplexity of a model on files, and its answers to the prompts of files."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import ConfigError, LigerError
+from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
+from ligermodels.text.streaming import text_after
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.answers import KEY, answers
-from ligermodels.training.data import read_documents, read_questions
+from ligermodels.training.data import Group, read_documents, read_questions
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.trainer import perplexity
 
+KEY = "generated"  # of the answers, in the records of the prompts
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class FileLoss:
-    """The loss on a file, per target, in nats; `tokens` also counts what is no target.
+    """The loss on a file, summed over its targets, in nats; `tokens` also counts what is no target.
 
     `truncated` counts the examples with a prompt that did not fit into a row: the targets beyond it
     are not predicted. `untargeted` counts the documents that had nothing to predict.
     """
 
-    loss: float
+    total_loss: float
     targets: int
     tokens: int
     seconds: float
@@ -42,23 +44,18 @@ class FileLoss:
     untargeted: int = 0
 
     @property
-    def perplexity(self) -> float:
-        """The exponential of the loss."""
-        return perplexity(self.loss)
+    def loss(self) -> float:
+        """The loss per target."""
+        return self.total_loss / self.targets
 
     def to_dict(self) -> dict[str, float]:
-        """Return all numbers by name, with the tokens of a second instead of the seconds."""
-        found = {"perplexity": self.perplexity, **vars(self)}
-        found["tokens_per_second"] = self.tokens / max(found.pop("seconds"), 1e-9)
-        return found
+        """Return the numbers by name, with the perplexity and the tokens of a second."""
+        names = "loss", "targets", "tokens", "truncated", "untargeted"
+        found = {"perplexity": perplexity(self.loss)} | {x: getattr(self, x) for x in names}
+        return found | {"tokens_per_second": self.tokens / max(self.seconds, 1e-9)}
 
     def __add__(self, other: FileLoss) -> FileLoss:
-        targets = self.targets + other.targets
-        loss = (self.loss * self.targets + other.loss * other.targets) / targets
-        seconds = self.seconds + other.seconds
-        truncated = self.truncated + other.truncated
-        untargeted = self.untargeted + other.untargeted
-        return FileLoss(loss, targets, self.tokens + other.tokens, seconds, truncated, untargeted)
+        return FileLoss(*map(sum, zip(astuple(self), astuple(other))))
 
 
 @torch.no_grad()
@@ -96,14 +93,9 @@ def file_loss(
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    targets, started = 0, time.perf_counter()
-    for at in tqdm(
-        range(0, len(rows), batch_size),
-        unit="batch",
-        disable=not progress,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    ):
+    started = time.perf_counter()
+    starts = range(0, len(rows), batch_size)
+    for at in tqdm(starts, unit="batch", disable=not progress, dynamic_ncols=True):
         batch = rows.batch(range(at, min(len(rows), at + batch_size)))
         out = model(
             batch.input_ids.to(device),
@@ -112,17 +104,59 @@ def file_loss(
             reduction="sum",  # without what layers add, such as the balance of experts
         )
         total += out.loss.double()
-        targets += batch.num_targets
     model.train(was_training)
-    loss = float(total) / targets
-    if not math.isfinite(loss):
+    if not math.isfinite(total):
         raise LigerError(
-            f"{', '.join(map(str, files))}: the loss is {loss}: the model's logits are not finite "
-            "here; try another dtype"
+            f"{', '.join(map(str, files))}: the loss is {float(total)}: the model's logits are not "
+            "finite here; try another dtype"
         )
     seconds = time.perf_counter() - started
-    counts = rows.num_truncated, rows.num_untargeted
-    return FileLoss(loss, targets, rows.num_tokens, seconds, *counts)
+    counts = rows.num_targets, rows.num_tokens, seconds, rows.num_truncated, rows.num_untargeted
+    return FileLoss(float(total), *counts)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The texts of a prompt's samples, the number of their tokens, and how many were cut short."""
+
+    texts: list[str]
+    tokens: int
+    cut: int
+
+
+def answers(
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    groups: Sequence[Group],
+    *,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    stop_strings: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[Answer]:
+    """Return an iterator over the answers to prompts, in their order.
+
+    The text of an answer is without special tokens, and ends before one of stop_strings.
+
+    Args:
+        groups: as `read_prompts` returns them.
+        options: with the other arguments, those of `generate_many`.
+    Raises:
+        LigerError: what `generate_many` refuses, at the call.
+    """
+    prompts = [group.documents[0].ids.tolist() for group in groups]
+    options |= {"tokenizer": tokenizer, "stop_strings": stop_strings, "num_samples": num_samples}
+    try:
+        made = generate_many(model, prompts, max_new_tokens, **options)
+    except ValueError as error:
+        raise LigerError(f"{error}") from error
+
+    def answer(samples: list[Tensor], prompt: list[int]) -> Answer:
+        texts = [text_after(tokenizer, prompt, ids.tolist(), stop_strings) for ids in samples]
+        lengths = [*map(len, samples)]
+        return Answer(texts, sum(lengths), lengths.count(max_new_tokens))
+
+    return (answer(samples, prompt) for *samples, prompt in zip(*[made] * num_samples, prompts))
 
 
 def file_matches(
@@ -169,3 +203,45 @@ def is_right(text: str, references: Iterable[str | float]) -> bool:
 
 def _value(number: str) -> float:
     return float(number.replace(",", ""))
+
+
+def count_answered(output: Path, groups: Sequence[Group]) -> int:
+    """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
+
+    Raises:
+        LigerError: a line is not the answer to the prompt that has its place.
+    """
+    if not output.exists():
+        return 0
+    count = size = 0
+    with open(output, "r+b") as file:
+        for line in file:
+            begin = b"" if count == len(groups) else _begin(groups[count])
+            is_whole = line.endswith(b"\n")
+            if not begin or not line.startswith(begin if is_whole else begin[: len(line)]):
+                raise LigerError(
+                    f"{output}:{count + 1}: this line is not an answer to prompt {count + 1}; give "
+                    "another file for the answers, or remove this one"
+                )
+            if is_whole:
+                count, size = count + 1, size + len(line)
+        file.truncate(size)
+    return count
+
+
+def write_answers(
+    output: Path, groups: Iterable[Group], found: Iterable[Answer]
+) -> Iterator[Answer]:
+    """Append a line to a file for each prompt, its record and its texts; yield the answers."""
+    with open(output, "ab") as file:
+        for group, answer in zip(groups, found):
+            texts = answer.texts[0] if len(answer.texts) == 1 else answer.texts
+            file.write(_begin(group) + json.dumps(texts, ensure_ascii=False).encode() + b"}\n")
+            file.flush()
+            yield answer
+
+
+def _begin(group: Group) -> bytes:
+    """Return the line of an answer up to its text."""
+    record = {name: value for name, value in group.record.items() if name != KEY}
+    return f'{json.dumps(record, ensure_ascii=False)[:-1]}, "{KEY}": '.encode(errors="replace")

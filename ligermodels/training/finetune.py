@@ -349,7 +349,8 @@ class Run:
     ) -> tuple[DecoderModel, str | None]:
         """Return the model, and the hash of its weights if they are read already."""
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        found = load_model(source, self.config, self.device, meta=self.shards)
+        options, adapter, seed = self.config.model, self.config.adapter, self.config.schedule.seed
+        found = load_model(source, options, adapter, self.device, seed=seed, meta=self.shards)
         model = found[0]
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
@@ -421,7 +422,7 @@ class Run:
             budget or usual,
             precision=self.precision,
             accumulates=config.schedule.gradient_accumulation_steps > 1,
-            optimizer_bytes=make_optimizer(trained, config),
+            optimizer_bytes=make_optimizer(trained, config.optimizer),
             step_module=self.objective.planned_step(trained, rows),
         )
         run.budget = max(0, run.budget - held)
@@ -445,7 +446,7 @@ class Run:
         files = *self.train_files, *self.eval_files
         inputs = {"base": base, "others": others, "rows": rows.fingerprint()}
         fixed = {name: x for name, x in settings.items() if name not in FREE_ON_RESUME}
-        facts = {
+        facts: dict[str, Any] = {
             "format": RUN_FORMAT,
             "id": saved["id"] if saved else fingerprint({**inputs, "settings": fixed}),
             "ligermodels": __version__,

@@ -41,7 +41,6 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, gathered, num_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document, Group, read_prompts
 from ligermodels.training.losses import GRPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
@@ -130,18 +129,16 @@ class GRPOObjective(Objective):
     shown = ("eval_reward", "reward")
     evaluates_loss = False
 
-    def __init__(self, config: FinetuneConfig) -> None:
-        super().__init__(config)
-        self.reward: Reward | None = None
-        self.reward_hash: str | None = None
-        self.model: DecoderModel | None = None
-        self.reference_model: nn.Module | None = None
-        self.tokenizer: Tokenizer | None = None
-        self.columns: dict[str, None] = {}  # the keys of all records, in order, without "prompt"
+    reward: Reward
+    reward_hash: str | None
+    tokenizer: Tokenizer
+    columns: dict[str, None]  # the keys of all records, in order, without "prompt"
+    model: DecoderModel
+    reference_model: nn.Module | None = None
 
     def open(self, tokenizer: Tokenizer) -> None:
         """Import the reward function."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.columns = tokenizer, {}
         self.reward, self.reward_hash = load_reward(str(self.options.reward_function))
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
@@ -169,7 +166,6 @@ class GRPOObjective(Objective):
 
     def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
         """Return the model, which samples before a step."""
-        assert self.model is not None
         longest = max(each.width for each in rows)
         together = None if self.samples_in_step else self.generation_batch_size
         new, count = self.options.max_completion_length, self.options.num_generations
@@ -198,7 +194,6 @@ class GRPOObjective(Objective):
     @property
     def samples_in_step(self) -> bool:
         """Whether the ranks must compute each sampled token together: the model is sharded."""
-        assert self.model is not None
         return any(map(is_sharded, self.model.parameters()))
 
     @property
@@ -288,7 +283,6 @@ class GRPOObjective(Objective):
     @torch.no_grad()
     def _sample(self, groups: list[Group]) -> list[Sample]:
         """Return a completion of each group; those of a prompt follow each other."""
-        assert self.model is not None
         model, count = self.model, self.options.num_generations
         ends = resolve_eos_token_ids(None, model.source.generation_config, model.config)
         prompts = [group.documents[0].ids.tolist() for group in groups]
@@ -319,7 +313,6 @@ class GRPOObjective(Objective):
 
     def _rule(self, ends: list[int], seed: int) -> dict[str, Any]:
         """Return the options with which completions are sampled."""
-        assert self.model is not None
         device = self.model.rotary_emb.inv_freq.device
         return {
             "max_new_tokens": self.options.max_completion_length,
@@ -334,7 +327,6 @@ class GRPOObjective(Objective):
         self, prompts: list[list[int]], ends: list[int], seed: int
     ) -> list[tuple[Tensor, None]]:
         """Sample with a sharded model: its ranks compute each token together."""
-        assert self.model is not None
         model, size = self.model, self.config.schedule.batch_size
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         found: list[tuple[Tensor, None]] = []
@@ -352,7 +344,6 @@ class GRPOObjective(Objective):
 
     def _completions(self, prompts: list[list[int]], ends: list[int], seed: int) -> Tensor:
         """Return sampled tokens (prompts, new), until every row of every rank has ended."""
-        assert self.model is not None
         device = self.model.rotary_emb.inv_freq.device
         stops, over = torch.tensor(ends, device=device), torch.zeros((), device=device)
         columns: list[Tensor] = []
@@ -374,7 +365,6 @@ class GRPOObjective(Objective):
         What the function does to its arguments, to the random state and to the gradient mode does
         not reach the run.
         """
-        assert self.tokenizer is not None and self.model is not None and self.reward is not None
         if not groups:  # This rank has no prompts. It only takes part in the sampling.
             return torch.zeros(0, dtype=torch.float64)
         records = [copy.deepcopy(group.record) for group in groups]

@@ -12,7 +12,6 @@ from ligermodels.heads.medusa import MedusaHeads, MedusaModel
 from ligermodels.heads.medusa_file import load_heads, save_heads
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.losses import Medusa
 from ligermodels.training.model import weights_hash
 from ligermodels.training.objectives import Call, Objective
@@ -25,12 +24,8 @@ class MedusaObjective(Objective):
     options: Medusa
     shown = ("eval_head_1_loss", "loss of the first head")
     whole_model = True  # the heads start as copies of its projection, or share it
-
     trains_heads = True
-
-    def __init__(self, config: FinetuneConfig) -> None:
-        super().__init__(config)
-        self.heads: MedusaHeads | None = None
+    heads: MedusaHeads | None = None
 
     @property
     def keeps_tensors(self) -> bool:

@@ -30,7 +30,7 @@ from ligermodels.models.config import ModelConfig
 from ligermodels.parallel.layout import whole_tensor
 from ligermodels.parallel.ranks import rank
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config import AdapterOptions, FinetuneConfig, ModelOptions
 from ligermodels.training.optimizers import freeze
 from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir, file_hash, fingerprint
 
@@ -40,18 +40,20 @@ _STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
 
 def load_model(
     source: Path,
-    config: FinetuneConfig,
+    options: ModelOptions,
+    adapter: AdapterOptions,
     device: torch.device,
     *,
+    seed: int = 0,
     meta: bool = False,
 ) -> tuple[DecoderModel, str | None]:
     """Return the model of a checkpoint as a run trains it, and the hash of the weights it held.
 
-    Args: meta: whether the weights are read later, so that there is no hash yet.
+    Args: seed: of the adapters; meta: whether the weights are read later, so that there is no hash
+        yet.
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
     """
-    options, adapter = config.model, config.adapter
     precision = options.precision or "float32"
     dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
     # The linears that are kept in few bits are converted one by one.
@@ -68,7 +70,7 @@ def load_model(
             adapter.lora_dropout,
             targets=adapter.lora_targets,
             dtype=weight_dtype(precision),
-            seed=config.schedule.seed,
+            seed=seed,
         )
     elif patterns := options.freeze or options.train_only:
         freeze(model, patterns, only=options.train_only is not None)
@@ -107,7 +109,7 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
     config = FinetuneConfig.from_options(**saved["settings"])
     source = Path(resolve(str(config.model.path), revision=config.model.revision))
-    model, weights = load_model(source, config, torch.device("cpu"))
+    model, weights = load_model(source, config.model, config.adapter, torch.device("cpu"))
     check_same(source, run, saved["base"], {**file_hashes(source), "weights": str(weights)})
     objective = config.loss.objective(config)
     checkpoints.load(step, objective.module(model))

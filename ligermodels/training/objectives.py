@@ -84,13 +84,8 @@ class Objective:
         Raises:
             DataError: nothing is left to train on.
         """
-        return PackedRows(sources, self.config.data.seq_len, self.row_multiple)
-
-    @property
-    def row_multiple(self) -> int:
-        """The width of rows is a multiple of this: ranks that share a row cut it into chunks."""
-        ranks = self.config.parallel.context_parallel
-        return 1 if ranks == 1 else 2 * ranks
+        ranks = self.config.parallel.context_parallel  # which cut a row into two chunks each
+        return PackedRows(sources, self.config.data.seq_len, 1 if ranks == 1 else 2 * ranks)
 
     def load(self, model: DecoderModel) -> int:
         """Load what the run needs beside the model, which has its first weights.

@@ -20,14 +20,14 @@ from ligermodels.adapters.peft_format import linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config import OptimizerOptions
 
 Groups = list[dict[str, Any]]
 _MUON_MOMENTUM = 0.95
 
 
-def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> int:
-    """Freeze the parameters whose names match a pattern; return how many numbers are trained.
+def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> None:
+    """Freeze the parameters whose names match a pattern.
 
     A pattern is the name of a parameter or of a module, such as `embed_tokens` or `layers.0.mlp`,
     in which `*` and `[0-3]` stand for others.
@@ -53,10 +53,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> 
     for name, parameter in model.named_parameters():
         if (name in matched) != only:
             parameter.requires_grad_(False)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if not trained:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{option}: nothing is left to train")
-    return trained
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
@@ -74,24 +72,25 @@ def decoder_of(module: nn.Module) -> DecoderModel:
     return next(each for each in module.modules() if isinstance(each, DecoderModel))
 
 
-def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that a config names, for the parameters that are not frozen.
+def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
+    """Return the optimizer that is asked for, of the parameters that are not frozen.
+
+    Its learning rate has to be set before each step.
 
     Raises:
         ConfigError: it needs a package that is not installed.
     """
-    options, rate = config.optimizer, config.schedule.learning_rate
     adam: dict[str, Any] = {
         "betas": (options.adam_beta1, options.adam_beta2),
         "eps": options.adam_epsilon,
     }
     if options.name == "muon":
-        return _muon(model, options.weight_decay, rate, adam)
+        return _muon(model, options.weight_decay, adam)
     groups = parameter_groups(model.parameters(), options.weight_decay)
     if options.name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=rate)
+        return torch.optim.Adafactor(groups)
     if options.name == "adamw":
-        return torch.optim.AdamW(groups, lr=rate, **adam, fused=True)
+        return torch.optim.AdamW(groups, **adam, fused=True)
     try:
         optimizers = import_module("torchao.optim")
     except ImportError as error:
@@ -99,12 +98,10 @@ def make_optimizer(model: nn.Module, config: FinetuneConfig) -> torch.optim.Opti
             f"optimizer: adamw_8bit needs torchao, which cannot be imported ({error}); "
             "pip install torchao"
         ) from None
-    return optimizers.AdamW8bit(groups, lr=rate, **adam)
+    return optimizers.AdamW8bit(groups, **adam)
 
 
-def _muon(
-    model: nn.Module, weight_decay: float, rate: float, adam_options: dict[str, Any]
-) -> torch.optim.Optimizer:
+def _muon(model: nn.Module, weight_decay: float, adam_options: dict[str, Any]) -> Muon:
     decoder = decoder_of(model)
     rows = _rows_of_projections(decoder)
     matrices = {
@@ -113,13 +110,8 @@ def _muon(
         if name.startswith("layers.") and parameter.ndim == 2 and parameter.requires_grad
     }
     others = [p for p in model.parameters() if p not in matrices]
-    return Muon(
-        matrices,
-        parameter_groups(others, weight_decay),
-        lr=rate,
-        weight_decay=weight_decay,
-        **adam_options,
-    )
+    groups = parameter_groups(others, weight_decay)
+    return Muon(matrices, groups, weight_decay=weight_decay, **adam_options)
 
 
 def _rows_of_projections(model: DecoderModel) -> dict[nn.Parameter, list[slice]]:
@@ -159,7 +151,6 @@ class Muon(torch.optim.Optimizer):
         matrices: Mapping[nn.Parameter, Sequence[slice]],
         others: Groups,
         *,
-        lr: float,
         weight_decay: float,
         **adam_options: Any,
     ) -> None:
@@ -171,16 +162,15 @@ class Muon(torch.optim.Optimizer):
         if matrices:
             self._muon = torch.optim.Muon(
                 [view for *_, view in self._pieces],
-                lr=lr,
                 weight_decay=weight_decay,
                 momentum=_MUON_MOMENTUM,
                 adjust_lr_fn="match_rms_adamw",
             )
         if others:
-            self._adamw = torch.optim.AdamW(others, lr=lr, **adam_options, fused=True)
+            self._adamw = torch.optim.AdamW(others, **adam_options, fused=True)
         self.inner_optimizers = [x for x in (self._muon, self._adamw) if x is not None]
         groups = [{"params": list(matrices)}, *({"params": each["params"]} for each in others)]
-        super().__init__([group for group in groups if group["params"]], {"lr": lr})
+        super().__init__([group for group in groups if group["params"]], {"lr": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -57,6 +57,7 @@ def option(
     is_size: bool = False,
     positional: bool = False,
     only_for: Mapping[str, tuple[str, ...]] | None = None,
+    needs: str | None = None,
     **limits: float,
 ) -> Any:
     """Return a dataclass field that holds an option's choices and limits.
@@ -70,6 +71,7 @@ def option(
         is_size: whether it is a number of bytes, which may be written as 5GB.
         positional: whether the command line takes its value without its name.
         only_for: another option, and its values for which this one has a meaning.
+        needs: another option, without which this one has no meaning.
         limits: those of `limit_complaint`.
     """
     facts = {
@@ -81,6 +83,7 @@ def option(
         "is_size": is_size,
         "positional": positional,
         "only_for": only_for or {},
+        "needs": needs,
     }
     return field(default=default, metadata=facts)
 
@@ -168,10 +171,15 @@ class Options:
                 value = _checked(each, kind, value)
             setattr(self, each.name, value)
         for each in fields(self):
+            if getattr(self, each.name) in (each.default, []):
+                continue
             for other, values in each.metadata["only_for"].items():
-                if getattr(self, each.name) != each.default and getattr(self, other) not in values:
+                if getattr(self, other) not in values:
                     known = ", ".join(values)
                     raise ConfigError(f"{flat_name(each)}: this is only for the {other} {known}")
+            needed = each.metadata["needs"]
+            if needed is not None and getattr(self, needed) in (None, False, []):
+                raise ConfigError(f"{flat_name(each)}: this needs {needed}")
 
 
 def _checked(each: Field[Any], kind: Any, value: Any) -> Any:

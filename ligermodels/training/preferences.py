@@ -30,7 +30,6 @@ from ligermodels.parallel.layout import local_tensor, reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import read_pairs
 from ligermodels.training.losses import DPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
@@ -59,11 +58,12 @@ class PairObjective(Objective):
     divisible = True
     group_size = 2
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logits")
+    reference_model: nn.Module | None = None
 
-    def __init__(self, config: FinetuneConfig) -> None:
-        super().__init__(config)
-        self.reference = getattr(self.options, "reference", None)  # None: the loss has none
-        self.reference_model: nn.Module | None = None
+    @property
+    def reference(self) -> str | None:
+        """Where the reference's log-probabilities come from; None if the loss has no reference."""
+        return getattr(self.options, "reference", None)
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return pairs."""
@@ -150,12 +150,12 @@ class DPOObjective(PairObjective):
     options: DPO
     formula = staticmethod(dpo_loss)
 
-    def __init__(self, config: FinetuneConfig) -> None:
-        super().__init__(config)
+    def open(self, tokenizer: Tokenizer) -> None:
+        """Check that no options exclude each other."""
         self.divisible = self.options.loss_type not in ("aot", "aot_unpaired")
         if self.options.use_weighting:
             self.token_stats += ("sum_sq_probs",)
-        nothing = torch.zeros(2, 1)  # options that exclude each other are an error before the run
+        nothing = torch.zeros(2, 1)
         options = self.options.formula_options(dpo_loss)
         dpo_loss(nothing, nothing, nothing > 0, log_sum_sq_probs=nothing, **options)
 

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import math
 
+from ligermodels.training.config import ScheduleOptions
+
 STABLE = 0.8  # the part of the steps after the warm-up in which `wsd` keeps the peak
 
 
-def learning_rate(
-    step: int,
-    total: int,
-    peak: float,
-    warmup: int,
-    min_lr_rate: float,
-    schedule: str = "cosine",
-) -> float:
-    """Return the learning rate of a step, counted from 0.
+def learning_rate(options: ScheduleOptions, step: int, total: int) -> float:
+    """Return the learning rate of a step, counted from 0, of a run of so many steps.
 
-    The rate is `peak` at the end of the warm-up. In the last step it is `min_lr_rate * peak` with
+    The rate has its peak at the end of the warm-up. In the last step it is `min_lr_rate` of it with
     "cosine" (half a cosine, as transformers' `cosine_with_min_lr`), "linear" and "wsd" (the peak
     for 80% of the steps, then linear). "constant" keeps the peak. With "inverse_sqrt" the rate
-    falls with the root of the step, but not below `min_lr_rate * peak`.
+    falls with the root of the step, but not below `min_lr_rate` of the peak.
     """
+    peak, warmup, lowest = options.learning_rate, options.warmup_steps, options.min_lr_rate
+    if warmup is None:
+        warmup = round(0.03 * total)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if schedule == "inverse_sqrt":
+    if options.name == "inverse_sqrt":
         start = max(1, warmup)
-        return peak * max(min_lr_rate, math.sqrt(start / (start + step - warmup + 1)))
+        return peak * max(lowest, math.sqrt(start / (start + step - warmup + 1)))
     done = min(1.0, (step - warmup + 1) / max(1, total - warmup))
-    return peak * (min_lr_rate + (1 - min_lr_rate) * _SHARES[schedule](done))
+    return peak * (lowest + (1 - lowest) * _SHARES[options.name](done))
 
 
 # By name: the share of the way from the last rate to the peak, after a part `done` of the steps.

@@ -86,7 +86,7 @@ class Trainer:
         # The layers of a sharded model are compiled before they are sharded.
         compiles = config.model.compile and not self.is_sharded
         self.forward = torch.compile(model) if compiles else model
-        self.optimizer = make_optimizer(model, config)
+        self.optimizer = make_optimizer(model, config.optimizer)
         self.flops = StepFlops.of(decoder_of(model))
         on_gpu = device.type == "cuda" and self.precision != "float32"
         self.peak_flops = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
@@ -94,8 +94,6 @@ class Trainer:
         per_step = self.objective.batch_size * self.batches_per_step
         steps = config.schedule.num_train_epochs * len(rows) / per_step
         self.total_steps = config.schedule.max_steps or max(1, math.ceil(steps))
-        warmup = config.schedule.warmup_steps
-        self.warmup = round(0.03 * self.total_steps) if warmup is None else warmup
         self.eval_steps = config.schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         self.done = 0
         self._saved = 0  # the step of the last checkpoint
@@ -156,14 +154,7 @@ class Trainer:
             norm = norm.full_tensor()  # type: ignore[attr-defined]
         loss, metrics = summed_output(loss, metrics)
         loss = loss / num_row_ranks()
-        rate = learning_rate(
-            step,
-            self.total_steps,
-            config.schedule.learning_rate,
-            self.warmup,
-            config.schedule.min_lr_rate,
-            config.schedule.name,
-        )
+        rate = learning_rate(config.schedule, step, self.total_steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -226,5 +226,7 @@ def test_bad_lines_are_named_before_a_model_is_loaded(
     base = ["generate", checkpoint, "--input", prompts]
     assert_one_line(call(*base, "--output", output, "--device", "cpu"), words)
     assert not output.exists()
-    assert_one_line(call(*base), "--input needs --output, and no PROMPT")
-    assert_one_line(call("generate", checkpoint, "a", "--output", output), "need --input")
+    assert_one_line(call(*base), "input: this needs output")
+    assert_one_line(
+        call("generate", checkpoint, "a", "--output", output), "output: this needs input"
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ligermodels.memory.torch_private import adam_bytes, state_bytes, step_bytes
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config import OptimizerOptions
 from ligermodels.training.optimizers import make_optimizer
 from tests.memory.step_bytes import StorageTracker
 from tests.tiny_models import random_model
@@ -36,10 +36,7 @@ def after_a_step(optimizer: torch.optim.Optimizer) -> int:
 
 
 def of_finetune(name: str, trained: Any) -> torch.optim.Optimizer:
-    config = FinetuneConfig.from_options(
-        model="m", train_files=["t"], output_dir="o", optimizer=name
-    )
-    return make_optimizer(trained, config)
+    return make_optimizer(trained, OptimizerOptions(name=name))
 
 
 # A function that makes an optimizer, and its states as a share of AdamW's, between two bounds.

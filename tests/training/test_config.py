@@ -53,7 +53,7 @@ def make(**changes):
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
         ({"lora_r": 4, "context_parallel": 2}, "context_parallel: this cannot be combined"),
         ({"lora_r": 4, "freeze": ["norm"]}, "lora_r and freeze: set only one of them"),
-        ({"lora_alpha": 4.0}, "lora_alpha: this needs adapters; set lora_r"),
+        ({"lora_alpha": 4.0}, "lora_alpha: this needs lora_r"),
         ({"data_weights": [1, 2]}, "data_weights: there are 2, but train_files has 1"),
         (DPO_ | {"context_parallel": 2}, "cannot be combined with the loss dpo"),
         (DPO_ | {"stream": True}, "stream: this is for packed documents, not for dpo"),

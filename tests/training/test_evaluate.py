@@ -35,9 +35,9 @@ def test_the_loss_is_that_of_the_logits(checkpoint, tmp_path):
 
 
 def test_losses_of_files_add_up_by_targets():
-    both = FileLoss(1.0, 10, 20, 0.5, 1) + FileLoss(4.0, 5, 6, 0.5, 2)
-    assert both == FileLoss(2.0, 15, 26, 1.0, 3)
-    assert both.perplexity == pytest.approx(7.389, rel=1e-3)
+    both = FileLoss(10.0, 10, 20, 0.5, 1) + FileLoss(20.0, 5, 6, 0.5, 2)
+    assert both == FileLoss(30.0, 15, 26, 1.0, 3)
+    assert both.to_dict()["perplexity"] == pytest.approx(7.389, rel=1e-3)
 
 
 def test_what_cannot_be_measured_is_refused(checkpoint, text, tmp_path):

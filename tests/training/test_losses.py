@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import AutoLiger
 from ligermodels.adapters.reference import token_log_probs
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.losses import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
 from ligermodels.training.losses import DPO
-from ligermodels.training.preferences import reference_copy
+from ligermodels.training.preferences import reference_copy, reference_path, stored_log_probs
 from ligermodels.training.trainer import Trainer
 from tests.training.tiny_run import forget, make_checkpoint
 
@@ -358,3 +358,37 @@ def test_the_perplexity_is_that_of_the_next_token(folder: Path) -> None:
     batch = plain.micro_batches(0)[0]
     assert plain.call(batch).auxiliary_loss == 1.0
     assert plain.evaluate() == want
+
+
+def test_computed_once(tmp_path: Path) -> None:
+    path = reference_path(tmp_path / "new", "data", "model")
+    values = torch.randn(5)
+    calls = []
+
+    def compute() -> torch.Tensor:
+        calls.append(1)
+        return values
+
+    for _ in range(2):
+        assert stored_log_probs(path, 5, compute).equal(values)
+    assert calls == [1] and [*path.parent.iterdir()] == [path]
+
+
+def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
+    path = reference_path(tmp_path, "data")
+    stored_log_probs(path, 3, lambda: torch.ones(3))
+
+    def never() -> torch.Tensor:
+        raise AssertionError
+
+    other = reference_path(tmp_path, "other")
+    stored_log_probs(other, 4, lambda: torch.ones(4))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    for wrong in (content, content[:-3], other.read_bytes()):
+        path.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="remove the file, and it is computed again"):
+            stored_log_probs(path, 3, never)
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError):
+        stored_log_probs(tmp_path / "file" / "x", 1, lambda: torch.ones(1))

@@ -6,14 +6,20 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import RepoUrl
 
-from ligermodels.errors import ConfigError
-from ligermodels.training.reports import logged, logger_openers, profiled
+from ligermodels import AutoLiger
+from ligermodels.errors import CheckpointError, ConfigError, SaveError
+from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.config import OutputOptions
+from ligermodels.training.reports import Sampler, logged, logger_openers, profiled, push
 from ligermodels.training.run_dir import RunDir
-from tests.training.tiny_run import run
+from tests.training.tiny_run import forget, make_checkpoint, run, same, tensors
 
 
 class Remembers:
@@ -72,3 +78,72 @@ def test_loggers_get_each_line_within_the_context(tmp_path: Path) -> None:
         assert logger.given == (tmp_path, {"a": 1}, 3) and logger.closed
         assert logger.entries == [(4, {"loss": 2.0})]
     assert len(opened) == 2 and logger_openers([]) == []
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub with the methods of the library, which takes everything."""
+    api = create_autospec(huggingface_hub.HfApi, instance=True)
+    api.create_repo.return_value = RepoUrl("https://hub/me/tiny", endpoint="https://hub")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    return api
+
+
+def test_a_run_is_pushed_at_its_end(hub, checkpoint, text, tmp_path):
+    given = {"max_steps": 1, "push_to_hub": "me/tiny", "hub_private_repo": True}
+    done = run(checkpoint, text, tmp_path / "run", **given)
+    hub.create_repo.assert_called_once_with("me/tiny", private=True, exist_ok=True)
+    sent = hub.upload_folder.call_args.kwargs
+    assert (sent["repo_id"], sent["folder_path"]) == ("me/tiny", done.model_dir)
+    assert "pushed to https://hub/me/tiny" in done.notes
+
+
+def test_nobody_logged_in_is_found_before_the_run(hub, checkpoint, text, tmp_path):
+    hub.whoami.side_effect = OSError("401 Unauthorized")
+    with pytest.raises(ConfigError, match="the hub does not say who is logged in: 401"):
+        run(checkpoint, text, tmp_path / "run", push_to_hub="me/tiny")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_pushed_stays(hub, tmp_path):
+    hub.upload_folder.side_effect = OSError("403 Forbidden")
+    with pytest.raises(SaveError, match=rf"me/tiny: 403 .*; the model is in {tmp_path}"):
+        push(tmp_path, "me/tiny", private=False)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_prompts_are_continued_greedily(checkpoint):
+    model, tokenizer = AutoLiger.from_hf(checkpoint), Tokenizer.from_hf(checkpoint)
+    prompted = OutputOptions(sample_prompts=["the cat"], sample_tokens=5)
+    sampler = Sampler(prompted, tokenizer)
+    sample = sampler(model)
+    ids = tokenizer.encode("the cat")
+    made = model.generate([ids], max_new_tokens=5)[0, len(ids) :]
+    assert sample == {"the cat": tokenizer.decode(made)}
+    chat = Sampler(OutputOptions(sample_prompts=["hi"], sample_chat=True), tokenizer)
+    assert tokenizer.decode(chat.prompts["hi"]) == "<|user|>hi<|assistant|>"
+
+
+def test_samples_do_not_change_a_run_and_go_on_with_it(checkpoint, text, tmp_path):
+    given = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
+    plain = run(checkpoint, text, tmp_path / "a", **given)
+    sampled = {**given, "sample_prompts": ["the", "a"], "sample_tokens": 3}
+    done = run(checkpoint, text, tmp_path / "b", **sampled)
+    assert same(tensors(plain.model_dir), tensors(done.model_dir))
+    found = lines(done.output_dir)
+    assert [(line["step"], line["prompt"]) for line in found] == [
+        (step, prompt) for step in (0, 2, 4) for prompt in ("the", "a")
+    ]
+    forget(done.output_dir, 4)
+    run(checkpoint, text, tmp_path / "b", **sampled, resume=True)
+    assert lines(done.output_dir) == found
+
+
+def test_a_chat_needs_a_template(text, tmp_path):
+    bare = make_checkpoint(tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(CheckpointError, match="no chat template"):
+        run(bare, text, tmp_path / "run", sample_prompts=["a"], sample_chat=True, max_steps=1)

@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from ligermodels.errors import CheckpointError, LigerError, SaveError
-from ligermodels.training.run_dir import OWNED, RUN_FORMAT, RunDir, plot_losses
+from ligermodels.training.run_dir import (
+    OWNED,
+    RUN_FORMAT,
+    RunDir,
+    atomic_write,
+    plot_losses,
+    writing,
+)
 
 SETTINGS = {"format": RUN_FORMAT}
 
@@ -138,3 +145,29 @@ def test_without_matplotlib_there_is_no_curve(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not plot_losses([{"step": 1, "loss": 2.0}], folder.path / "loss.png")
     assert not (folder.path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    "fault, raised, message",
+    [
+        (OSError(28, "No space left"), SaveError, r"a\.txt: cannot be written: No space left"),
+        (KeyboardInterrupt("pressed"), KeyboardInterrupt, "pressed"),
+    ],
+)
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, fault, raised, message):
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+
+    def failing(path):
+        path.write_text("half")
+        raise fault
+
+    with pytest.raises(raised, match=message):
+        atomic_write(file, failing)
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_an_error_that_names_its_file_is_not_named_again(tmp_path):
+    with pytest.raises(SaveError, match=r"^inner$"), writing(tmp_path / "outer"):
+        raise SaveError("inner")

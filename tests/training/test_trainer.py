@@ -8,14 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.training import processes
-from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.config import SCHEDULES, FinetuneConfig, ScheduleOptions
 from ligermodels.training.data import Document
 from ligermodels.training.optimizers import parameter_groups
 from ligermodels.training.packing import PackedRows
+from ligermodels.training.schedules import learning_rate
 from ligermodels.training.trainer import (
+    StepFlops,
     Trainer,
 )
 from tests.rounding import ADAM_EPSILON
@@ -228,3 +231,65 @@ def test_fifty_steps_follow_transformers(tmp_path):
     losses = beside_transformers(folder, rows, steps=50, rate=1e-2)
     assert losses[-1][0] < losses[0][0] - 1
     assert max(abs(ours - theirs) for ours, theirs in losses) < 1e-4
+
+
+def rates_of(total, **options):
+    schedule = ScheduleOptions(**options)
+    return [learning_rate(schedule, step, total) for step in range(total)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_warms_up_and_ends_where_it_says(schedule):
+    rates = rates_of(110, name=schedule, learning_rate=2.0, warmup_steps=10)
+    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert max(rates) == rates[9] == 2.0
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    last = {"constant": 2.0, "inverse_sqrt": 2.0 * (10 / 110) ** 0.5}.get(schedule, 0.2)
+    assert rates[-1] == pytest.approx(last)
+    middle = {"cosine": 1.1, "linear": 1.1, "inverse_sqrt": 2.0 * (10 / 60) ** 0.5}
+    assert rates[59] == pytest.approx(middle.get(schedule, 2.0))
+
+
+def test_a_single_step_without_a_warm_up_has_the_last_rate():
+    rates = rates_of(1, learning_rate=2.0, min_lr_rate=0.5)
+    assert rates == [pytest.approx(1.0)]
+
+
+def test_wsd_keeps_the_peak_for_four_fifths():
+    rates = rates_of(100, name="wsd", learning_rate=1.0, min_lr_rate=0, warmup_steps=0)
+    assert rates[:80] == [1.0] * 80 and rates[89] == pytest.approx(0.5)
+
+
+def rows(*lengths, seq_len=64):
+    documents = [
+        Document(np.arange(n, dtype=np.int32) + 1, np.arange(n) > 0, divisible=False)
+        for n in lengths
+    ]
+    return PackedRows([documents], seq_len)
+
+
+@pytest.mark.parametrize("frozen", [(), ("layers.0",)])
+def test_linears_and_head_are_those_that_torch_counts(frozen):
+    model = LigerLlama(tiny_config())
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    flops = StepFlops.of(model)
+    batch = rows(64).batch([0])
+    with FlopCounterMode(display=False) as counter:
+        model(batch.input_ids, labels=batch.labels).loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(v for op, v in counted.items() if "mm" in str(op) and "bmm" not in str(op))
+    # The head computes a row more than there are targets; the attention is not counted here.
+    expected = flops.per_token * 64 + flops.per_target * 63
+    assert expected == pytest.approx(products, rel=0.03)
+
+
+def test_attention_counts_the_pairs_of_each_document():
+    batch = rows(10, 20, 5, seq_len=32).batch([0, 1])
+    pairs = 10 * 11 // 2 + 20 * 21 // 2 + 5 * 6 // 2
+    assert StepFlops(0, 0, 1, (None, None)).count(batch) == 2 * pairs
+    near = 10 * 11 // 2 + (55 + 10 * 10) + 5 * 6 // 2
+    assert StepFlops(0, 0, 1, (None, 10)).count(batch) == pairs + near
+    assert StepFlops(1, 0, 0, ()).count(batch) == 35
+    assert StepFlops(0, 1, 0, ()).count(batch) == 32
+    assert StepFlops(1, 1, 1, (None,)).count(batch.uncounted()) == 0
