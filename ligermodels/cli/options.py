@@ -173,7 +173,7 @@ def import_modules(names: Sequence[str] | None) -> None:
     for name in names or ():
         try:
             if name.endswith(".py"):
-                _import_file(os.path.abspath(name))
+                _import_file(os.path.realpath(name))
             else:
                 sys.path.append(os.getcwd())
                 importlib.import_module(name)

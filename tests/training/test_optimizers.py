@@ -138,11 +138,9 @@ def test_parameters_are_frozen_by_name():
 
     freeze(model, ["embed_tokens"])
     assert frozen() == ["embed_tokens.weight"]
-    total = sum(p.numel() for p in model.parameters())
-    trained = freeze(model, ["layers.0", "*norm*"])
+    freeze(model, ["layers.0", "*norm*"])
     found = frozen()
     assert all(name.startswith("layers.0.") or "norm" in name for name in found)
-    assert trained == total - sum(model.get_parameter(name).numel() for name in found)
     freeze(model, ["layers.[1-3].mlp"], only=True)
     found = frozen()
     assert not any(name.startswith("layers.1.mlp") for name in found)
