@@ -42,7 +42,7 @@ class Arguments(LoadingOptions):
     source: str = option(MISSING, positional=True)
     target: str | None = option(None, positional=True)
     verify: bool = option(False)
-    max_shard_size: int = option(5 * 10**9, is_size=True)
+    max_shard_size: int = option(5 * 10**9, is_size=True, at_least=1)
     overwrite: bool = option(False)
 
 

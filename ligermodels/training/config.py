@@ -257,7 +257,7 @@ class OutputOptions(Options):
     push_to_hub: str | None = free_option(None, metavar="OWNER/NAME")
     hub_private_repo: bool = free_option(False)
     export_dtype: str | None = free_option(None, choices=EXPORT_DTYPES)
-    max_shard_size: int = free_option(5 * 10**9, is_size=True)
+    max_shard_size: int = free_option(5 * 10**9, is_size=True, at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

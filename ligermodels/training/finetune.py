@@ -484,18 +484,17 @@ class Run:
 
     def _sampling(self, sampler: reports.Sampler | None, trainer: Trainer) -> Callable[[int], None]:
         """Return what writes the samples of a step into the run's folder, and shows them."""
-        if sampler is None:
-            return lambda step: None
-        done = {entry["step"] for entry in self.run_dir.samples.cut(trainer.done)}
 
         def sample(step: int) -> None:
-            if step not in done:
-                with trainer.autocast():
-                    texts = sampler(self.model)
-                for prompt, text in texts.items():
-                    self.run_dir.samples.append({"step": step, "prompt": prompt, "text": text})
-                    if self.progress:
-                        tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
+            if sampler is None:
+                return
+            self.run_dir.samples.cut(step - 1)
+            with trainer.autocast():
+                texts = sampler(self.model)
+            for prompt, text in texts.items():
+                self.run_dir.samples.append({"step": step, "prompt": prompt, "text": text})
+                if self.progress:
+                    tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
 
         return sample
 

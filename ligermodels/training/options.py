@@ -47,22 +47,11 @@ _OTHER_NAMES = {
 OTHER_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 
 
-def option(
-    default: Any,
-    *,
-    choices: tuple[str, ...] | None = None,
-    free_on_resume: bool = False,
-    flag: str | None = None,
-    metavar: str | None = None,
-    is_size: bool = False,
-    positional: bool = False,
-    only_for: Mapping[str, tuple[str, ...]] | None = None,
-    needs: str | None = None,
-    **limits: float,
-) -> Any:
-    """Return a dataclass field that holds an option's choices and limits.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of an option beside its type and its default.
 
-    Args:
+    Attributes:
         choices: of the option, or of each item of a list.
         free_on_resume: whether a resumed run may change the option: either it does not affect the
             trained weights, or (the data files, the model) a hash of the content is compared.
@@ -72,20 +61,26 @@ def option(
         positional: whether the command line takes its value without its name.
         only_for: another option, and its values for which this one has a meaning.
         needs: another option, without which this one has no meaning.
-        limits: those of `limit_complaint`.
+        at_least, more_than, at_most, less_than: the limits of a number.
     """
-    facts = {
-        "choices": choices,
-        "limits": {"at_least": 1} if is_size else limits,
-        "free_on_resume": free_on_resume,
-        "flag": flag,
-        "metavar": metavar,
-        "is_size": is_size,
-        "positional": positional,
-        "only_for": only_for or {},
-        "needs": needs,
-    }
-    return field(default=default, metadata=facts)
+
+    choices: tuple[str, ...] | None = None
+    free_on_resume: bool = False
+    flag: str | None = None
+    metavar: str | None = None
+    is_size: bool = False
+    positional: bool = False
+    only_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: str | None = None
+    at_least: float | None = None
+    more_than: float | None = None
+    at_most: float | None = None
+    less_than: float | None = None
+
+
+def option(default: Any, **facts: Any) -> Any:
+    """Return a dataclass field that is an option, with these `Facts`."""
+    return field(default=default, metadata=vars(Facts(**facts)))
 
 
 free_option = partial(option, free_on_resume=True)
@@ -199,7 +194,7 @@ def _checked(each: Field[Any], kind: Any, value: Any) -> Any:
     elif not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         complaint = f"must be {_KINDS[kind]}, not {short_repr(value)}"
     elif kind in (int, float):
-        complaint = limit_complaint(value, **each.metadata["limits"])
+        complaint = _limit_complaint(value, each.metadata)
     if complaint is not None:
         raise ConfigError(f"{name}: {complaint}")
     return value
@@ -213,17 +208,16 @@ _LIMITS = {
 }
 
 
-def limit_complaint(value: float, **limits: float) -> str | None:
+def _limit_complaint(value: float, facts: Mapping[str, Any]) -> str | None:
     """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
 
     A number that is not finite breaks every limit. A whole number beyond 64 bits breaks them, too.
-
-    Args: limits are `at_least`, `more_than`, `at_most` and `less_than`.
     """
     if isinstance(value, int) and abs(value) >= 2**63:
         return "must fit into 64 bits"
-    for name, limit in limits.items():
-        if not (math.isfinite(value) and _LIMITS[name](value, limit)):
+    for name, holds in _LIMITS.items():
+        limit = facts[name]
+        if limit is not None and not (math.isfinite(value) and holds(value, limit)):
             return f"must be {name.replace('_', ' ')} {limit}, not {value!r}"
     return None
 

@@ -155,6 +155,15 @@ def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def handlers():
+    """Give the signals the handlers of a fresh process."""
+    old = [signal.signal(s, h) for s, h in DEFAULTS.items()]
+    yield
+    for s, handler in zip(DEFAULTS, old):
+        signal.signal(s, handler)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(checkpoint, text, tmp_path_factory):
     """A run of six steps, and the bytes of its export."""
@@ -176,6 +185,7 @@ PHASES = {
 }
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("save_steps", [0, 2])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_at_every_phase_loses_nothing(
@@ -196,14 +206,9 @@ def test_a_signal_at_every_phase_loses_nothing(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(holder, name, interrupted)
-    old = [signal.signal(s, h) for s, h in DEFAULTS.items()]
     given = {"save_steps": save_steps, "eval_steps": 2}
-    try:
-        with pytest.raises(Interrupted) as stop:
-            run(checkpoint, text, tmp_path / "run", **given)
-    finally:
-        for s, handler in zip(DEFAULTS, old):
-            signal.signal(s, handler)
+    with pytest.raises(Interrupted) as stop:
+        run(checkpoint, text, tmp_path / "run", **given)
     assert stop.value.signum == signum
     steps = {"step": 3, "a later evaluation": 4, "checkpoint": 2, "last step": 6}
     said = str(stop.value)
@@ -223,6 +228,7 @@ def test_a_signal_at_every_phase_loses_nothing(
     assert (again.output_dir / "checkpoints").exists() == bool(save_steps)
 
 
+@pytest.mark.usefixtures("handlers")
 def test_a_signal_that_a_library_turns_into_another_error_is_an_interruption(
     checkpoint, text, tmp_path, monkeypatch
 ):
@@ -233,13 +239,8 @@ def test_a_signal_that_a_library_turns_into_another_error_is_an_interruption(
             raise RuntimeError("release unlocked lock") from None
 
     monkeypatch.setattr(data, "split_text", broken)
-    old = [signal.signal(s, h) for s, h in DEFAULTS.items()]
-    try:
-        with pytest.raises(Interrupted, match="nothing was changed"):
-            run(checkpoint, text, tmp_path / "run")
-    finally:
-        for s, handler in zip(DEFAULTS, old):
-            signal.signal(s, handler)
+    with pytest.raises(Interrupted, match="nothing was changed"):
+        run(checkpoint, text, tmp_path / "run")
 
 
 def test_a_second_ctrl_c_within_a_step_keeps_the_last_checkpoint(

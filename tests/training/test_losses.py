@@ -263,12 +263,9 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
     options = {"f_divergence_type": "js_divergence", "ld_alpha": 0.5, "use_weighting": True}
     trainer = with_reference(trainer_of(folder, "dpo", 4, 1, **options), folder, tmp_path)
     (batch,) = trainer.micro_batches(0)
-    made = trainer.objective.loss(
-        trainer.call,
-        batch,
-        normalizer=torch.tensor(4.0),
-        token_normalizer=torch.tensor(float(batch.num_targets)),
-    )
+    counts = {"normalizer": torch.tensor(4.0)}
+    counts["token_normalizer"] = torch.tensor(float(batch.num_targets))
+    made = trainer.objective.loss(trainer.call, batch, **counts)
     out = trainer.call(batch, reduction="none", return_token_stats=("log_probs", "sum_sq_probs"))
     sums = torch.where(batch.mask, out.token_sum_sq_probs, 1.0).log()
     want = dpo_loss(
@@ -282,12 +279,7 @@ def test_dpo_has_the_options_of_its_function(folder: Path, tmp_path: Path) -> No
         {"loss_type": "discopop", "discopop_tau": 0.2},
     ):
         trainer.objective.options = DPO(**chosen)
-        made = trainer.objective.loss(
-            trainer.call,
-            batch,
-            normalizer=torch.tensor(4.0),
-            token_normalizer=torch.tensor(float(batch.num_targets)),
-        )
+        made = trainer.objective.loss(trainer.call, batch, **counts)
         want = dpo_loss(out.token_log_probs, batch.ref_log_probs, batch.mask, **chosen)
         torch.testing.assert_close(made.loss, want.loss)
     for wrong, message in (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,7 @@ from ligermodels import AutoLiger
 from ligermodels.errors import ConfigError
 from ligermodels.generation import generate_drafted
 from ligermodels.heads.medusa_file import load_heads
-from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune
-from tests.parallel.ranks import Case, check, run_ranks
 from tests.training.tiny_run import forget, make_checkpoint, options, same, tensors
 
 
@@ -87,42 +83,3 @@ def test_tied_heads_and_micro_batches(folder: Path, tmp_path: Path) -> None:
         losses.append([entry["loss"] for entry in result.metrics if "loss" in entry])
         assert load_heads(result.model, result.model_dir).tied
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_two_processes_make_the_steps_of_one(
-    folder: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    """Each has the whole model: in the first stage it is frozen, in the second it learns."""
-    (tmp_path / "data").symlink_to(folder)
-    for name, changes in STAGES.items():
-        alone = on_ranks(tmp_path, f"{name} alone", gradient_accumulation_steps=2, **changes)
-        finetune(alone, progress=False)
-    check(run_ranks(__name__, 2, tmp_path), subtests)
-    for name in STAGES:
-        runs = [tmp_path / f"{name} {ranks}" for ranks in ("alone", "two")]
-        logged = [[json.loads(x) for x in (run / "metrics.jsonl").open()] for run in runs]
-        for mine, theirs in zip(*logged, strict=True):
-            for key in mine.keys() & {"loss", "head_1_loss", "eval_loss", "eval_head_2_loss"}:
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (name, key)
-        models = [AutoLiger.from_hf(run / "model") for run in runs]
-        stored = [load_heads(model, run / "model") for model, run in zip(models, runs)]
-        for pair in (models, stored):
-            mine, theirs = (dict(x.named_parameters()) for x in pair)
-            for key, value in mine.items():
-                torch.testing.assert_close(theirs[key], value, rtol=1e-4, atol=1e-5)
-
-
-def on_ranks(root: Path, name: str, **changes) -> FinetuneConfig:
-    return settings(root / "data", root / name, **{"max_steps": 2, "eval_steps": 2} | changes)
-
-
-STAGES = {"heads": {"medusa_tied": True}, "all": {"medusa_stage": 2, "learning_rate": 1e-3}}
-
-
-def cases(ranks: int) -> dict[str, Case]:
-    return {name: partial(run, name) for name in STAGES}
-
-
-def run(name: str, number: int, folder: Path) -> dict[str, float]:
-    result = finetune(on_ranks(folder.parent, f"{name} two", **STAGES[name]), progress=False)
-    return {"steps": abs(result.steps - 2)}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
+from ligermodels.heads.medusa_file import load_heads
 from ligermodels.parallel.ranks import rank
 from ligermodels.training import finetune as stages
 from ligermodels.training import processes
@@ -51,6 +52,10 @@ SIZES: dict[str, Any] = {
 
 
 LOSSES = ("dpo", "kto", "orpo")
+HEADS = {
+    "tied heads": {"medusa_tied": True, "learning_rate": 1e-2},
+    "heads and model": {"medusa_stage": 2},
+}
 LORA = {"lora_r": 2, "load_in": "4bit", "learning_rate": 1e-2}
 REWARDS = f"{__name__}:rewards"
 
@@ -65,7 +70,9 @@ def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoLiger.from_hf(folder / "model").named_parameters())
+    model = AutoLiger.from_hf(folder / "model")
+    heads = load_heads(model, folder / "model")
+    return {**model.state_dict(), **({} if heads is None else heads.state_dict())}
 
 
 def losses(folder: Path) -> list[float]:
@@ -134,6 +141,9 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     finetune(adapted, progress=False)
     make_checkpoint(tmp_path / "teacher", hidden_size=32)
     finetune(taught(tmp_path, "taught alone", gradient_accumulation_steps=2), progress=False)
+    for name in HEADS:
+        config = with_heads(tmp_path, name, f"{name} alone", gradient_accumulation_steps=2)
+        finetune(config, progress=False)
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
@@ -142,7 +152,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo", "taught"):
+    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo", "taught", *HEADS):
         with subtests.test(loss):
             one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
             logged = metrics(one)
@@ -185,6 +195,7 @@ def cases(ranks: int) -> dict[str, Case]:
         "losses of pairs": losses_of_pairs,
         "what needs one process": refused,
         "copies and samples on two ranks": copies_and_samples,
+        "Medusa's heads": trained_heads,
         "an interrupted plan": interrupted_plan,
         "an error on one rank": partial(error_on_a_rank, 1),
         "a hung rank": hung_rank,
@@ -302,6 +313,17 @@ def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
 def taught(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     teacher = {"loss": "distillation", "teacher": str(folder / "teacher"), "distill_weight": 0.7}
     return options(folder, name, max_steps=2, eval_steps=2, save_steps=0, **teacher, **changes)
+
+
+def with_heads(folder: Path, stage: str, name: str, **changes: Any) -> FinetuneConfig:
+    sizes = {"loss": "medusa", "medusa_heads": 2, "max_steps": 2, "eval_steps": 2}
+    return options(folder, name, **sizes, **HEADS[stage], **changes)
+
+
+def trained_heads(number: int, folder: Path) -> dict[str, float]:
+    """Each rank has the whole model: in the first stage it is frozen, in the second it learns."""
+    runs = [with_heads(folder.parent, stage, f"{stage} two") for stage in HEADS]
+    return {"steps": sum(abs(finetune(config, progress=False).steps - 2) for config in runs)}
 
 
 def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
