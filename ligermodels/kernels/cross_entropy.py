@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.checks import check_floating, check_targets
+from ligermodels.kernels.checks import check_floating
 from ligermodels.kernels.dispatch import (
     compute_dtype,
     refuse_double_backward,
@@ -23,6 +23,7 @@ from ligermodels.kernels.loss_options import (
     TokenRequest,
     TokenStats,
     check_known,
+    check_targets,
     given_divisor,
     output_grads,
     token_output,

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.checks import checked_linear
 from ligermodels.kernels.dispatch import (
     choose,
     compute_dtype,
@@ -29,6 +28,7 @@ from ligermodels.kernels.loss_options import (
     LossKeywords,
     LossOptions,
     check_known,
+    checked_linear,
     given_divisor,
 )
 

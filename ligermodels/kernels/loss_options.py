@@ -1,4 +1,4 @@
-"""Options of the cross entropy ops, checks of them, and types that the ops share."""
+"""What the cross entropy ops are given and return: options, tensors, and the checks of both."""
 
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from ligermodels.kernels.checks import check_alternatives, check_count, check_number
-from ligermodels.kernels.dispatch import compute_dtype
+from ligermodels.kernels.checks import check_count, check_floating, check_linear_bias, check_number
+from ligermodels.kernels.dispatch import cast_operands, compute_dtype
 
 _OP = "cross entropy"  # the name in messages
 
@@ -256,6 +256,134 @@ def _check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
         raise ValueError(
             f"{_OP}: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
         )
+
+
+def checked_linear(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Check the operands of a linear head; return them, cast if autocast is enabled.
+
+    Args: prefix: of the names of the arguments, in messages.
+    """
+    check_floating(op, f"{prefix}hidden", hidden)
+    check_floating(op, f"{prefix}weight", weight)
+    shapes = f"{op}: {prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)}"
+    if hidden.dim() == 0 or weight.dim() != 2:
+        raise ValueError(f"{shapes}; expected (..., in) and (vocab, in)")
+    if hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+        raise ValueError(f"{shapes}; expected the same last dimension, of 1 or more")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.device != hidden.device:
+            raise ValueError(
+                f"{op}: {prefix}{name} is on {parameter.device} and {prefix}hidden is on "
+                f"{hidden.device}; move one of them to the device of the other"
+            )
+    weight, bias = cast_operands(hidden, weight, bias)
+    hidden, _ = cast_operands(hidden, hidden, None)
+    if hidden.dtype != weight.dtype:
+        # Autocast does not cast float64.
+        way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
+        raise ValueError(
+            f"{op}: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; cast "
+            f"one{way}"
+        )
+    if bias is not None:
+        check_linear_bias(op, weight, bias)
+    return hidden, weight, bias
+
+
+def check_classes(vocab: int, class_weights: Tensor | None) -> None:
+    """Raise ValueError if the vocabulary is empty or class_weights do not fit it."""
+    if vocab == 0:
+        raise ValueError("cross entropy: the vocabulary has 0 classes; expected 1 or more")
+    if class_weights is None:
+        return
+    if class_weights.shape != (vocab,):
+        raise ValueError(
+            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
+        )
+    if class_weights.is_complex():
+        raise ValueError(
+            f"cross entropy: class_weights are {class_weights.dtype}; expected real numbers"
+        )
+
+
+def check_targets(
+    targets: Tensor,
+    shape: torch.Size,
+    vocab: int,
+    class_weights: Tensor | None,
+    ignore_index: int,
+    device: torch.device,
+) -> None:
+    """Raise if targets or class weights do not fit logits of (*shape, vocab) on device.
+
+    Only CPU eager mode looks for targets outside the vocabulary.
+    """
+    if targets.shape != shape:
+        raise ValueError(
+            f"cross entropy: targets {tuple(targets.shape)} do not fit the input; expected "
+            f"{tuple(shape)}"
+        )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
+    if targets.device != device:
+        raise ValueError(
+            f"cross entropy: targets are on {targets.device}; expected {device}, like the input"
+        )
+    check_classes(vocab, class_weights)
+    if class_weights is not None and class_weights.device != device:
+        raise ValueError(
+            f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
+            "like the input"
+        )
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
+        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
+        if wrong.any():
+            position = int(wrong.flatten().nonzero()[0])
+            raise IndexError(
+                f"cross entropy: target {int(targets.flatten()[position])} at flat position "
+                f"{position} is outside the vocabulary of {vocab} and is not "
+                f"ignore_index={ignore_index}"
+            )
+
+
+def check_alternatives(classes: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Return the alternatives of tokens as (rows, k).
+
+    Raises:
+        ValueError: they do not fit the targets.
+        IndexError: one is outside the vocabulary, on CPU in eager mode.
+    """
+    if classes.dim() == 0 or classes.shape[:-1] != targets.shape or classes.shape[-1] == 0:
+        raise ValueError(
+            f"cross entropy: alternatives {tuple(classes.shape)} do not fit targets "
+            f"{tuple(targets.shape)}; expected their shape and one more dimension, of 1 or more"
+        )
+    if classes.dtype != torch.int64 or classes.device != targets.device:
+        raise ValueError(
+            f"cross entropy: alternatives are {classes.dtype} on {classes.device}; expected "
+            f"torch.int64 on {targets.device}, like the targets"
+        )
+    if classes.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = classes >= vocab
+        if wrong.any():
+            raise IndexError(
+                f"cross entropy: alternative {int(classes[wrong][0])} is outside the vocabulary of "
+                f"{vocab}"
+            )
+    return classes.reshape(targets.numel(), classes.shape[-1])
+
+
+def checked_token_weights(token_weights: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the weights of tokens, 0 at ignored targets; raise if they do not fit the targets."""
+    if token_weights.shape != targets.shape or token_weights.device != targets.device:
+        raise ValueError(
+            f"loss head: token_weights {tuple(token_weights.shape)} on {token_weights.device} do "
+            f"not fit targets {tuple(targets.shape)} on {targets.device}; expected the same shape "
+            "and device"
+        )
+    return token_weights.detach().masked_fill(targets == ignore_index, 0)
 
 
 def loss_divisor(targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ligermodels.kernels.checks import check_classes
 from ligermodels.kernels.dispatch import without_autocast
 from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_loss,
@@ -37,6 +36,7 @@ from ligermodels.kernels.loss_options import (
     CrossEntropyOutput,
     LossKeywords,
     LossOptions,
+    check_classes,
     check_known,
 )
 from ligermodels.layers.fusion import is_plain, is_sharded

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.kernels.checks import check_targets, checked_token_weights
 from ligermodels.kernels.cross_entropy import row_losses
 from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
@@ -14,6 +13,8 @@ from ligermodels.kernels.loss_options import (
     CrossEntropyOutput,
     LossOptions,
     TokenRequest,
+    check_targets,
+    checked_token_weights,
     loss_divisor,
     reduce_tokens,
     token_output,

@@ -5,9 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ligermodels import kernels
-from ligermodels.kernels.checks import checked_token_weights
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import gather, scatter, valid_rows
-from ligermodels.kernels.loss_options import LossOptions
+from ligermodels.kernels.loss_options import LossOptions, checked_token_weights
 
 
 class HeadParameters(NamedTuple):

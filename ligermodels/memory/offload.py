@@ -20,8 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory.byte_sizes import MIB
-from ligermodels.memory.host_copies import Copies, CudaCopies
-from ligermodels.memory.pinned_pool import PinnedBlock, PinnedPool
+from ligermodels.memory.host_memory import Copies, CudaCopies, PinnedBlock, PinnedPool
 
 _LEAST_BYTES = MIB  # smaller storages stay, since a copy would cost more than it frees
 

@@ -21,10 +21,10 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.byte_sizes import GIB, MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan, Prediction
-from ligermodels.memory.rates import Rates
+from ligermodels.memory.rates import Rates, Work
 from ligermodels.memory.simulate import OPTIMIZER_STEP, Simulation
 from ligermodels.memory.timeline import Array, Choices, layer_seconds
-from ligermodels.memory.tracker import Phase, Work
+from ligermodels.memory.tracker import Phase
 
 # The search counts kept bytes in this many steps.
 _STEPS = 8192

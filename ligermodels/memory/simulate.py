@@ -18,6 +18,7 @@ from ligermodels.errors import ConfigError, first_line
 from ligermodels.kernels.dispatch import choose, simulating
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.plan import check_choice, checked_integer
+from ligermodels.memory.rates import Work
 from ligermodels.memory.simulated_device import Autocast, SimulatedDevice, no_launches
 from ligermodels.memory.torch_private import (
     Buckets,
@@ -28,10 +29,9 @@ from ligermodels.memory.torch_private import (
     expandable_segments,
     run_backward,
 )
-from ligermodels.memory.tracker import Phase, Tracker, Work
+from ligermodels.memory.tracker import Phase, Tracker
 
 OPTIMIZER_STEP = "optimizer step"  # a phase
-LONGEST = 2**31 - 1  # rows, tokens of a row, and keys of a memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Step:
         check_choice("ddp_buckets", self.ddp_buckets, None, "copies", "views")
         for name in ("max_seqlen", "memory_seq"):
             if (value := getattr(self, name)) is not None:
-                checked_integer(name, value, 1, LONGEST)
+                checked_integer(name, value, 1)
 
     def called(self, model: Any) -> nn.Module:
         """Return the module that a step of the model calls."""
@@ -304,11 +304,7 @@ def _stand_in(x: Tensor) -> Tensor:
     """Return a meta tensor like x."""
     if is_traceable_wrapper_subclass(x):  # such as a quantized weight, made of several tensors
         return x.detach().to("meta").requires_grad_(x.requires_grad)
-    if type(x) not in (nn.Parameter, Tensor):
-        return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
-    return torch.empty_strided(
-        x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad
-    )
+    return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.causal_suffix import causal_suffix
-from ligermodels.memory.attention_rates import (
+from ligermodels.memory.rates import (
     BACKWARD,
     AttentionKind,
     attention_kind,

@@ -5,18 +5,17 @@ caching allocator rounds them, and the work.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ligermodels.memory.attention_rates import AttentionKind
+from ligermodels.memory.rates import Work
 from ligermodels.memory.torch_private import (
     Block,
     CachingAllocator,
@@ -46,24 +45,6 @@ _UNWRITTEN |= {"aten::new_empty_strided", "aten::set_"}
 _LOOKUPS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
 # Their floating point operations are counted apart.
 _ATTENTION = ("_scaled_dot_product_", "torch_attn::_varlen_attn")
-
-AttentionPass = tuple[AttentionKind, Literal["forward", "backward"]]
-
-
-@dataclass
-class Work:
-    """The operations and the transferred bytes of one pass."""
-
-    product_flops: int = 0  # of matrix products, two for each multiplication and addition
-    # FLOP of attention over the query-key pairs that the mask leaves, by its kind and the pass.
-    attention: Counter[AttentionPass] = field(default_factory=Counter)
-    moved_bytes: int = 0  # read and written by all other ops
-    to_host_bytes: int = 0
-    from_host_bytes: int = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        names = (each.name for each in fields(self))
-        return Work(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.memory.attention_rates import (
+from ligermodels.memory.rates import (
     AttentionKind,
     attention_kind,
     attention_pairs,

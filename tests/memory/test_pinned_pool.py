@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from ligermodels.memory.byte_sizes import MIB
-from ligermodels.memory.pinned_pool import PinnedPool
+from ligermodels.memory.host_memory import PinnedPool
 
 
 @pytest.mark.parametrize("sizes", [(1, 60 * MIB), (8 * MIB, 8 * MIB)], ids=["any", "equal"])

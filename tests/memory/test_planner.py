@@ -20,10 +20,10 @@ from ligermodels.memory.planner import (
     largest,
     search,
 )
-from ligermodels.memory.rates import Rates
+from ligermodels.memory.rates import Rates, Work
 from ligermodels.memory.simulate import Simulation
 from ligermodels.memory.timeline import Choices
-from ligermodels.memory.tracker import Phase, Work
+from ligermodels.memory.tracker import Phase
 
 RATES = Rates(products=1.0, attention=1.0, memory=1.0, host_bytes=1.0, source="a test")
 

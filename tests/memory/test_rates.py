@@ -10,9 +10,7 @@ import torch
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory import rates
-from ligermodels.memory.attention_rates import AttentionKind
-from ligermodels.memory.rates import Rates, data_sheet, gpu_bytes, rates_of
-from ligermodels.memory.tracker import Work
+from ligermodels.memory.rates import AttentionKind, Rates, Work, data_sheet, gpu_bytes, rates_of
 
 
 def test_work_takes_the_sum_of_its_parts() -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.memory.tracker import Tracker, Work
+from ligermodels.memory.rates import Work
+from ligermodels.memory.tracker import Tracker
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ligermodels import ConfigError, MemoryPlan
 from ligermodels.memory import offload
-from ligermodels.memory.host_copies import Copies
+from ligermodels.memory.host_memory import Copies
 from tests.layers.saved import SavedBytes
 from tests.models.pairs import gradients, relative, step, tiny_model, tiny_pair, tokens
 

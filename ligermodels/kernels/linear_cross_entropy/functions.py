@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.checks import check_targets, checked_linear, checked_token_weights
 from ligermodels.kernels.dispatch import compute_dtype, real_device, without_autocast
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.autograd import (
@@ -33,6 +32,9 @@ from ligermodels.kernels.loss_options import (
     TokenRequest,
     check_known,
     check_switches,
+    check_targets,
+    checked_linear,
+    checked_token_weights,
     loss_divisor,
     reduce_tokens,
     token_output,
