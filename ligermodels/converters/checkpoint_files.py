@@ -1,4 +1,4 @@
-"""The names of the files of an HF checkpoint, and which of these files hold the weights."""
+"""The names of the files of an HF checkpoint, which of them hold the weights, and its dtypes."""
 
 import os
 import re
@@ -13,6 +13,10 @@ from ligermodels.converters.files import (
     read_json,
 )
 from ligermodels.errors import CheckpointError, listing, printable, short_repr
+
+# The name in safetensors -> the name in torch and in config.json.
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 # transformers.utils has constants of the same names.
 CONFIG_NAME = "config.json"
@@ -189,3 +193,9 @@ def _why_no_weights(where: str, names: Collection[str]) -> str:
         if found := sorted(filter(is_it, names)):
             return f"{where}/{printable(found[0])}: {what}"
     return f"{where}: this holds no weights: neither {' nor '.join(right)} is there"
+
+
+def dtype_name(text: str) -> str:
+    """Return torch's name of a dtype, for "bf16" and "torch.bfloat16", too. Others stay."""
+    text = text.removeprefix("torch.")
+    return _SHORT_NAMES.get(text, text)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels.converters import huge_pages
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.safetensors_file import empty_in_huge_pages
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import CheckpointError, listing
 
@@ -105,7 +105,7 @@ def load_into(
     _check_writable(targets, entries, folder)
 
     staged: dict[str, Tensor] = {
-        name: huge_pages.empty(entry.shape, targets[name].dtype, "cpu")
+        name: empty_in_huge_pages(entry.shape, targets[name].dtype, "cpu")
         for name, entry in entries.items()
     }
     reads = checkpoint.read_all([(entry, staged[name]) for name, entry in entries.items()])

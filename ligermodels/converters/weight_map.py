@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ligermodels.converters.hf_config import HFConfig
@@ -230,3 +231,39 @@ class Family(Protocol):
     def config_class(self) -> type[HFConfig]: ...
 
     def weight_map(self, config: Any) -> WeightMap: ...
+
+
+def hf_tensors(
+    weight_map: WeightMap, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each HF name and tensor of a model, in export order.
+
+    A tensor that lies in one native parameter is a view of it.
+
+    Args: weights: the native parameters by name.
+    """
+    for name, parts in weight_map.parts().items():
+        yield name, joined_rows(parts, weights)
+
+
+def joined_rows(parts: list[tuple[Entry, Span]], weights: Mapping[str, Tensor]) -> Tensor:
+    """Return one HF tensor.
+
+    Args: parts: its pieces as in `WeightMap.parts`; weights: the native parameters by name.
+    """
+    entry = parts[0][0]
+    if len(parts) == len(entry.spans) == 1:  # all rows, also those that a resize has added
+        return weights[entry.name]
+    return _joined([weights[e.name][s.row : s.row + s.rows] for e, s in parts])
+
+
+def native_tensor(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a native parameter's value, joined from HF tensors.
+
+    Args: entry: the parameter; tensors: at least the HF tensors of its spans, by name.
+    """
+    return _joined([tensors[s.source][s.source_row : s.source_row + s.rows] for s in entry.spans])
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ligermodels.converters.source import Source
+from ligermodels.converters.checkpoint import Source
 from ligermodels.layers import LossHead, RotaryEmbedding
 
 

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
-from ligermodels.converters.in_memory import joined_rows
+from ligermodels.converters.weight_map import joined_rows
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead

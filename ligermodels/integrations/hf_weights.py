@@ -16,8 +16,7 @@ require("transformers")
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ligermodels.converters.in_memory import hf_tensors, native_tensor
-from ligermodels.converters.weight_map import Entry, WeightMap
+from ligermodels.converters.weight_map import Entry, WeightMap, hf_tensors, native_tensor
 
 _HEAD = "head.proj."
 

@@ -17,19 +17,22 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from typing_extensions import Self, Unpack
 
-from ligermodels.converters import export, hf_config, hub, huge_pages
-from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters import export, hf_config, hub
+from ligermodels.converters.checkpoint import Checkpoint, Source
 from ligermodels.converters.checkpoint_files import (
     ADAPTER_CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     copied_files,
+    dtype_name,
 )
-from ligermodels.converters.dtypes import dtype_name
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.hub import HubOptions
-from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
+from ligermodels.converters.safetensors_file import (
+    DTYPES,
+    StoredTensor,
+    empty_in_huge_pages,
+)
 from ligermodels.converters.save_dir import read_one_version
-from ligermodels.converters.source import Source
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line
 from ligermodels.layers import RotaryEmbedding
@@ -188,7 +191,7 @@ class HFModel(nn.Module):
                     "something else than the checkpoint's"
                 )
         weights: dict[str, Tensor] = {
-            entry.name: huge_pages.empty(entry.shape, dtype or stored[entry.name], device)
+            entry.name: empty_in_huge_pages(entry.shape, dtype or stored[entry.name], device)
             for entry in weight_map
         }
         if reads_now:

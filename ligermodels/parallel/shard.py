@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.context import context_parallel
-from ligermodels.parallel.files import read_slices
 from ligermodels.parallel.layout import local_slices, local_tensor, splits_of
 from ligermodels.parallel.mesh import (
     CONTEXT,
@@ -30,6 +30,7 @@ from ligermodels.parallel.mesh import (
     device_of,
     fsdp_mesh,
 )
+from ligermodels.parallel.ranks import error_on_all_ranks, num_ranks, rank
 from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
 
@@ -193,3 +194,24 @@ def mean_over_ranks(model: nn.Module, count: int | Tensor) -> float:
     for name in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(name))
     return total.item() / mesh.size()
+
+
+def read_slices(model: DecoderModel) -> None:
+    """Read this rank's slices of the parameters of a model that `from_hf(device="meta")` made.
+
+    Every rank must call it, after it has allocated the parameters.
+
+    Raises:
+        CheckpointError: on any rank, a value is NaN or infinite, a file was changed after its
+            header was read, or a tied head differs from the embedding. All ranks raise.
+    """
+    checkpoint, model.source.unread = model.source.unread, None
+    assert checkpoint is not None, "from_hf was not called with device='meta'"
+    weight_map, weights = model.weight_map(model.built_from), dict(model.named_parameters())
+    splits, silent = splits_of(model), True if rank() else None
+    with error_on_all_ranks(CheckpointError):
+        checkpoint.check_aliases(weight_map, share=(rank(), num_ranks()))
+        for entry in tqdm(weight_map.entries, "Loading weights", disable=silent):
+            for each in local_slices(weights[entry.name], splits.get(entry.name)):
+                checkpoint.read(entry, each.values, each.row, each.column)
+    model.compute_buffers()

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError
-from ligermodels.converters.in_memory import hf_tensors
+from ligermodels.converters.weight_map import hf_tensors
 from ligermodels.models.auto import families
 from tests.tiny_models import random_model
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from ligermodels.converters import huge_pages
+from ligermodels.converters.safetensors_file import empty_in_huge_pages
 
 NEEDS_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
 
@@ -16,12 +16,12 @@ NEEDS_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="nee
 def test_tensors_are_as_torch_makes_them():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for shape in [(), (0, 3), (3,), (400, 301), (7, 100, 100)]:
-            x = huge_pages.empty(shape, dtype, "cpu")
+            x = empty_in_huge_pages(shape, dtype, "cpu")
             assert x.shape == shape and x.dtype == dtype and x.is_contiguous()
             assert x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
             assert torch.equal(copy.deepcopy(x.fill_(3.0)), torch.full(shape, 3.0, dtype=dtype))
             assert torch.equal(pickle.loads(pickle.dumps(x)), x)
-    assert huge_pages.empty((400, 301), torch.float32, "meta").is_meta
+    assert empty_in_huge_pages((400, 301), torch.float32, "meta").is_meta
 
 
 @NEEDS_LINUX
@@ -35,7 +35,7 @@ def test_each_tensor_is_released_alone(monkeypatch):
             return made
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
-    x, y = (huge_pages.empty((1 << 20,), torch.float32, "cpu").fill_(i) for i in (1, 2))
+    x, y = (empty_in_huge_pages((1 << 20,), torch.float32, "cpu").fill_(i) for i in (1, 2))
     part = y[5:]
     del x, y
     assert part.sum() == 2 * ((1 << 20) - 5)
@@ -47,11 +47,11 @@ def test_each_tensor_is_released_alone(monkeypatch):
 
 def test_systems_without_huge_pages(monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert huge_pages.empty((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
+    assert empty_in_huge_pages((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
 
 
 @pytest.mark.parametrize("count", [1 << 50, 1 << 62])
 def test_too_many_bytes_are_refused_as_torch_refuses_them(count):
     """The command line knows an error of memory by torch's words."""
     with pytest.raises(RuntimeError, match=r"can't allocate memory|Storage size calculation"):
-        huge_pages.empty((count,), torch.float32, "cpu")
+        empty_in_huge_pages((count,), torch.float32, "cpu")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, MistralConfig
 
-from ligermodels.integrations.hf_cache import HFCache
-from ligermodels.integrations.hf_inputs import first_layers, layer_outputs, native_inputs
+from ligermodels.integrations.hf_inputs import HFCache, first_layers, layer_outputs, native_inputs
 from tests.tiny_models import VOCAB, random_model
 
 

@@ -27,7 +27,7 @@ from ligermodels import (
 from ligermodels.converters.verify import compare, verify
 from ligermodels.layers import Attention, DecoderBlock, GatedMLP, LossHead, RMSNorm, RotaryEmbedding
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.files import read_slices
+from ligermodels.parallel.shard import read_slices
 
 SIZES = {
     "vocab_size": 97,

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_programs
-from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
     AMD_FORWARD,
@@ -17,6 +16,7 @@ from ligermodels.kernels.triton.norm_tile import (
     _statistic,
     _tile,
     check_width,
+    column_sums,
 )
 
 FORWARD = Launches(

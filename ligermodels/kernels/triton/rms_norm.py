@@ -18,7 +18,6 @@ from ligermodels.kernels.launch import (
     num_programs,
     reusable,
 )
-from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
     AMD_FORWARD,
@@ -26,6 +25,7 @@ from ligermodels.kernels.triton.norm_tile import (
     _statistic,
     _tile,
     check_width,
+    column_sums,
 )
 
 FORWARD = Launches(

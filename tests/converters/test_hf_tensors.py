@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligermodels.converters.in_memory import hf_tensors, native_tensor
-from ligermodels.converters.weight_map import Entry, Span, WeightMap
+from ligermodels.converters.weight_map import Entry, Span, WeightMap, hf_tensors, native_tensor
 
 
 def test_tensors_go_out_and_come_back() -> None:
