@@ -167,7 +167,11 @@ def test_two_forwards_before_their_backwards(model: Sharing) -> None:
             assert all(torch.equal(g, wanted[name]) for name, g in gradients(model).items()), plan
 
 
-@pytest.mark.parametrize(("per_block", "policy"), [(False, "attention"), (True, "input")])
+# tests/layers/test_recompute.py compiles single blocks.
+@pytest.mark.parametrize(
+    ("per_block", "policy"),
+    [(False, "attention"), pytest.param(True, "input", marks=pytest.mark.long)],
+)
 def test_compiled(model: Sharing, per_block: bool, policy: Any) -> None:
     model.layers = nn.ModuleList([model.layers[0], model.layers[2]])
     ids, labels = tokens()

@@ -100,8 +100,8 @@ def test_gradients_are_bitwise_those_of_no_plan(
     torch.manual_seed(0)
     model = make(family)
     model_is(model)
-    draw = random.Random(f"{family} {inputs}")
-    plans = [*(MemoryPlan.uniform(3, policy) for policy in RECOMPUTED), MemoryPlan.of(MIXED)]
+    draw = random.Random(f"{family} {inputs} {autocast}")
+    plans = [MemoryPlan.uniform(3, draw.choice(RECOMPUTED)), MemoryPlan.of(MIXED)]
     plans.append(MemoryPlan.of(draw.choices(POLICIES, k=3)))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss, expected = run(model, None, **INPUTS[inputs])
@@ -221,11 +221,16 @@ def test_a_forward_without_backward_leaves_nothing(
     assert all(output.expired() for output in outputs)
 
 
+# A compilation takes seconds. tests/layers/test_attention_shared.py compiles a whole model.
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.long]) for name in OWN],
+    "per_block, family",
+    [
+        pytest.param(per_block, name, marks=[] if short else [pytest.mark.long])
+        for per_block in (False, True)
+        for name in OWN
+        for short in [per_block and name == "llama"]
+    ],
 )
-@pytest.mark.parametrize("per_block", [False, True])
 def test_compiled(per_block: bool, family: str) -> None:
     plan = MemoryPlan.of(RECOMPUTED)
     model = make(family)

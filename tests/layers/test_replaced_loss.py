@@ -71,7 +71,7 @@ def test_too_small_a_budget_names_the_least() -> None:
 
 
 @pairwise(
-    budget=[900_000, 1_200_000, 3_000_000, 20_000_000],
+    budget=[900_000, 3_000_000, 20_000_000],
     loss=[("mean", False), ("mean", True), ("none", False), ("none", True)],
     skip_ignored=[False, True],
     dtype=[torch.float32, torch.bfloat16],
@@ -105,7 +105,11 @@ def test_scratch_stays_in_the_budget(
 
 
 @pytest.mark.parametrize(
-    "reduction, cut", [("mean", {"max_scratch_bytes": 36_000}), ("none", {"chunk_size": 14})]
+    "reduction, cut",
+    [
+        ("mean", {"max_scratch_bytes": 36_000}),
+        pytest.param("none", {"chunk_size": 14}, marks=pytest.mark.long),
+    ],
 )
 def test_several_chunks_with_sizes_that_are_symbols(reduction: str, cut: dict[str, int]) -> None:
     head, weight, _ = build("replaced")

@@ -131,6 +131,7 @@ def test_weight_gradient_is_accumulated_in_float32(place, cut) -> None:
     assert errors[1] <= 1.1 * errors[0]
 
 
+@outside_kernels
 @pytest.mark.parametrize("cut", CUTS)
 def test_twice_over_a_retained_graph(compiled_place, cut) -> None:
     skipped = {"reduction": "none", "skip_ignored": True, "max_valid": 18} | LOSS_OPTIONS
