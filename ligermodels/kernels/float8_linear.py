@@ -64,19 +64,29 @@ class Float8Products(Products):
         self.x_amax: Tensor | None = None
         self.weight_amax: Tensor | None = None
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._output(x, weight, bias, keeps_x=False)[0]
+    def new_amax(self, x: Tensor) -> Tensor | None:
+        return None if self.recipe.by_row else x.new_zeros(1, 1, dtype=torch.float32)
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, amax: Tensor | None = None
+    ) -> Tensor:
+        return self._output(x, weight, bias, amax, keeps_x=False)[0]
 
     def output_and_kept_x(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Float8]:
         """Return the output, and the transposed x in float8 for `grad_weight`."""
-        out, kept = self._output(x, weight, bias, keeps_x=True)
+        out, kept = self._output(x, weight, bias, None, keeps_x=True)
         assert kept is not None
         return out, kept
 
     def _output(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, keeps_x: bool
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        keeps_x: bool,
     ) -> tuple[Tensor, Float8 | None]:
         if x.dtype == torch.float16:
             raise ConfigError(
@@ -85,7 +95,8 @@ class Float8Products(Products):
             )
         rows = x.reshape(-1, x.shape[-1])
         by_row = self.recipe.by_row
-        amax = absolute_maximum(rows, "rows" if by_row else "tensor")
+        if amax is None:
+            amax = absolute_maximum(rows, "rows" if by_row else "tensor")
         both = keeps_x and not by_row
         straight, turned = float8_cast(rows, amax, self.e4m3, transposed=both)
         if not by_row:
@@ -98,12 +109,19 @@ class Float8Products(Products):
         shape = *x.shape[:-1], weight.shape[0]
         return torch.ops.aten._unsafe_view(out, shape), turned
 
+    def hand_over(self, grad: Tensor, amax: Tensor | None) -> None:
+        # The attribute stays on the tensor in autograd. A sum of gradients is another tensor, and
+        # a hook that writes to this one changes its version.
+        vars(grad)["_amax"] = amax, grad._version
+
     def grad_operand(self, grad_output: Tensor, needs_x: bool, needs_weight: bool) -> Any:
         """Return grad_output straight and transposed, where the gradients need it."""
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         dtype = self.e5m2 if self.recipe.grad_e5m2 else self.e4m3
         if not self.recipe.by_row:
-            amax = absolute_maximum(rows)
+            amax, version = getattr(grad_output, "_amax", (None, 0))
+            if amax is None or version != grad_output._version:
+                amax = absolute_maximum(rows)
             return float8_cast(rows, amax, dtype, straight=needs_x, transposed=needs_weight)
         straight = turned = None
         if needs_x:

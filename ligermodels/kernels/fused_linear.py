@@ -39,9 +39,21 @@ class Products:
     An instance serves one forward and its backward, so it may keep what is small between them.
     """
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return linear(x) (..., out) for x (..., in)."""
+    def new_amax(self, x: Tensor) -> Tensor | None:
+        """Return zeros on x's device for the largest absolute value of an operand, or None.
+
+        If it returns a tensor, the op that makes the operand writes the value there.
+        """
+        return None
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, amax: Tensor | None = None
+    ) -> Tensor:
+        """Return linear(x) (..., out) for x (..., in), whose amax may be known."""
         return F.linear(x, weight, bias)
+
+    def hand_over(self, grad: Tensor, amax: Tensor | None) -> None:
+        """Let the products that get this gradient know its amax."""
 
     def grad_operand(self, grad_output: Tensor, needs_x: bool, needs_weight: bool) -> Any:
         """Return grad_output (..., out) as the operand of those products that are needed."""
@@ -100,12 +112,13 @@ class _NormLinear(torch.autograd.Function):
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.ops, ctx.options = select("rms_norm", x, residual), options
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype)
+        amax = ctx.products.new_amax(x)
+        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype, amax)
         saved: tuple[Tensor | None, ...] = s, norm_weight, rstd, weight, None
         if not any(ctx.needs_input_grad[:3]):
             # Then backward needs only the linear's input, if anything.
             saved = (*[None] * 4, y if ctx.needs_input_grad[3] else None)
-        output = ctx.products.output(y, weight, bias)
+        output = ctx.products.output(y, weight, bias, amax)
         ctx.save_for_backward(*saved, cos, sin)
         if heads is None:
             return output, s
@@ -267,12 +280,14 @@ class _GLULinear(torch.autograd.Function):
         ctx.ops = select("glu", gate_up)
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.activation, ctx.consume = activation, consume
-        y = ctx.ops.glu_forward(gate_up, activation).to(weight.dtype)
+        # A rounding to another dtype would change it.
+        amax = ctx.products.new_amax(gate_up) if gate_up.dtype == weight.dtype else None
+        y = ctx.ops.glu_forward(gate_up, activation, amax).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gate_up, weight, None)
         else:
             ctx.save_for_backward(None, None, y if ctx.needs_input_grad[1] else None)
-        return ctx.products.output(y, weight, bias)  # type: ignore[no-any-return]
+        return ctx.products.output(y, weight, bias, amax)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -284,7 +299,9 @@ class _GLULinear(torch.autograd.Function):
             operand = ctx.products.grad_operand(grad_output, needs_grad[0], needs_grad[1])
             if needs_grad[0]:
                 grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
-                grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, needs_grad[1])
+                amax = ctx.products.new_amax(gate_up)
+                grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, needs_grad[1], amax)
+                ctx.products.hand_over(grad_gate_up, amax)
                 del grad_y
             grad_weight, grad_bias = _linear_backward(
                 ctx, grad_output, operand, y, needs_grad[1], needs_grad[2]

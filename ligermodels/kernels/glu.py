@@ -25,7 +25,11 @@ class _GLU(torch.autograd.Function):
 
 
 def glu_backward(
-    ctx: Any, gate_up: Tensor, grad_output: Tensor, recompute_output: bool
+    ctx: Any,
+    gate_up: Tensor,
+    grad_output: Tensor,
+    recompute_output: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of gate_up, which may take its memory, and the output or None.
 
@@ -40,7 +44,9 @@ def glu_backward(
         and not torch._C._autograd._get_current_graph_task_keep_graph()
     )
     gate_up = gate_up.detach()
-    grads = ctx.ops.glu_backward(gate_up, grad_output, ctx.activation, recompute_output, overwrite)
+    grads = ctx.ops.glu_backward(
+        gate_up, grad_output, ctx.activation, recompute_output, overwrite, amax
+    )
     if overwrite:
         # If another op has saved gate_up after all, autograd raises an error there.
         torch.autograd.graph.increment_version(gate_up)

@@ -10,6 +10,7 @@ import torch
 from ligermodels import ConfigError, LigerLlama, LlamaConfig, MemoryPlan, float8
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
 from ligermodels.float8 import Float8Linear
+from ligermodels.kernels.float8_cast import absolute_maximum
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
 from tests.layers.saved import SavedBytes
 
@@ -238,3 +239,27 @@ def test_what_is_refused() -> None:
     float8.convert(torch.nn.Sequential(linear), filter=every)
     with pytest.raises(ConfigError, match="input in float16"):
         linear(torch.zeros(1, 128, dtype=torch.float16))
+
+
+def test_the_scales_that_kernels_record(monkeypatch) -> None:
+    """The fused ops hand on the largest value of what they write, forward and backward.
+
+    What is left are the weights, attention's output, and two of the four upstream gradients.
+    """
+    from ligermodels.kernels import float8_linear
+
+    model, ids = model_of(), tokens()
+    float8.convert(model, filter=every)
+    seen = []
+
+    def counted(x: torch.Tensor, axis: str = "tensor") -> torch.Tensor:
+        seen.append(x.shape)
+        return absolute_maximum(x, axis)
+
+    monkeypatch.setattr(float8_linear, "absolute_maximum", counted)
+    found = gradients(model, ids)
+    recorded = len(seen)
+    monkeypatch.setattr(float8_linear.Float8Products, "new_amax", lambda self, x: None)
+    expected = gradients(model, ids)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert (recorded, len(seen) - recorded) == (2 * (4 + 1 + 3), 2 * (4 + 4 + 4))

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import dispatch
+from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
@@ -148,6 +149,13 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         scales = torch.empty(8, columns // 64, dtype=torch.bfloat16, device="meta")
         dequantize(codes, scales, torch.empty(16, device="meta"), dtype)
     x = torch.empty(4096, 14336, dtype=dtype, device="meta")
+    known = torch.empty(1, 1, device="meta")
+    glu, norm = dispatch.select("glu", x), dispatch.select("rms_norm", x)
+    glu.glu_forward(x, "silu", known)
+    glu.glu_backward(x, x[:, :7168], "silu", True, True, known)
+    for width in (4096, 8192):
+        options = NormOptions(1e-6, 0.0, "llama")
+        norm.rms_norm_forward(x[:, :width], x[:, :width], x[0, :width], options, dtype, known)
     for axis in ("tensor", "rows", "columns"):
         amax = absolute_maximum(x, axis)
         for kind in FLOAT8_TYPES[vendor]:

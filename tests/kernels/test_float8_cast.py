@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ligermodels.kernels.checks import NormOptions
+from ligermodels.kernels.dispatch import select
 from ligermodels.kernels.float8_cast import (
     Float8,
     absolute_maximum,
@@ -94,3 +96,24 @@ def test_product(float32_place, axis) -> None:
 
 def dequantised(x: Float8) -> torch.Tensor:
     return x.values.double() * x.scale.double()
+
+
+def test_what_other_kernels_record(place) -> None:
+    """The largest absolute value of what they have written, rounded; NaN if there is one."""
+    x, options = matrix(place, 17, 1040), NormOptions(1e-6, 0.0, "llama")
+    if place.dtype == torch.float64:
+        return  # float8 linears refuse it
+    weight = matrix(place, 1, 1040)[0]
+    glu, norm = select("glu", x), select("rms_norm", x)
+    for wrong in (None, torch.nan):
+        if wrong is not None:
+            x[3, 5] = wrong
+        amax = [x.new_zeros(1, 1, dtype=torch.float32) for _ in range(3)]
+        written = [
+            glu.glu_forward(x, "silu", amax[0]),
+            norm.rms_norm_forward(x, x, weight, options, x.dtype, amax[1])[0],
+            glu.glu_backward(x, matrix(place, 17, 520), "silu", True, False, amax[2])[0],
+        ]
+        for found, tensor in zip(amax, written):
+            expected = tensor.float().abs().max().view(1, 1)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -16,6 +16,13 @@ def absolute_maximum(x: Tensor, axis: str) -> Tensor:
     return x.abs().amax(over, keepdim=True).float()
 
 
+def recorded(x: Tensor, amax: Tensor | None) -> Tensor:
+    """Return x; if amax is given, write the largest absolute value of x into it."""
+    if amax is not None:
+        amax.copy_(absolute_maximum(x.flatten(0, -2), "tensor"))
+    return x
+
+
 def float8_cast(
     x: Tensor, amax: Tensor, dtype: torch.dtype, straight: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:

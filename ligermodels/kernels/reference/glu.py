@@ -7,20 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import cast, compute_dtype
+from ligermodels.kernels.reference.float8_cast import recorded
 
 
-def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
+def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
     """Return act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
 
     Args: activation: "silu", or the GELU of arXiv:1606.08415: "gelu_tanh" (approximation) or
-        "gelu" (erf).
+        "gelu" (erf); amax: float32 zeros (1, 1) that get the largest absolute value of the output.
     """
     gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return cast(gate * up, gate_up.dtype)
+    return recorded(cast(gate * up, gate_up.dtype), amax)
 
 
 def glu_backward(
@@ -29,10 +30,12 @@ def glu_backward(
     activation: str,
     recompute_output: bool,
     overwrite: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of `glu_forward`; recompute its output if asked to.
 
-    Args: overwrite: whether to write the gradient into gate_up instead of a new tensor.
+    Args: overwrite: whether to write the gradient into gate_up instead of a new tensor; amax:
+        float32 zeros (1, 1) that get the largest absolute value of the gradient.
     Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, and the output, rounded to
         gate_up's dtype, in grad_output's dtype or None. The output may take the memory of
         grad_output.
@@ -54,8 +57,8 @@ def glu_backward(
         out = cast(out, grad_output.dtype)
     parts = grad_gate, grad * activated
     if overwrite:
-        return torch.cat(parts, -1, out=gate_up), out
-    return cast(torch.cat(parts, -1), gate_up.dtype), out
+        return recorded(torch.cat(parts, -1, out=gate_up), amax), out
+    return recorded(cast(torch.cat(parts, -1), gate_up.dtype), amax), out
 
 
 def _gelu_and_derivative(x: Tensor, tanh_approximation: bool) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.dispatch import cast, compute_dtype
+from ligermodels.kernels.reference.float8_cast import recorded
 
 
 def rms_norm_forward(
@@ -13,6 +14,7 @@ def rms_norm_forward(
     weight: Tensor,
     options: NormOptions,
     out_dtype: torch.dtype,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
 
@@ -20,7 +22,8 @@ def rms_norm_forward(
     dtype before the product with the weight, like HF's Llama. "gemma" computes in float32 until the
     end.
 
-    Args: x, residual: (..., hidden); weight: (hidden).
+    Args: x, residual: (..., hidden); weight: (hidden); amax: float32 zeros (1, 1) that get the
+        largest absolute value of y.
     Returns: y (..., hidden) in out_dtype; s, which is x itself if residual is None; 1/rms (rows).
     """
     s = x if residual is None else x + residual
@@ -31,7 +34,7 @@ def rms_norm_forward(
     if options.casting_mode == "llama":
         normed = cast(cast(normed, s.dtype), dtype)
     y = normed * (cast(weight, dtype) + options.offset)
-    return cast(y, out_dtype), s, rstd.flatten()
+    return recorded(cast(y, out_dtype), amax), s, rstd.flatten()
 
 
 def rms_norm_backward(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
 from ligermodels.kernels.reference.float8_cast import MULTIPLE, SMALLEST
+from ligermodels.kernels.triton.amax import _record_amax
 
 AMAX = Launches(nvidia=((None, Launch(512, 8, rows=16)),), amd=((None, Launch(512, 4, rows=16)),))
 CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
@@ -30,16 +31,13 @@ def _tile_of(columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def absolute_maximum_kernel(
     x_ptr, amax_ptr, rows, columns, AXIS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Each program handles one tile. amax has int32 zeros.
-
-    The bits of positive floats have the order of the floats, and those of a NaN come last.
-    """
+    """Each program handles one tile. amax has int32 zeros; see `_record_amax`."""
     row, column = _tile_of(columns, ROWS, BLOCK)
     mask = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row.to(tl.int64) * columns + column, mask=mask, other=0.0)
     bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
     if AXIS == "tensor":
-        tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+        _record_amax(amax_ptr, x)
     elif AXIS == "rows":
         most = tl.max(bits, 1, keep_dims=True)
         tl.atomic_max(amax_ptr + row, most, mask=row < rows, sem="relaxed")

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, reusable
+from ligermodels.kernels.triton.amax import _record_amax
 
 # Both kernels use these configs. HIP counts the threads of a launch in 32 bits. On AMD, eight
 # elements for each lane make that enough for 2^35 elements.
@@ -38,16 +39,20 @@ def _block_of_row(width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def glu_forward_kernel(gate_up_ptr, out_ptr, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program handles one block of one row."""
+def glu_forward_kernel(
+    gate_up_ptr, out_ptr, amax_ptr, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program handles one block of one row. amax may be None."""
     row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
     phi, _ = _gate(gate, ACTIVATION)
-    out = gate * phi * up
-    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out = (gate * phi * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + column, out, mask=mask)
+    if amax_ptr is not None:
+        _record_amax(amax_ptr, out)
 
 
 @triton.jit
@@ -56,11 +61,14 @@ def glu_backward_kernel(
     grad_output_ptr,
     grad_gate_up_ptr,
     out_ptr,
+    amax_ptr,
     width,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program handles one block of one row. If out_ptr is given, it recomputes the output.
+
+    If amax_ptr is given, it records the largest absolute value of the gradient.
 
     A program reads its elements before it writes any, so grad_gate_up may be gate_up and out may be
     grad_output.
@@ -73,16 +81,20 @@ def glu_backward_kernel(
     grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
     phi, slope = _gate(gate, ACTIVATION)
     activation = gate * phi
-    grad_gate = grad * up * (phi + gate * slope)
     dtype = grad_gate_up_ptr.dtype.element_ty
-    tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), mask=mask)
-    tl.store(grad_gate_up_ptr + at + width, (grad * activation).to(dtype), mask=mask)
+    grad_gate = (grad * up * (phi + gate * slope)).to(dtype)
+    grad_up = (grad * activation).to(dtype)
+    tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
+    tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
+    if amax_ptr is not None:
+        _record_amax(amax_ptr, grad_gate)
+        _record_amax(amax_ptr, grad_up)
     if out_ptr is not None:
         out = (activation * up).to(dtype).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * width + column, out, mask=mask)
 
 
-def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
+def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
     """Launch the kernel for `reference.glu_forward`."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
@@ -93,6 +105,7 @@ def glu_forward(gate_up: Tensor, activation: str) -> Tensor:
     glu_forward_kernel[(out.numel() // width * cdiv(width, setting.block),)](
         gate_up,
         out,
+        None if amax is None else amax.view(torch.int32),
         width,
         ACTIVATION=activation,
         BLOCK=setting.block,
@@ -108,6 +121,7 @@ def glu_backward(
     activation: str,
     recompute_output: bool,
     overwrite: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel for `reference.glu_backward`."""
     gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
@@ -122,6 +136,7 @@ def glu_backward(
         grad_output,
         grad_gate_up,
         out,
+        None if amax is None else amax.view(torch.int32),
         width,
         ACTIVATION=activation,
         BLOCK=setting.block,

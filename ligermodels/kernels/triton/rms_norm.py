@@ -18,6 +18,7 @@ from ligermodels.kernels.launch import (
     num_programs,
     reusable,
 )
+from ligermodels.kernels.triton.amax import _record_amax
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
     AMD_FORWARD,
@@ -61,6 +62,7 @@ def rms_norm_forward_kernel(
     y_ptr,
     sum_ptr,
     rstd_ptr,
+    amax_ptr,
     rows,
     columns,
     eps,
@@ -69,7 +71,7 @@ def rms_norm_forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles a tile of whole rows. The residual may be None."""
+    """Each program handles a tile of whole rows. The residual and amax may be None."""
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -89,7 +91,10 @@ def rms_norm_forward_kernel(
     if LLAMA:
         normed = normed.to(s.dtype).to(tl.float32)
     weight = _parameter(weight_ptr, column, columns, "") + offset
-    tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    y = (normed * weight).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=mask)
+    if amax_ptr is not None:
+        _record_amax(amax_ptr, y)
 
 
 @triton.jit
@@ -180,6 +185,7 @@ def rms_norm_forward(
     weight: Tensor,
     options: NormOptions,
     out_dtype: torch.dtype,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for `reference.rms_norm_forward`."""
     x = x.contiguous()
@@ -203,6 +209,7 @@ def rms_norm_forward(
         y,
         s,
         rstd,
+        None if amax is None else amax.view(torch.int32),
         rows,
         columns,
         options.eps,
