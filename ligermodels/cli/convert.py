@@ -76,6 +76,9 @@ def run(given: Arguments) -> None:
         print(f"ligermodels: not converted: {', '.join(map(printable, left_out))}", file=sys.stderr)
 
     def load(folder: Path) -> tuple[DecoderModel, dict[str, Tensor] | None]:
+        if is_step and place is not None:
+            model, heads = load_checkpoint(*place)
+            return model.to(given.loading()["dtype"]), None if heads is None else tensors_of(heads)
         model = AutoLiger.from_hf(folder, **given.loading())
         return model, read_heads(model, folder) if is_whole else None
 
@@ -87,16 +90,10 @@ def run(given: Arguments) -> None:
                 max_shard_size=given.max_shard_size,
                 allow_nonfinite=given.allow_nonfinite,
             )
-    elif is_step:
-        assert place is not None
-        model, heads = load_checkpoint(*place)
-        model.to(given.loading()["dtype"])
-        _write(given, model, None if heads is None else tensors_of(heads), target)
-        return
     elif given.verify and target.exists() and target.samefile(source):
         raise LigerError("convert: --verify compares two folders; choose another TARGET")
     else:
-        _write(given, *read_one_version(source, load), target)
+        _write(given, *(load(source) if is_step else read_one_version(source, load)), target)
         if not given.verify:
             return
         report = compare(source, target, family_of(source), dtype=given.loading()["dtype"])

@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,29 +128,28 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+@dataclass(eq=False)
 class Run:
     """One call of `finetune`.
 
     Attributes: began is whether run.json describes this run, and exported whether model/ does.
     """
 
-    def __init__(
-        self,
-        config: FinetuneConfig,
-        device: torch.device,
-        progress: bool,
-        interrupts: Interrupts,
-        modules: Sequence[str] = (),
-        library: Library | None = None,
-    ) -> None:
-        usual = "bf16-mixed" if device.type == "cuda" else "float32"
+    config: FinetuneConfig
+    device: torch.device
+    progress: bool
+    interrupts: Interrupts
+    modules: Sequence[str]
+    library: Library | None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        usual = "bf16-mixed" if self.device.type == "cuda" else "float32"
         self.precision = config.model.precision or usual
         self.config = replace(config, model=replace(config.model, precision=self.precision))
         self.run_dir = RunDir(str(config.output.output_dir))
         self.checkpoints = Checkpoints(self.run_dir.checkpoint_dir)
         self.objective = config.loss.objective(self.config)
-        self.device, self.progress, self.interrupts = device, progress, interrupts
-        self.modules, self.library = modules, library
         self.began = self.exported = False
         self.notes: list[str] = []
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
@@ -190,9 +189,8 @@ class Run:
         self._plan_memory(trained, every, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]
-        trainer = Trainer(
-            trained, config, rows, eval_rows, self.device, self.objective, ranks=self.ranks
-        )
+        objective, ranks = self.objective, self.ranks
+        trainer = Trainer(trained, config, rows, eval_rows, self.device, objective, ranks)
         with self.interrupts.held():
             with error_on_all_ranks():
                 self._start(source, base, others, rows, saved)

@@ -34,7 +34,7 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
-from ligermodels.training.packing import IGNORE_INDEX, Batch, MixedOrder, PackedRows, row_order
+from ligermodels.training.packing import IGNORE_INDEX, Batch, MixedOrder, row_order
 from ligermodels.training.processes import (
     average_gradients,
     num_row_ranks,
@@ -56,53 +56,46 @@ def shown_perplexity(value: float) -> str:
     return f"{value:.3f}" if value < 1e6 else f"{value:.1e}"
 
 
+@dataclass(eq=False)
 class Trainer:
     """The model (or a module that has it), the optimizer and the rows of one run.
 
-    `objective` says what the run minimises, by default the loss of the next token. `ranks` is the
-    number of processes that the run was started with, by default of those that run now: a step has
-    so many times the batches of the objective, and the ranks that run now share them out.
+    `objective` says what the run minimises. `ranks` is the number of processes that the run was
+    started with, by default of those that run now: a step has so many times the batches of the
+    objective, and the ranks that run now share them out.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: FinetuneConfig,
-        rows: Rows,
-        eval_rows: Rows | None,
-        device: torch.device,
-        objective: Objective | None = None,
-        *,
-        ranks: int | None = None,
-    ) -> None:
-        self.model = model
-        self.objective = objective or Objective(config)
-        self.config = config
-        self.rows = rows
-        self.eval_rows = eval_rows
-        self.device = device
-        self.precision = config.model.precision or "float32"
-        self.is_sharded = any(map(is_sharded, model.parameters()))
+    model: torch.nn.Module
+    config: FinetuneConfig
+    rows: Rows
+    eval_rows: Rows | None
+    device: torch.device
+    objective: Objective
+    ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        options, schedule = self.config.model, self.config.schedule
+        self.precision = options.precision or "float32"
+        self.is_sharded = any(map(is_sharded, self.model.parameters()))
         # The layers of a sharded model are compiled before they are sharded.
-        compiles = config.model.compile and not self.is_sharded
-        self.forward = torch.compile(model) if compiles else model
-        self.optimizer = make_optimizer(model, config.optimizer)
-        self.flops = StepFlops.of(decoder_of(model))
-        on_gpu = device.type == "cuda" and self.precision != "float32"
-        self.peak_flops = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
-        self.batches_per_step = (ranks or num_row_ranks()) * self.objective.batches_per_step
+        compiles = options.compile and not self.is_sharded
+        self.forward = torch.compile(self.model) if compiles else self.model
+        self.optimizer = make_optimizer(self.model, self.config.optimizer)
+        self.flops = StepFlops.of(decoder_of(self.model))
+        on_gpu = self.device.type == "cuda" and self.precision != "float32"
+        self.peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        self.batches_per_step = (self.ranks or num_row_ranks()) * self.objective.batches_per_step
         per_step = self.objective.batch_size * self.batches_per_step
-        steps = config.schedule.num_train_epochs * len(rows) / per_step
-        self.total_steps = config.schedule.max_steps or max(1, math.ceil(steps))
-        self.eval_steps = config.schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
+        steps = schedule.num_train_epochs * len(self.rows) / per_step
+        self.total_steps = schedule.max_steps or max(1, math.ceil(steps))
+        self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         self.done = 0
         self._saved = 0  # the step of the last checkpoint
         self._between_steps = True
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
-        self._row: Callable[[int], int] = row_order(len(rows), config.schedule.seed)
-        if config.data.data_weights:
-            assert isinstance(rows, PackedRows)
-            self._row = MixedOrder(rows.sources, config.data.data_weights, config.schedule.seed)
+        self._row: Callable[[int], int] = row_order(len(self.rows), schedule.seed)
+        if weights := self.config.data.data_weights:
+            self._row = MixedOrder(self.rows.sources, weights, schedule.seed)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""

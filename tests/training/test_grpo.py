@@ -10,9 +10,8 @@ import torch
 
 from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import ConfigError, DataError, LigerError
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.finetune import finetune
 from ligermodels.training.grpo import GRPOObjective, load_reward
+from tests.training import tiny_run
 from tests.training.test_losses import trainer_of
 from tests.training.tiny_run import forget, make_checkpoint
 
@@ -68,24 +67,12 @@ SETTINGS = {
 
 
 def run(folder: Path, out: Path, function: str = "vowels", **options):
-    settings = {
-        "train_files": folder / "pairs.jsonl",
-        "max_steps": 4,
-        "batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "eval_files": folder / "pairs.jsonl",
-        "eval_steps": 4,
-        "warmup_steps": 0,
-        **SETTINGS,
-    }
-    config = FinetuneConfig.from_options(
-        model=folder / "model",
-        output_dir=out,
-        loss="grpo",
-        **{"reward_function": f"{folder / 'rewards.py'}:{function}"} | settings | options,
-    )
-    return finetune(config, progress=False)
+    pairs = folder / "pairs.jsonl"
+    settings = {"loss": "grpo", "reward_function": f"{folder / 'rewards.py'}:{function}"}
+    settings |= {"max_steps": 4, "batch_size": 8, "gradient_accumulation_steps": 2}
+    settings |= {"learning_rate": 1e-2, "eval_files": pairs, "eval_steps": 4, "warmup_steps": 0}
+    given = {"device": None, **settings, **SETTINGS, **options}
+    return tiny_run.run(folder / "model", given.pop("train_files", pairs), out, **given)
 
 
 def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path) -> None:

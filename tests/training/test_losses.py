@@ -18,11 +18,10 @@ from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.losses import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.finetune import finetune
 from ligermodels.training.losses import DPO
 from ligermodels.training.preferences import reference_copy, reference_path, stored_log_probs
 from ligermodels.training.trainer import Trainer
+from tests.training import tiny_run
 from tests.training.tiny_run import forget, make_checkpoint
 
 OFFLINE = ["dpo", "kto", "orpo", "cpo", "simpo"]
@@ -49,22 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, out: Path, loss: str, **options):
-    settings = {
-        "max_steps": 6,
-        "batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 3e-3,
-        "eval_fraction": 0.2,
-        "eval_steps": 6,
-    }
-    config = FinetuneConfig.from_options(
-        model=folder / "model",
-        train_files=folder / "pairs.jsonl",
-        output_dir=out,
-        loss=loss,
-        **settings | options,
-    )
-    return finetune(config, progress=False)
+    settings = {"batch_size": 4, "gradient_accumulation_steps": 2, "device": None}
+    settings |= {"eval_fraction": 0.2, "eval_steps": 6, "seq_len": 1024, "loss": loss}
+    return tiny_run.run(folder / "model", folder / "pairs.jsonl", out, **settings | options)
 
 
 @pytest.mark.parametrize(
@@ -104,20 +90,13 @@ def test_a_run_learns_and_resumes_exactly(folder: Path, tmp_path: Path, loss: st
 
 
 def trainer_of(folder: Path, loss: str, size: int, count: int, **options) -> Trainer:
-    config = FinetuneConfig.from_options(
-        model=folder / "model",
-        train_files=folder / "pairs.jsonl",
-        output_dir="o",
-        loss=loss,
-        batch_size=size,
-        gradient_accumulation_steps=count,
-        max_steps=1,
-        **options,
-    )
+    given = {"loss": loss, "batch_size": size, "gradient_accumulation_steps": count}
+    given |= {"max_steps": 1, "seq_len": 1024, "separator": None, "learning_rate": 2e-5}
+    base = folder / "model"
+    config = tiny_run.options(base, folder / "pairs.jsonl", "o", **given | options)
+    model, tokenizer = AutoLiger.from_hf(base), Tokenizer.from_hf(base)
     objective = config.loss.objective(config)
-    objective.open(Tokenizer.from_hf(folder / "model"))
-    model = AutoLiger.from_hf(folder / "model")
-    tokenizer = Tokenizer.from_hf(folder / "model")
+    objective.open(tokenizer)
     rows = objective.rows([objective.read(config.data.train_files, tokenizer)])
     trainer = Trainer(model, config, rows, rows, torch.device("cpu"), objective)
     with torch.no_grad():  # so that the reference differs from the policy

@@ -14,6 +14,7 @@ from ligermodels import AutoLiger, LigerLlama
 from ligermodels.training import processes
 from ligermodels.training.config import SCHEDULES, FinetuneConfig, ScheduleOptions
 from ligermodels.training.data import Document
+from ligermodels.training.objectives import Objective
 from ligermodels.training.optimizers import parameter_groups
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.schedules import learning_rate
@@ -43,7 +44,7 @@ def make_trainer(rows, eval_rows=None, **options):
     config = FinetuneConfig.from_options(
         model="m", train_files=["t"], output_dir="o", adam_epsilon=ADAM_EPSILON, **options
     )
-    return Trainer(model, config, rows, eval_rows, torch.device("cpu"))
+    return Trainer(model, config, rows, eval_rows, torch.device("cpu"), Objective(config))
 
 
 def test_the_head_skips_the_rows_of_prompts(monkeypatch):
@@ -201,7 +202,7 @@ def beside_transformers(folder, rows, steps, rate):
         learning_rate=rate,
         adam_epsilon=ADAM_EPSILON,
     )
-    trainer = Trainer(ours, config, rows, None, torch.device("cpu"))
+    trainer = Trainer(ours, config, rows, None, torch.device("cpu"), Objective(config))
     optimizer = torch.optim.AdamW(
         parameter_groups(theirs.parameters(), config.optimizer.weight_decay),
         betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
