@@ -1,7 +1,6 @@
 """A module whose parameters are the tensors of an HF checkpoint: `from_hf` and `save_hf`."""
 
 import copy
-import dataclasses
 import inspect
 import math
 import os
@@ -34,12 +33,18 @@ from ligermodels.converters.safetensors_file import (
 )
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, packed_entry
-from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line
+from ligermodels.errors import CheckpointError, ConfigError, first_line
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.layout import Layout, layout_of
-from ligermodels.models.savable import check_buffers, check_savable, check_tied, named_weights
+from ligermodels.models.savable import (
+    Layout,
+    check_buffers,
+    checked_for_save,
+    layout_of,
+    name_of,
+    named_weights,
+)
 
 
 class HFModel(nn.Module):
@@ -270,26 +275,11 @@ class HFModel(nn.Module):
                 sparse, quantised or on the meta device, or does not have the config's shape. The
                 old content of the folder is unchanged.
         """
-        config = self.config
         shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
-        _check_config(self, folder)
         layout = layout_of(self)
         if layout is not None:
             layout.reshard(self)
-        dtype = self.embed_tokens.weight.dtype
-        if dtype != self.source.dtype:
-            config = dataclasses.replace(config, dtype=name_of(dtype))
-        weight_map = self.weight_map(config)
-        # With an untied config, a weight that the user has tied by hand is saved under both names.
-        weights = named_weights(self)
-        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        if layout is not None:
-            shapes |= {n: shape for n, shape in layout.shapes.items() if n in shapes}
-        check_savable(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
-        weight_map.check(type(self).__name__, shapes)  # The class need not be registered.
-        check_buffers(self, f"{Path(folder)}: ", SaveError)
-        check_tied(self, folder)
-
+        config, weight_map, weights = checked_for_save(self, layout, folder)
         constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
         constants |= self.source.constants
 
@@ -405,35 +395,6 @@ def _check_own_architecture(model: HFModel) -> None:
             raise ConfigError(f"{name}: {key!r} has no dimension; give it the shape (1,)")
 
 
-# These config fields may change after the modules are made, because no module computes with them.
-_FREE = {
-    *("vocab_size", "initializer_range", "dtype", "extra"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
-}
-# Other rope types compute, or may compute, with max_position_embeddings.
-_ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
-
-
-def _check_config(model: HFModel, folder: str | os.PathLike[str]) -> None:
-    """Raise if the config to export is not the one that the model computes with."""
-    config, built_from = model.config, model.built_from
-    if getattr(model, "config_class", None) is not type(config):
-        raise SaveError(
-            f"{Path(folder)}: {type(model).__name__} does not declare {type(config).__name__} as "
-            f"its config_class, so other programs might load it as {config.model_type!r} and "
-            "compute something else; save its state_dict() instead"
-        )
-    rope = (built_from.rope_scaling or {}).get("rope_type", "default")
-    free = _FREE | ({"max_position_embeddings"} if rope in _ROPES_OF_ANY_LENGTH else set())
-    for name in (field.name for field in dataclasses.fields(config)):
-        now, then = getattr(config, name), getattr(built_from, name)
-        if name not in free and now != then:
-            raise SaveError(
-                f"{Path(folder)}: config.{name} is {now!r}, but the model was built with {then!r} "
-                "and still computes with that; set it back, or build a model from the new config"
-            )
-
-
 def _set_parameters(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Replace each parameter, in all modules that have it, by one with the values in `weights`."""
     parameters = dict(model.named_parameters())
@@ -484,8 +445,3 @@ def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if found not in names.values():
         raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
     return found
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in a config.json, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")

@@ -1,15 +1,101 @@
-"""Checks of a model before a load and a save: a checkpoint cannot hold everything."""
+"""What loads and saves ask of a model: what a checkpoint can hold, how ranks divide the model."""
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, SaveError, listing
 from ligermodels.layers import LossHead
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.row_shard import RowShard
+from ligermodels.models.config import ModelConfig
+
+# These config fields may change after the modules are made, because no module computes with them.
+_FREE = {
+    *("vocab_size", "initializer_range", "dtype", "extra"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
+# Other rope types compute, or may compute, with max_position_embeddings.
+_ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
+
+
+class Layout(Protocol):
+    """The division of a model over ranks; `ligermodels.parallel.layout` makes it.
+
+    Attributes: rows: the part of each row that this rank computes, or None if it computes all.
+    """
+
+    rows: RowShard | None
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shapes of the parameters whose own shapes are those of this rank."""
+        ...
+
+    def reshard(self, model: nn.Module) -> None:
+        """Let the model have this rank's parameters again, if a forward has left whole ones."""
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a whole parameter on this rank. Every rank must call it."""
+        ...
+
+    def save(
+        self,
+        weights: Mapping[str, Tensor],
+        write: Callable[[Callable[[str], Tensor]], None],
+    ) -> None:
+        """Call `write(get)` on one rank, where `get(name)` returns a whole parameter.
+
+        Every rank must call it, and it raises on all ranks or on none.
+        """
+
+
+def layout_of(model: Any) -> Layout | None:
+    """Return how a model is divided over ranks, or None if this rank has all of it.
+
+    PyTorch's own `fully_shard` leaves no layout, only sharded parameters.
+    """
+    found: Layout | None = model.layout
+    if found is None and (
+        any(map(is_sharded, model.parameters()))
+        or any(hasattr(module, "reshard") for module in model.modules())
+    ):
+        from ligermodels.parallel.layout import ModelLayout
+
+        found = ModelLayout()
+    return found
+
+
+def checked_for_save(
+    model: Any, layout: Layout | None, folder: str | os.PathLike[str]
+) -> tuple[ModelConfig, WeightMap, dict[str, nn.Parameter]]:
+    """Return the config to export, the weight map and the parameters by name.
+
+    With an untied config, a weight that the user has tied by hand is saved under both names.
+
+    Raises:
+        SaveError, ConfigError: a checkpoint cannot hold the model: see `HFModel.save_hf`.
+    """
+    _check_config(model, folder)
+    config, dtype = model.config, model.dtype
+    if dtype != model.source.dtype:
+        config = dataclasses.replace(config, dtype=name_of(dtype))
+    weight_map = model.weight_map(config)
+    weights = named_weights(model)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if layout is not None:
+        shapes |= {n: shape for n, shape in layout.shapes.items() if n in shapes}
+    _check_weights(weights, shapes, {entry.name: entry.shape for entry in weight_map}, folder)
+    weight_map.check(type(model).__name__, shapes)  # The class need not be registered.
+    check_buffers(model, f"{Path(folder)}: ", SaveError)
+    _check_tied(model, folder)
+    return config, weight_map, weights
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -25,7 +111,7 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def check_savable(
+def _check_weights(
     weights: dict[str, torch.nn.Parameter],
     shapes: Mapping[str, tuple[int, ...]],
     expected: dict[str, tuple[int, ...]],
@@ -70,7 +156,7 @@ def _fault(weight: nn.Parameter, shape: tuple[int, ...], expected: tuple[int, ..
     return None
 
 
-def check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def _check_tied(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Raise if a tied head computes with a weight that the checkpoint would not hold."""
     weights = {id(weight) for weight in model.parameters()}
     for name, module in model.named_modules():
@@ -106,3 +192,28 @@ def check_buffers(
                     "a load would leave it without values; use self.register_buffer("
                     f"{key!r}, ..., persistent=False)"
                 )
+
+
+def _check_config(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Raise if the config to export is not the one that the model computes with."""
+    config, built_from = model.config, model.built_from
+    if getattr(model, "config_class", None) is not type(config):
+        raise SaveError(
+            f"{Path(folder)}: {type(model).__name__} does not declare {type(config).__name__} as "
+            f"its config_class, so other programs might load it as {config.model_type!r} and "
+            "compute something else; save its state_dict() instead"
+        )
+    rope = (built_from.rope_scaling or {}).get("rope_type", "default")
+    free = _FREE | ({"max_position_embeddings"} if rope in _ROPES_OF_ANY_LENGTH else set())
+    for name in (field.name for field in dataclasses.fields(config)):
+        now, then = getattr(config, name), getattr(built_from, name)
+        if name not in free and now != then:
+            raise SaveError(
+                f"{Path(folder)}: config.{name} is {now!r}, but the model was built with {then!r} "
+                "and still computes with that; set it back, or build a model from the new config"
+            )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in a config.json, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
