@@ -32,8 +32,7 @@ from ligermodels.converters.weight_map import joined_rows
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.fused_head import FusedHead
-from ligermodels.integrations.hf_base import LigerModel, LigerPreTrainedModel
-from ligermodels.integrations.hf_families import class_of
+from ligermodels.integrations.hf_base import LigerModel, LigerPreTrainedModel, class_of
 from ligermodels.integrations.hf_generation import native_options
 from ligermodels.integrations.hf_weights import wrapper_name
 from ligermodels.layers.fusion import has_plain_call, is_plain

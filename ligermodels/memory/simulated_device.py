@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from ligermodels.layers import attention_backend
+from ligermodels.layers.attention_backend import causal_suffix
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.causal_suffix import causal_suffix
 from ligermodels.memory.rates import (
     BACKWARD,
     AttentionKind,

@@ -1,7 +1,8 @@
 """The modules that tensor parallelism puts in the place of linears, norms and the embedding.
 
 Each is a subclass of the module that it replaces and has parameters of the same names, so that
-layers call it instead of fusing it, and names in a state dict stay.
+layers call it instead of fusing it, and names in a state dict stay. At the end of the file are the
+exchanges of the sequence between the ranks of a group, with their gradients.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, all_gather
-from ligermodels.layers import LayerNorm, RMSNorm
-from ligermodels.parallel.collectives import (
-    GatherSequence,
-    ScatterSequence,
-    gather_sequence,
-    scatter_sequence,
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
+    SumGradient,
+    all_gather,
+    reduce_scatter,
 )
+from ligermodels.layers import LayerNorm, RMSNorm
 
 
 class ColumnLinear(nn.Linear):
@@ -185,3 +184,57 @@ def _sum_shared(grad: Tensor, shared: tuple[int, int, int] | None, group: Any) -
     start = dist.get_rank(group) // ranks * ranks
     same = every.view(-1, *own.shape)[start : start + ranks]
     grad[first : first + rows] = same.sum(0)
+
+
+def gather_sequence(x: Tensor, group: Any) -> Tensor:
+    """Return (batch, seq, width) from each rank's (batch, seq / ranks, width).
+
+    The batch may be missing: tiles of an MLP have none.
+    """
+    if x.dim() == 2:
+        return gather_sequence(x.unsqueeze(0), group)[0]
+    ranks = dist.get_world_size(group)
+    out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    all_gather(out, x.contiguous(), group=group)
+    if x.shape[0] == 1:
+        return out.view(1, -1, *x.shape[2:])
+    return out.view(ranks, *x.shape).transpose(0, 1).flatten(1, 2)
+
+
+def scatter_sequence(x: Tensor, group: Any) -> Tensor:
+    """Sum (batch, seq, width) over ranks; return this rank's (batch, seq / ranks, width)."""
+    if x.dim() == 2:
+        return scatter_sequence(x.unsqueeze(0), group)[0]
+    ranks = dist.get_world_size(group)
+    batch, seq = x.shape[:2]
+    parts = x.unflatten(1, (ranks, seq // ranks)).transpose(0, 1).contiguous()
+    out = x.new_empty(batch, seq // ranks, *x.shape[2:])
+    reduce_scatter(out, parts.flatten(0, 1), group=group)
+    return out
+
+
+class ScatterSequence(torch.autograd.Function):
+    """Sum over the ranks, and keep this rank's part of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return scatter_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gather_sequence(grad, ctx.group), None
+
+
+class GatherSequence(torch.autograd.Function):
+    """Gather the sequence for what all ranks compute alike: each takes its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ranks, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        return grad.chunk(ranks, 1)[rank], None

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_families import class_of, raw_config
+from ligermodels.integrations.hf_base import class_of, raw_config
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models import auto
 from ligermodels.models.auto import AutoLiger

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.layers.causal_suffix import causal_suffix
+from ligermodels.layers.attention_backend import causal_suffix
 from tests.layers.formulas import attended
 
 
