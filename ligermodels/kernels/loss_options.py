@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from ligermodels.kernels.checks import check_count, check_floating, check_linear_bias, check_number
+from ligermodels.kernels.checks import FLOATING, check_count, check_linear_bias, check_number
 from ligermodels.kernels.dispatch import cast_operands, compute_dtype
 
 _OP = "cross entropy"  # the name in messages
@@ -265,8 +265,11 @@ def checked_linear(
 
     Args: prefix: of the names of the arguments, in messages.
     """
-    check_floating(op, f"{prefix}hidden", hidden)
-    check_floating(op, f"{prefix}weight", weight)
+    if hidden.dtype not in FLOATING or weight.dtype not in FLOATING:
+        raise ValueError(
+            f"{op}: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; "
+            "expected floating point tensors of 16 bits or more"
+        )
     shapes = f"{op}: {prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)}"
     if hidden.dim() == 0 or weight.dim() != 2:
         raise ValueError(f"{shapes}; expected (..., in) and (vocab, in)")
