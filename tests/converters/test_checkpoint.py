@@ -34,16 +34,6 @@ def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype)
     assert ("head.proj.weight" in weights) == (not tied)
 
 
-def test_plan_gives_the_stored_dtype_of_each_parameter(make):
-    norm = torch.ones(16, dtype=torch.float32)
-    wide_q = torch.ones(16, 16, dtype=torch.float16)
-    folder, config = make(add={"model.norm.weight": norm, Q: wide_q})
-    dtypes = Checkpoint(folder).plan(LigerLlama.weight_map(config))
-    assert dtypes["embed_tokens.weight"] == torch.bfloat16
-    assert dtypes["norm.weight"] == torch.float32
-    assert dtypes["layers.1.self_attn.qkv_proj.weight"] == torch.float32  # this dtype holds both
-
-
 @pytest.mark.parametrize(
     "rows", [(0, 32), (0, 5), (14, 18), (15, 31), (16, 24), (30, 32), (9, 9)], ids=str
 )

@@ -1,14 +1,9 @@
-import errno
 import os
 import stat
-from unittest.mock import Mock
 
 import pytest
 
-from ligermodels.converters import files
 from ligermodels.converters.files import (
-    is_int,
-    is_number,
     names_if_present,
     open_if_present,
     open_regular,
@@ -108,30 +103,3 @@ def test_a_folder_is_listed_or_an_error(tmp_path, subtests):
         with subtests.test(kind), pytest.raises(ConfigError, match=message):
             KINDS[kind][0](tmp_path / kind)
             names_if_present(tmp_path / kind, ConfigError)
-
-
-def test_is_number_refuses_other_values(subtests):
-    assert is_number(1) and is_number(-0.5) and not is_int(1.0)
-    for value in (True, None, "1", [1], float("nan"), 10**400):
-        with subtests.test(repr(value)[:40]):
-            assert not is_number(value)
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "fault", "message"),
-    [
-        (files.io, "BufferedReader", errno.EIO, "the file cannot be read: Input/output error"),
-        (os, "stat", errno.ENOENT, "the file cannot be read: No such file"),  # it comes afterwards
-        (os, "open", None, "this is not a regular file but a folder"),  # which takes its place
-    ],
-)
-def test_a_file_that_fails_or_changes_while_it_is_opened(
-    tmp_path, monkeypatch, place, name, fault, message
-):
-    (path := tmp_path / "file").touch()
-    folder = os.open(tmp_path, os.O_RDONLY)
-    effect = OSError(fault, os.strerror(fault)) if fault else None
-    with monkeypatch.context() as patch:
-        patch.setattr(place, name, Mock(side_effect=effect, return_value=folder))
-        with pytest.raises(ConfigError, match=f"file: {message}"):
-            read_if_present(path, ConfigError)

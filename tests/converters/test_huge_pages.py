@@ -1,16 +1,12 @@
 """Allocate the parameters of a load."""
 
 import copy
-import mmap
 import pickle
-import weakref
 
 import pytest
 import torch
 
 from ligermodels.converters.safetensors_file import empty_in_huge_pages
-
-NEEDS_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs Linux")
 
 
 def test_tensors_are_as_torch_makes_them():
@@ -22,32 +18,6 @@ def test_tensors_are_as_torch_makes_them():
             assert torch.equal(copy.deepcopy(x.fill_(3.0)), torch.full(shape, 3.0, dtype=dtype))
             assert torch.equal(pickle.loads(pickle.dumps(x)), x)
     assert empty_in_huge_pages((400, 301), torch.float32, "meta").is_meta
-
-
-@NEEDS_LINUX
-def test_each_tensor_is_released_alone(monkeypatch):
-    mappings = []
-
-    class Mapping(mmap.mmap):
-        def __new__(cls, *args, **options):
-            made = super().__new__(cls, *args, **options)
-            mappings.append(weakref.ref(made))
-            return made
-
-    monkeypatch.setattr(mmap, "mmap", Mapping)
-    x, y = (empty_in_huge_pages((1 << 20,), torch.float32, "cpu").fill_(i) for i in (1, 2))
-    part = y[5:]
-    del x, y
-    assert part.sum() == 2 * ((1 << 20) - 5)
-    assert [ref() is None for ref in mappings] == [True, False]
-    shared = part.share_memory_()  # It moves to memory of another kind.
-    assert shared.is_shared() and shared[0] == 2
-    assert all(ref() is None for ref in mappings)
-
-
-def test_systems_without_huge_pages(monkeypatch):
-    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert empty_in_huge_pages((400, 301), torch.float32, "cpu").fill_(2.0).sum() == 2 * 400 * 301
 
 
 @pytest.mark.parametrize("count", [1 << 50, 1 << 62])

@@ -6,7 +6,6 @@ test_export_kills.py kills a save at its system calls.
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import threading
 import time
@@ -136,24 +135,6 @@ def test_what_killed_saves_left_goes_and_subfolders_that_were_not_moved_come_hom
     write_files(tmp_path / f".out.saving-{'0' * 16}", {"weights": b"older", "data/a": b"mine"})
     replace(target)
     assert contents(target) == NEW | {"data/a": b"mine"} and os.listdir(tmp_path) == ["out"]
-
-
-def test_what_others_write_just_before_the_exchange_is_not_removed(
-    target, tmp_path, way, monkeypatch
-):
-    exchange = save_dir._exchange
-
-    def late(fresh, target):
-        (target / "late").write_text("late")
-        (target / "folder").mkdir()
-        (target / "aside").write_text("replaced")
-        os.rename(target / "aside", target / "notes")
-        return exchange(fresh, target)
-
-    monkeypatch.setattr(save_dir, "_exchange", late)
-    replace(target)
-    assert contents(target) == NEW | {"late": b"late", "notes": b"replaced"}
-    assert (target / "folder").is_dir() and os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("where", ["", "runs/deep/data", "file"])
@@ -305,17 +286,3 @@ def test_an_error_of_an_unchanged_folder_is_raised_and_endless_changes_are_refus
     assert fails.call_count == 2
     with pytest.raises(CheckpointError, match="the folder was replaced each of the 100 times"):
         read_one_version(tmp_path, lambda folder: (folder / f"{time.monotonic_ns()}").touch())
-
-
-def test_systems_without_a_table_of_mounts_or_an_exchange_of_names(target, monkeypatch):
-    monkeypatch.setattr(save_dir.Path, "read_bytes", lambda _: os.close(10**6))
-    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("deep"))
-    assert save_dir._mounts_in(target) == [target / "runs" / "deep"]
-    monkeypatch.undo()
-    monkeypatch.setattr(save_dir.ctypes, "CDLL", Mock(spec=[], return_value=object()))
-    here = target.parent / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    shutil.rmtree(here)  # a current directory that is gone is no error
-    replace(target)
-    assert contents(target) == NEW

@@ -52,13 +52,6 @@ def test_real_sizes(name, dtype) -> None:
         )
 
 
-def test_synchronisation_is_noticed() -> None:
-    """The check above fails if an op does wait."""
-    x = torch.ones(2, device="cuda")
-    with pytest.raises(RuntimeError, match="synchronizing"), no_synchronisation():
-        x.sum().item()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_no_host_synchronisation_and_captured_in_a_cuda_graph(name) -> None:
     """A captured forward and backward, replayed on other inputs, gives what eager gives there."""

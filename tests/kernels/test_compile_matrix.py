@@ -319,12 +319,3 @@ def test_a_mean_is_divided_with_rounding_to_nearest() -> None:
     for launch in launches_of("mean_loss_kernel", "nvidia", full=False):
         divisions = re.findall(r"\bdiv\.\w+\.f32", compiled_for(launch, "cuda", 90, 32).asm["ptx"])
         assert divisions and set(divisions) == {"div.rn.f32"}, launch.describe()
-
-
-def test_every_table_ends_without_a_limit() -> None:
-    for name, launches in launch_configs().items():
-        for table, warp in ((launches.nvidia, 32), (launches.amd, 64)):
-            limits = [limit for limit, _ in table]
-            assert limits[-1] is None and None not in limits[:-1], name
-            assert limits[:-1] == sorted(limits[:-1]), name
-            assert all(launch.num_warps * warp <= 1024 for _, launch in table), name

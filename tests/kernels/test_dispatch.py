@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import inspect
 from pkgutil import iter_modules
 
@@ -25,7 +24,6 @@ def test_gpu_tensors_take_triton(monkeypatch) -> None:
     assert dispatch.choose(CUDA)[0] == "triton"
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert dispatch.choose(CUDA) == ("torch", "triton is not installed")
-    assert dispatch.select("glu", ElsewhereTensor()) is reference.glu
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
@@ -55,43 +53,6 @@ def test_triton_takes_cpu_tensors_in_its_interpreter(monkeypatch, value) -> None
     assert dispatch.select("glu", x).__name__ == "ligermodels.kernels.triton.glu"
     # A float64 residual selects the reference, because the kernels calculate in float32.
     assert dispatch.select("glu", x, x.double()) is reference.glu
-
-
-class ElsewhereTensor:
-    """Has the attributes that `select` reads from a tensor on the second of two GPUs."""
-
-    dtype, device = torch.float32, torch.device("cuda:1")
-    is_cuda, is_cpu = True, False
-
-    def get_device(self) -> int:
-        return 1
-
-
-@pytest.mark.parametrize("current", [0, 1])
-def test_a_gpu_that_is_not_the_current_one(monkeypatch, current) -> None:
-    """If another GPU is the current one, launchers run with the tensors' GPU as the current one."""
-    launchers = pytest.importorskip("ligermodels.kernels.triton").glu
-    monkeypatch.delenv("LIGERMODELS_BACKEND", raising=False)
-    devices = []
-
-    @contextlib.contextmanager
-    def device(wanted):
-        devices.append(wanted)
-        yield
-        devices.append("left")
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(
-        launchers, "glu_forward", lambda *args, **kwargs: (args, kwargs, [*devices])
-    )
-    ops = dispatch.select("glu", ElsewhereTensor())
-    args, kwargs, before = ops.glu_forward(1, 2, dtype=3)
-    assert (args, kwargs) == ((1, 2), {"dtype": 3})
-    if current == 1:
-        assert ops is launchers and devices == []
-    else:
-        assert before == [torch.device("cuda:1")] and devices == [*before, "left"]
 
 
 def public_functions(module):

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import simulating
 from ligermodels.layers import attention_backend, attention_mask
 from ligermodels.layers.attention_backend import (
     attend,
     attend_in_parts,
     choose_backend,
-    heads_for_sdpa,
     prepare,
 )
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
@@ -86,42 +84,6 @@ def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             monkeypatch.setattr(torch.version, "hip", hip)
             assert choose_backend(mask, *options, device, *rest) == backend, f"{device}: {case}"
-
-
-def test_small_passes_without_gradient_do_not_wait_for_a_compiler() -> None:
-    for seq, rows, expected in ((512, 64, "dense"), (512, 65, "flex"), (2048, 8, "flex")):
-        taken = (AttentionMask(seq), None, 50.0, GPU, torch.bfloat16, 64, rows)
-        with torch.no_grad():
-            assert choose_backend(*taken) == expected
-        assert choose_backend(*taken) == "flex"
-    single = AttentionMask(1, 10**6)
-    assert choose_backend(single, 4096, 50.0, GPU, torch.bfloat16, 64, 10**4) == "dense"
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "queries", "head_dim", "heads"),
-    [
-        ("cuda", torch.float32, 5, 8, 4),
-        ("cuda", torch.bfloat16, 5, 320, 4),
-        ("cuda", torch.bfloat16, 5, 256, 2),
-        ("cuda", torch.float64, 5, 8, 2),  # no fused kernel takes float64
-        ("cuda", torch.float32, 1, 8, 2),  # a single query
-        ("cpu", torch.float32, 5, 8, 2),
-    ],
-)
-def test_heads_are_grouped_where_the_kernel_of_a_gpu_takes_groups(
-    device: str, dtype: torch.dtype, queries: int, head_dim: int, heads: int
-) -> None:
-    class Simulator:
-        autocast = None
-
-    Simulator.device = torch.device(device)  # type: ignore[attr-defined]
-    q = torch.empty(1, 4, queries, head_dim, dtype=dtype, device="meta")
-    k = torch.empty(1, 2, 5, head_dim, dtype=dtype, device="meta")
-    with simulating(Simulator()):  # type: ignore[arg-type]
-        assert [x.shape[1] for x in heads_for_sdpa(q, k, k)] == [heads, heads]
-        q = q[:, :2]  # as many query heads as key heads: no copy is made
-        assert all(x is k for x in heads_for_sdpa(q, k, k))
 
 
 # What is given of each row's tokens.
@@ -242,27 +204,6 @@ def test_values_and_gradients(
             assert relative(total, want) <= bound, name
         else:  # in a window of one, the only weight is 1 for any score
             assert total.norm() < 1e-2, name
-
-
-def test_choice_of_the_backend_for_parts() -> None:
-    shard, low = SequenceShard(None, 2, 1), torch.bfloat16
-    for given, window, softcap, dtype, head_dim, expected in (
-        ({}, None, None, low, 128, "suffix"),
-        ({}, None, None, low, 256, "varlen"),
-        ({}, None, None, torch.float32, 128, "flex"),
-        ({}, 100, None, low, 128, "varlen"),
-        ({}, None, 50.0, low, 128, "flex"),
-        (ENDS, None, None, low, 128, "varlen"),
-        (PADDING, None, None, low, 128, "flex"),
-        (PREFIX, None, None, low, 128, "flex"),
-        (BOTH, None, None, low, 128, "sdpa"),
-        (BOTH, 100, None, low, 128, "flex"),
-    ):
-        causal = given.get("causal", True)
-        options = {k: x for k, x in given.items() if k != "causal"}
-        for part in AttentionMask(300, 600, shard=shard, **options).parts(causal):
-            rest = (window, softcap, GPU, dtype, head_dim, 8, causal)
-            assert choose_backend(part, *rest) == expected, (given, window, softcap, head_dim)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

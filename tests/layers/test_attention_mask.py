@@ -11,7 +11,6 @@ from ligermodels.layers import attention_mask
 from ligermodels.layers.attention_mask import (
     AttentionMask,
     check_cu_seqlens,
-    compiled,
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
@@ -140,20 +139,6 @@ def test_a_compiled_function_does_not_look_at_cu_seqlens(monkeypatch: pytest.Mon
     check_cu_seqlens(torch.tensor([0, 20]), 8, None)
     with pytest.raises(ValueError, match="of shape"):
         check_cu_seqlens(torch.tensor([[0, 8]]), 8, None)
-
-
-def test_the_options_of_the_compiler_hold_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = torch._dynamo.config
-    before = config.recompile_limit, config.specialize_float
-
-    def function() -> None:
-        assert (config.recompile_limit, config.specialize_float) == (256, True) != before
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    with pytest.raises(RuntimeError, match="no"):
-        compiled(function)()
-    assert (config.recompile_limit, config.specialize_float) == before
 
 
 def test_padding_at_the_ends_of_rows_divides_them_into_documents() -> None:

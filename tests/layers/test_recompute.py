@@ -251,16 +251,6 @@ def test_compiled(per_block: bool, family: str) -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_compiler_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps the outputs of torch's attention by torch's own way."""
-    model = make("llama")
-    _, expected = run(model, None)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    _, found = run(model, MemoryPlan.uniform(3, "attention"))
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "lora"])
 def test_selective_checkpointing_may_keep_products(family: str) -> None:
     """PyTorch's second forward gets the stored tensor again, so the first one leaves it alone."""

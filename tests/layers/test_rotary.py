@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -134,19 +133,3 @@ def test_numbers_that_no_rope_has_are_refused() -> None:
         RotaryEmbedding(HEAD_DIM, scaling={"rope_type": "spiral"})
     with pytest.raises(ValueError, match="max_position_embeddings=0"):
         RotaryEmbedding(4, max_position_embeddings=0)
-
-
-class NoHostData(TorchFunctionMode):
-    """Refuse to make a tensor from numbers of the host: on a GPU this is a synchronisation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
-        return func(*args, **kwargs or {})
-
-
-def test_a_forward_makes_no_tensor_from_host_data() -> None:
-    for name, scaling in SCALINGS.items():
-        rope = RotaryEmbedding(HEAD_DIM, 1e4, LONGEST, scaling)
-        for length in (None, 8, 500):
-            with NoHostData():
-                assert rope(torch.arange(8)[None], length)[0].shape == (1, 8, HALF), name

@@ -16,50 +16,7 @@ from ligermodels import losses
 from ligermodels.losses import policy, preference
 from ligermodels.losses.distillation import hidden_cosine
 from ligermodels.losses.reference_free import CPO_LOSS_TYPES
-from ligermodels.losses.terms import (
-    Mean,
-    divided,
-    mean_of,
-    token_metrics,
-)
 from ligermodels.losses.weighting import SFT_LOSS_TYPES
-from tests.losses.batches import assert_metrics
-
-
-def test_means_add_up() -> None:
-    values = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    mask = torch.tensor([1, 0, 1])
-    both = mean_of(values, mask) + mean_of(values)
-    assert both.value == torch.tensor(16 / 5)
-    assert not both.value.requires_grad
-    assert float(mean_of(values, torch.zeros(3)).value) == 0
-    assert float(Mean(torch.tensor(3.0), torch.tensor(2)).value) == 1.5
-
-
-def test_divisors() -> None:
-    total = torch.tensor(6.0)
-    for normalizer, expected in (
-        (None, 2.0),
-        (2, 3.0),
-        (0, 6.0),
-        (torch.tensor(4), 1.5),
-        (torch.tensor(0), 6.0),
-        (torch.tensor(4.0, dtype=torch.float64), 1.5),
-    ):
-        found = divided(total, normalizer, 3)
-        assert found.item() == expected and found.dtype == torch.float32
-
-
-def test_metrics_of_tokens() -> None:
-    mask = torch.tensor([[1, 1], [1, 0]]).bool()
-    values = torch.tensor([[1.0, 3.0], [5.0, 100.0]])
-    metrics = token_metrics(mask, entropy=values, correct=values > 2, mean_logits=values)
-    assert_metrics(metrics, {"entropy": 3.0, "mean_token_accuracy": 2 / 3})
-    metrics = token_metrics(mask, correct=values > 2, mean_logits=values, paired=True)
-    logits = {"logits/chosen": 2.0, "logits/rejected": 5.0}
-    assert_metrics(metrics, {"mean_token_accuracy": 0.5, **logits})
-    assert len(metrics) == 3 and token_metrics(mask) == {}
-
 
 Loss = Callable[..., Tensor | losses.LossOutput]
 MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 1, 0]]).bool()

@@ -25,20 +25,6 @@ def test_work_takes_the_sum_of_its_parts() -> None:
     assert by_pass.seconds(work + work) == 2 * (2.0 + 2.0 + 10.0 + 0.5)
 
 
-def test_products_between_other_work_are_faster() -> None:
-    made = Rates(products=100.0, attention=50.0, memory=10.0, host_bytes=1.0, source="a test")
-    kind = AttentionKind("sdpa", 8, 2, 64, 128)
-
-    def products(share: float) -> float:
-        attention = Counter({(kind, "forward"): round(50 * 1000 * (1 - share))})
-        return mixed.in_step(Work(round(100 * 1000 * share), attention)).products
-
-    mixed = replace(made, mixed_products=120.0)
-    found = [products(share) for share in (1.0, 0.75, 0.5, 0.1)]
-    assert found == pytest.approx([100.0, 110.0, 120.0, 120.0])
-    assert made.in_step(Work()).products == 100.0
-
-
 def test_data_sheets() -> None:
     h100, h200 = (data_sheet(f"NVIDIA {name}", torch.bfloat16) for name in ("H100 PCIe", "H200"))
     assert h200.memory > h100.memory and h200.source == "data sheet of H200"

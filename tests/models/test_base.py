@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,19 +99,6 @@ def test_embeddings_in_the_place_of_tokens() -> None:
     model.activation_checkpointing_enable()
     model.loss(None, labels, inputs_embeds=embeds).backward()
     assert embeds.grad is not None and embeds.grad.count_nonzero() > 0
-
-
-def test_forward_frees_the_embeddings_that_no_layer_keeps() -> None:
-    model = tiny_model().train()
-    model.embed_tokens.requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[bool] = []
-    model.embed_tokens.register_forward_hook(lambda *given: made.append(weakref.ref(given[-1])))
-    model.head.register_forward_pre_hook(lambda *_: alive.append(made[0]() is not None))
-    ids, labels = tokens()
-    model(ids, labels=labels)
-    assert alive == [False]
 
 
 def test_a_prefix_sees_both_directions() -> None:
@@ -251,27 +236,6 @@ def test_a_mask_of_ones_on_the_cpu_hides_nothing(monkeypatch: pytest.MonkeyPatch
         mask[0, 0] = 0
         with pytest.raises(AssertionError, match="of every pair"):
             model(ids, attention_mask=mask)
-
-
-def test_a_forward_does_not_walk_through_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walk takes as long as several kernels of each layer."""
-    model, ids = tiny_model(), tokens()[0]
-    expected = model(ids)
-
-    def walk(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a walk")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.Module, "named_modules", walk)
-        model(ids, labels=ids).loss.backward()
-    # Another window is seen at once, and so is another attention.
-    attention = model.layers[1].self_attn
-    attention.sliding_window = 2
-    assert not torch.equal(model(ids), expected)
-    attention.sliding_window = None
-    model.layers[1].self_attn = copy.deepcopy(attention)
-    assert torch.equal(model(ids), expected)
-    assert model._find_attentions()[1] is model.layers[1].self_attn
 
 
 class Crossing(torch.nn.Module):

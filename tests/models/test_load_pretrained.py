@@ -22,7 +22,6 @@ from ligermodels import (
     Qwen3Config,
     load_pretrained,
 )
-from ligermodels.converters import hub
 
 SIZES = {
     "vocab_size": 97,
@@ -33,7 +32,6 @@ SIZES = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-PACKED = "layers.0.self_attn.qkv_proj.weight"
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -182,16 +180,6 @@ def test_the_module_keeps_dtypes_memory_and_requires_grad(source):
         assert parameter.dtype == (torch.float32 if name == "norm.weight" else torch.bfloat16)
         assert torch.equal(parameter, original[name].to(parameter.dtype)), name
     assert not model.embed_tokens.weight.requires_grad and model.norm.weight.requires_grad
-
-
-def test_a_hub_id_is_resolved_at_its_revision(source, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        hub, "resolve", lambda path, revision: asked.append((path, revision)) or source
-    )
-    report = load_pretrained(llama(seed=2), "someone/model", revision="main")
-    assert asked == [("someone/model", "main")]
-    assert report.source == source and report.unused == []
 
 
 def test_weights_that_mean_something_else_are_refused(tmp_path):

@@ -8,12 +8,10 @@ import pytest
 
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import (
     DEFAULT_LOGITS_BYTES,
-    MIN_ACCUMULATED_ROWS,
     ChunkPlan,
     Sizes,
     chunks,
     plan_chunks,
-    smaller_chunk,
 )
 
 MIB = 2**20
@@ -94,17 +92,6 @@ def test_plans_at_the_edges() -> None:
     assert plan_chunks(few, 100 * MIB).vocab_block is not None
 
 
-def test_accumulation_where_enough_rows_fit_beside_the_sum() -> None:
-    sizes = head(10000, 512, 32000)
-    worth = sizes.fixed_bytes + sizes.accumulator_bytes + 2 * 32000 * MIN_ACCUMULATED_ROWS
-    assert plan_chunks(sizes, worth) == ChunkPlan(MIN_ACCUMULATED_ROWS)
-    assert plan_chunks(sizes, worth - 1).vocab_block is not None
-    for budget in (worth + 10**7, worth + 10**8):
-        plan = plan_chunks(sizes, budget)
-        assert plan.vocab_block is None and plan.chunk_size % 128 == 0
-        assert scratch(sizes, plan) <= budget
-
-
 def test_default() -> None:
     """Chunks hold 2^30 bytes of logits for any vocabulary; one chunk is used if it is cheaper."""
     for vocab in (32000, 128256, 151936, 256000):
@@ -116,42 +103,6 @@ def test_default() -> None:
     # The logits take 3.9 GiB, less than twice the float32 sum of the 256000 x 2304 gradient.
     assert plan_chunks(head(8192, 2304, 256000), None) == ChunkPlan(8192)
     assert plan_chunks(head(16384, 2304, 256000), None).chunk_size < 8192
-
-
-def test_a_smaller_chunk_than_the_default() -> None:
-    """Of all rows at once; where the default is chunks already, or rows are few, there is none."""
-    assert plan_chunks(head(16384, 4096, 128256), None).chunk_size == 16384
-    chunk = smaller_chunk(head(16384, 4096, 128256))
-    assert chunk == 4096 and chunk * 128256 * 2 <= DEFAULT_LOGITS_BYTES
-    assert smaller_chunk(head(32768, 4096, 128256)) is None
-    assert smaller_chunk(head(2048, 4096, 128256)) is None
-    frozen = head(16384, 4096, 128256)._replace(accumulator_bytes=0)
-    assert smaller_chunk(frozen) is None
-
-
-def test_no_piece_is_much_shorter_than_the_rest() -> None:
-    for rows, (vocab, width), budget in product(
-        (8300, 16800, 34000),
-        ((128256, 2048), (32000, 4096)),
-        (None, 300 * MIB, 3000 * MIB),
-    ):
-        plan = plan_chunks(head(rows, width, vocab), budget)
-        case = f"{rows} rows, vocabulary {vocab}, width {width}, budget {budget}: {plan}"
-        for total, length in ((rows, plan.chunk_size), (vocab, plan.vocab_block or vocab)):
-            pieces = -(-total // length)
-            last = total - (pieces - 1) * length
-            assert length - last < 128 * pieces, case
-            # With 300 MiB there are many pieces, and the step of 128 is a large part of each.
-            assert last > 0.8 * length or budget == 300 * MIB, case
-
-
-def test_logits_may_take_the_memory_of_a_later_weight_gradient() -> None:
-    """Without a budget, a chunk of Gemma-2-9B's head may take more than the default."""
-    rounded = 2 * 3584 * 256000
-    sizes = Sizes(32768, 256000, 2, accumulator_bytes=2 * rounded)
-    assert plan_chunks(sizes, None).chunk_size == 2048
-    plan = plan_chunks(sizes._replace(rounded_weight_bytes=rounded), None)
-    assert plan == ChunkPlan(3328) and 3328 * 256000 * 2 <= rounded
 
 
 def test_too_small_a_budget_names_the_least() -> None:

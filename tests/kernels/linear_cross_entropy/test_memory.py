@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_cross_entropy, linear_log_probs
-from ligermodels.kernels.linear_cross_entropy.autograd import add_product
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import ChunkPlan
 from tests.kernels import formulas
-from tests.kernels.checks import check_repeatable, random
+from tests.kernels.checks import check_repeatable
 from tests.kernels.conftest import BFLOAT16, INTERPRETING, places
 from tests.kernels.linear_cross_entropy.head import (
     CUTS,
@@ -32,7 +30,6 @@ from tests.kernels.linear_cross_entropy.head import (
 )
 from tests.kernels.ops_table import LOSS_OPTIONS
 from tests.kernels.scratch import peak_scratch
-from tests.pairwise import pairwise
 
 outside_kernels = pytest.mark.skipif(
     INTERPRETING, reason="this happens outside the kernels, whose tensors the interpreter copies"
@@ -98,15 +95,6 @@ def test_number_of_products(float32_place, op, options, products) -> None:
                 loss.sum().backward()
         one = 2 * rows * options.get("width", WIDTH) * VOCAB
         assert counter.get_total_flops() == wanted * one, frozen
-
-
-def test_products_are_float32_sums(place) -> None:
-    a, b = (random(*shape).to(place.device, place.dtype) for shape in ((5, 7), (7, 3)))
-    wide = torch.promote_types(place.dtype, torch.float32)
-    expected = a.to(wide) @ b.to(wide)
-    product = add_product(None, a, b)
-    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(add_product(product, a, b), 2 * expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter has no bfloat16")
@@ -222,54 +210,6 @@ def test_plain_pytorch_stays_in_the_budget(dtype, rows, width, reduction, stats)
         made.update(skip_ignored=(i + stats) % 2 == 0, max_scratch_bytes=budget)
         held = peak_scratch(forward, (made["hidden"], made["weight"]))
         assert max(held) <= budget, f"forward and backward hold {held} of {budget}"
-
-
-def test_few_rows_take_no_copy_of_the_weight_gradient(compiled_place) -> None:
-    """Backward computes the weight gradient with its final scale, so it needs no scaled copy."""
-    made = on(compiled_place, inputs((4,), 1024, 2000, bias=False))
-
-    def forward() -> torch.Tensor:
-        return linear_cross_entropy(**made).loss
-
-    scratch = max(peak_scratch(forward, (made["hidden"], made["weight"])))
-    assert scratch < made["weight"].nbytes / 2
-
-
-@outside_kernels
-@pairwise(
-    frozen=[None, "hidden", "weight"],
-    dtype=[torch.float32, torch.bfloat16, torch.float16],
-    reduction=["mean", "none"],
-    sizes=[(60, 500, 400), (800, 900, 5)],
-)
-def test_backward_of_one_chunk_stays_in_the_budget(
-    monkeypatch, sizes, reduction, dtype, frozen
-) -> None:
-    """Budgets go from the size of the logits to 30 times that, planned as for the kernels."""
-    module = import_module("ligermodels.kernels.linear_cross_entropy.chunk_plan")
-    monkeypatch.setattr(module, "wide_copies", lambda *_: (0, 0))
-    plans = spy_on_the_plan(monkeypatch)
-    rows, _, vocab = sizes
-    made = large_head(dtype, *sizes) | {"reduction": reduction}
-    if frozen is not None:
-        made[frozen] = made[frozen].detach()
-    logits = rows * vocab * dtype.itemsize
-    held = 0
-
-    def forward() -> torch.Tensor:
-        return linear_cross_entropy(**made).loss
-
-    for percent in (100, 140, 180, 240, 300, 1000, 3000):
-        budget = made["max_scratch_bytes"] = logits * percent // 100 + 64 * rows
-        plans.clear()
-        _, backward = peak_scratch(forward, (made["hidden"], made["weight"]))
-        if plans[0].vocab_block is None and plans[0].chunk_size >= rows:
-            held += 1
-            # If backward computes the logits again, plain PyTorch makes copies of them.
-            again = reduction == "none" or not plans[0].grads_in_forward
-            copies = 8 * 4 * rows * vocab if again else 0
-            assert backward <= budget + copies, f"backward holds {backward} of {budget} bytes"
-    assert held
 
 
 @outside_kernels

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from ligermodels import kernels
-from ligermodels.kernels.linear_cross_entropy import chunk_plan, vocab_shard
+from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.functions import make_head
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import ShardedRows, VocabShard
 from ligermodels.kernels.loss_options import CrossEntropyOptions, LossOptions
@@ -129,29 +128,6 @@ def test_ranks_with_fewer_classes_have_the_plan_of_the_others(
         assert plans[0] == plans[1]
         kinds.add(plans[0].vocab_block is None)
     assert kinds == {True, False}
-
-
-def test_the_ranks_exchange_while_the_next_logits_are_computed(
-    shard: VocabShard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    for holder, name, event in (
-        (F, "linear", "product"),
-        (vocab_shard, "_begin_gathering", "exchange"),
-        (ShardedRows, "losses", "wait"),
-    ):
-        function = getattr(holder, name)
-
-        def recorded(*args: Any, event: str = event, function: Any = function) -> Any:
-            events.append(event)
-            return function(*args)
-
-        monkeypatch.setattr(holder, name, recorded)
-    hidden, weight = torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH)
-    targets = torch.arange(ROWS)
-    kernels.linear_cross_entropy(hidden, weight, targets, chunk_size=4, vocab_shard=shard)
-    begin = ["product", "exchange"]
-    assert events == [*begin, *begin, "wait", *begin, "wait", "wait"]
 
 
 @pytest.mark.gpu
