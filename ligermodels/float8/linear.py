@@ -50,6 +50,11 @@ class Float8Linear(FusableLinear):
         """Keep the weight's casts from now on, or forget them and keep none."""
         self._casts = (self.weight._version, {}) if enabled else None
 
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether this is inside of `float8.weights_cast_once`."""
+        return self._casts is not None
+
     def _casts_now(self) -> Casts | None:
         if self._casts is None:
             return None

@@ -95,6 +95,8 @@ def decoding_obstacle(model: nn.Module, captures: bool = True) -> str | None:
             return f"{name or 'the model'} has hooks or another forward"
         if module._compiled_call_impl is not None:
             return f"{name or 'the model'} is compiled"
+        if captures and isinstance(module, float8.Float8Linear) and module.keeps_casts:
+            return "float8.weights_cast_once keeps casts that a graph would outlive"
     if unknown := _unknown_types(model):
         return f"the code of {', '.join(unknown)} is unknown"
     return None
