@@ -24,6 +24,7 @@ from ligermodels.kernels.float8_cast import (
     formats,
 )
 from ligermodels.kernels.fused_linear import Products
+from ligermodels.kernels.reference.float8_cast import MULTIPLE
 
 
 class Recipe(NamedTuple):
@@ -62,6 +63,7 @@ class Float8Products(Products):
         self.e4m3, self.e5m2 = formats()
         # With one scale for a tensor, the transposed casts of backward need not find it again.
         self.x_amax: Tensor | None = None
+        self.x_scale: Tensor | None = None
         self.weight_amax: Tensor | None = None
 
     def new_amax(self, x: Tensor) -> Tensor | None:
@@ -104,10 +106,18 @@ class Float8Products(Products):
         if keeps_x and turned is None:
             turned = self._turned_x(rows)
         assert straight is not None
+        self.x_scale = straight.scale
         out = float8_product(straight, self._weight(weight, False), weight.dtype, bias, fast=True)
         # LoRA adds to the output in place, which autograd forbids for a view.
         shape = *x.shape[:-1], weight.shape[0]
         return torch.ops.aten._unsafe_view(out, shape), turned
+
+    def new_turned(self, grad_x: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.x_amax is None or grad_x.numel() == 0:
+            return None
+        width = grad_x.shape[-1]
+        rows = -(-(grad_x.numel() // width) // MULTIPLE) * MULTIPLE
+        return grad_x.new_empty((width, rows), dtype=self.e4m3), self.x_amax
 
     def hand_over(self, grad: Tensor, amax: Tensor | None) -> None:
         # The attribute stays on the tensor in autograd. A sum of gradients is another tensor, and
@@ -138,6 +148,9 @@ class Float8Products(Products):
     def grad_weight(self, operand: Any, x: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(x, Tensor):
             x = self._turned_x(x.reshape(-1, x.shape[-1]))
+        elif not isinstance(x, Float8):  # what `new_turned` returned
+            assert self.x_scale is not None
+            x = Float8(x[0], self.x_scale)
         return float8_product(operand[1], x, dtype)
 
     def _turned_x(self, rows: Tensor) -> Float8:

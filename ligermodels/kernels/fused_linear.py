@@ -52,6 +52,13 @@ class Products:
         """Return linear(x) (..., out) for x (..., in), whose amax may be known."""
         return F.linear(x, weight, bias)
 
+    def new_turned(self, grad_x: Tensor) -> Any:
+        """Return where an op may write x for `grad_weight` instead of a tensor, or None.
+
+        Args: grad_x: the gradient of x, with its shape and device.
+        """
+        return None
+
     def hand_over(self, grad: Tensor, amax: Tensor | None) -> None:
         """Let the products that get this gradient know its amax."""
 
@@ -63,7 +70,7 @@ class Products:
         """Return the gradient of x (..., in). The shape is that of grad_output."""
         return operand @ weight  # type: ignore[no-any-return]
 
-    def grad_weight(self, operand: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def grad_weight(self, operand: Any, x: Any, dtype: torch.dtype) -> Tensor:
         """Return the gradient of the weight (out, in) in its dtype."""
         rows = operand.reshape(-1, operand.shape[-1])
         return rows.t() @ x.reshape(-1, x.shape[-1])  # type: ignore[no-any-return]
@@ -73,7 +80,7 @@ def _linear_backward(
     ctx: Any,
     grad_output: Tensor,
     operand: Any,
-    x: Tensor | None,
+    x: Any,
     needs_weight_grad: bool,
     needs_bias_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -300,7 +307,10 @@ class _GLULinear(torch.autograd.Function):
             if needs_grad[0]:
                 grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
                 amax = ctx.products.new_amax(gate_up)
-                grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, needs_grad[1], amax)
+                turned = ctx.products.new_turned(grad_y) if needs_grad[1] else None
+                recomputes = needs_grad[1] and turned is None
+                grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, recomputes, amax, turned)
+                y = turned if y is None else y
                 ctx.products.hand_over(grad_gate_up, amax)
                 del grad_y
             grad_weight, grad_bias = _linear_backward(

@@ -30,6 +30,7 @@ def glu_backward(
     grad_output: Tensor,
     recompute_output: bool,
     amax: Tensor | None = None,
+    turned: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of gate_up, which may take its memory, and the output or None.
 
@@ -45,7 +46,7 @@ def glu_backward(
     )
     gate_up = gate_up.detach()
     grads = ctx.ops.glu_backward(
-        gate_up, grad_output, ctx.activation, recompute_output, overwrite, amax
+        gate_up, grad_output, ctx.activation, recompute_output, overwrite, amax, turned
     )
     if overwrite:
         # If another op has saved gate_up after all, autograd raises an error there.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import cast, compute_dtype
-from ligermodels.kernels.reference.float8_cast import recorded
+from ligermodels.kernels.reference.float8_cast import float8_cast, recorded
 
 
 def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
@@ -31,11 +31,14 @@ def glu_backward(
     recompute_output: bool,
     overwrite: bool,
     amax: Tensor | None = None,
+    turned: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of `glu_forward`; recompute its output if asked to.
 
     Args: overwrite: whether to write the gradient into gate_up instead of a new tensor; amax:
-        float32 zeros (1, 1) that get the largest absolute value of the gradient.
+        float32 zeros (1, 1) that get the largest absolute value of the gradient; turned: where to
+        write the output transposed and in float8 (intermediate, rows up to a multiple of 16), and
+        its amax.
     Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, and the output, rounded to
         gate_up's dtype, in grad_output's dtype or None. The output may take the memory of
         grad_output.
@@ -50,11 +53,16 @@ def glu_backward(
         activated, slope = _gelu_and_derivative(gate, activation == "gelu_tanh")
         grad_gate = grad * up * slope
     out = None
-    if recompute_output:
+    if recompute_output or turned is not None:
         # The output must have the bits of forward's, and F.gelu rounds unlike x * phi(x).
         silu = activation == "silu"
         out = cast(activated * up, gate_up.dtype) if silu else glu_forward(gate_up, activation)
         out = cast(out, grad_output.dtype)
+    if turned is not None and out is not None:
+        values, out_amax = turned
+        made = float8_cast(out.flatten(0, -2), out_amax, values.dtype, False, True)[1]
+        values.copy_(made)  # type: ignore[arg-type]
+        out = None
     parts = grad_gate, grad * activated
     if overwrite:
         return recorded(torch.cat(parts, -1, out=gate_up), amax), out

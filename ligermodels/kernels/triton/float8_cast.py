@@ -7,7 +7,12 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
 from ligermodels.kernels.reference.float8_cast import MULTIPLE, SMALLEST
-from ligermodels.kernels.triton.amax import _record_amax
+from ligermodels.kernels.triton.float8_tile import (
+    _record_amax,
+    _scaled,
+    _store_turned,
+    _tile_of,
+)
 
 AMAX = Launches(nvidia=((None, Launch(512, 8, rows=16)),), amd=((None, Launch(512, 4, rows=16)),))
 CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
@@ -18,23 +23,13 @@ TRANSPOSE = Launches(
 
 
 @triton.jit
-def _tile_of(columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the rows and columns of the program's tile. Neighbours share their rows."""
-    blocks = tl.cdiv(columns, BLOCK)
-    program = tl.program_id(0)
-    row = program // blocks * ROWS + tl.arange(0, ROWS)[:, None]
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return row, column
-
-
-@triton.jit
 def absolute_maximum_kernel(
     x_ptr, amax_ptr, rows, columns, AXIS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Each program handles one tile. amax has int32 zeros; see `_record_amax`."""
     row, column = _tile_of(columns, ROWS, BLOCK)
     mask = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row.to(tl.int64) * columns + column, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
     bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
     if AXIS == "tensor":
         _record_amax(amax_ptr, x)
@@ -63,8 +58,6 @@ def float8_cast_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program handles one tile. values or turned may be None."""
-    smallest = tl.cast(smallest, tl.float32)  # torch.compile passes Python floats as float64
-    largest = tl.cast(largest, tl.float32)
     row, column = _tile_of(columns, ROWS, BLOCK)
     inside = column < columns
     mask = (row < rows) & inside
@@ -77,20 +70,13 @@ def float8_cast_kernel(
     else:
         first = tl.program_id(0) < tl.cdiv(columns, BLOCK)
         amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
-    amax = tl.maximum(amax, smallest, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.load(x_ptr + row.to(tl.int64) * columns + column, mask=mask, other=0.0)
-    x = x.to(tl.float32) * tl.div_rn(largest, amax)
-    x = tl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
+    x, scale = _scaled(x, amax, smallest, largest)
     if values_ptr is not None:
         values = x.to(values_ptr.dtype.element_ty)
-        tl.store(values_ptr + row.to(tl.int64) * columns + column, values, mask=mask)
+        tl.store(values_ptr + row * columns + column, values, mask=mask)
     if turned_ptr is not None:
-        turned = tl.trans(x.to(turned_ptr.dtype.element_ty))
-        row_t, column_t = tl.trans(row), tl.trans(column)
-        at = column_t.to(tl.int64) * padded + row_t
-        tl.store(turned_ptr + at, turned, mask=(column_t < columns) & (row_t < padded))
-    scale = tl.div_rn(amax, largest)
+        _store_turned(turned_ptr, x, row, column, columns, padded)
     if AXIS == "tensor":
         tl.store(scale_ptr, scale, mask=first)
     elif AXIS == "rows":

@@ -6,11 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, reusable
-from ligermodels.kernels.triton.amax import _record_amax
+from ligermodels.kernels.reference.float8_cast import SMALLEST
+from ligermodels.kernels.triton.float8_tile import (
+    _record_amax,
+    _scaled,
+    _store_turned,
+    _tile_of,
+)
 
 # Both kernels use these configs. HIP counts the threads of a launch in 32 bits. On AMD, eight
 # elements for each lane make that enough for 2^35 elements.
 GLU = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+TURNED = Launches(nvidia=((None, Launch(64, 8, rows=128)),), amd=((None, Launch(64, 8, rows=64)),))
 
 
 @triton.jit
@@ -27,6 +34,14 @@ def _gate(x, ACTIVATION: tl.constexpr):
         phi = 0.5 * (1 + tl.erf(0.7071067811865476 * x))
         slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
     return phi, slope
+
+
+@triton.jit
+def _gradients(gate, up, grad, ACTIVATION: tl.constexpr):
+    """Return the gradients of gate and up, and the output, all in float32."""
+    phi, slope = _gate(gate, ACTIVATION)
+    activation = gate * phi
+    return grad * up * (phi + gate * slope), grad * activation, activation * up
 
 
 @triton.jit
@@ -79,19 +94,55 @@ def glu_backward_kernel(
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    phi, slope = _gate(gate, ACTIVATION)
-    activation = gate * phi
+    grad_gate, grad_up, out = _gradients(gate, up, grad, ACTIVATION)
     dtype = grad_gate_up_ptr.dtype.element_ty
-    grad_gate = (grad * up * (phi + gate * slope)).to(dtype)
-    grad_up = (grad * activation).to(dtype)
+    grad_gate, grad_up = grad_gate.to(dtype), grad_up.to(dtype)
     tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
     tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
     if amax_ptr is not None:
         _record_amax(amax_ptr, grad_gate)
         _record_amax(amax_ptr, grad_up)
     if out_ptr is not None:
-        out = (activation * up).to(dtype).to(out_ptr.dtype.element_ty)
+        out = out.to(dtype).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * width + column, out, mask=mask)
+
+
+@triton.jit
+def glu_backward_turned_kernel(
+    gate_up_ptr,
+    grad_output_ptr,
+    grad_gate_up_ptr,
+    turned_ptr,
+    out_amax_ptr,
+    amax_ptr,
+    rows,
+    width,
+    padded,
+    smallest,
+    largest,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The same for tiles of rows; the recomputed output is transposed and in float8.
+
+    A program reads its elements before it writes any, so grad_gate_up may be gate_up.
+    """
+    row, column = _tile_of(width, ROWS, BLOCK)
+    mask = (row < rows) & (column < width)
+    at = row * 2 * width + column
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0)
+    grad_gate, grad_up, out = _gradients(gate, up, grad.to(tl.float32), ACTIVATION)
+    dtype = grad_gate_up_ptr.dtype.element_ty
+    grad_gate, grad_up = grad_gate.to(dtype), grad_up.to(dtype)
+    tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
+    tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
+    _record_amax(amax_ptr, grad_gate)
+    _record_amax(amax_ptr, grad_up)
+    out, _ = _scaled(out.to(dtype), tl.load(out_amax_ptr), smallest, largest)
+    _store_turned(turned_ptr, out, row, column, width, padded)
 
 
 def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
@@ -122,6 +173,7 @@ def glu_backward(
     recompute_output: bool,
     overwrite: bool,
     amax: Tensor | None = None,
+    turned: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel for `reference.glu_backward`."""
     gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
@@ -130,6 +182,29 @@ def glu_backward(
     out = reusable(grad_output) if recompute_output else None
     if grad_output.numel() == 0:
         return grad_gate_up, out
+    if turned is not None:
+        assert amax is not None
+        values, out_amax = turned
+        rows, setting = grad_output.numel() // width, launch(TURNED, width)
+        glu_backward_turned_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
+            gate_up,
+            grad_output,
+            grad_gate_up,
+            values,
+            out_amax,
+            amax.view(torch.int32),
+            rows,
+            width,
+            values.shape[1],
+            SMALLEST,
+            torch.finfo(values.dtype).max,
+            ACTIVATION=activation,
+            ROWS=setting.rows,
+            BLOCK=setting.block,
+            num_warps=setting.num_warps,
+            num_stages=setting.num_stages,
+        )
+        return grad_gate_up, None
     setting = launch(GLU, width)
     glu_backward_kernel[(grad_output.numel() // width * cdiv(width, setting.block),)](
         gate_up,

@@ -18,7 +18,7 @@ from ligermodels.kernels.launch import (
     num_programs,
     reusable,
 )
-from ligermodels.kernels.triton.amax import _record_amax
+from ligermodels.kernels.triton.float8_tile import _record_amax
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
     AMD_FORWARD,
