@@ -78,8 +78,11 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
     dtype = x.dtype
     if residual is not None and residual.dtype == torch.float64:
         dtype = torch.float64
-    # torch.compile can trace an import statement, but not importlib.import_module.
-    if choose(x.device, dtype)[0] == "torch":
+    # torch.compile can trace an import statement, but not importlib.import_module. The first half
+    # of the condition is there because it is fast.
+    if (x.is_cpu and ENVIRONMENT_VARIABLE not in os.environ) or choose(x.device, dtype)[
+        0
+    ] == "torch":
         import ligermodels.kernels.reference as reference
 
         return getattr(reference, op)  # type: ignore[no-any-return]
@@ -94,6 +97,25 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
         if x.get_device() != torch.cuda.current_device():
             return _OnDevice(getattr(triton, op), x.device)
     return getattr(triton, op)
+
+
+class _NoBackward:
+    """The context of a Function's forward that has no backward."""
+
+    needs_input_grad = (False,) * 16
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Do nothing."""
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return function.apply(*args), or without gradients its forward alone, which is faster."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return function.forward(_NoBackward(), *args)
 
 
 def outputs_are_stored() -> bool:

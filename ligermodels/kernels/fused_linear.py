@@ -22,6 +22,7 @@ from ligermodels.kernels.checks import (
     check_rope,
 )
 from ligermodels.kernels.dispatch import (
+    apply,
     cast_operands,
     outputs_are_stored,
     refuse_double_backward,
@@ -222,8 +223,19 @@ def norm_linear(
     _check_norm("norm_linear", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
     with without_autocast(x):
-        return _NormLinear.apply(
-            x, residual, norm_weight, weight, bias, options, None, None, None, False, products
+        return apply(
+            _NormLinear,
+            x,
+            residual,
+            norm_weight,
+            weight,
+            bias,
+            options,
+            None,
+            None,
+            None,
+            False,
+            products,
         )
 
 
@@ -258,7 +270,8 @@ def norm_qkv_rope(
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
     with without_autocast(x):
-        return _NormLinear.apply(
+        return apply(
+            _NormLinear,
             x,
             residual,
             norm_weight,
@@ -342,4 +355,4 @@ def glu_linear(
     width = gate_up.shape[-1] // 2
     weight, bias = _linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     with without_autocast(gate_up):
-        return _GLULinear.apply(gate_up, weight, bias, activation, consume, products)
+        return apply(_GLULinear, gate_up, weight, bias, activation, consume, products)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import check_glu
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 
 
 class _GLU(torch.autograd.Function):
@@ -67,7 +67,7 @@ def glu(gate_up: Tensor, activation: str = "silu", *, consume: bool = False) -> 
     Source: arXiv:2002.05202.
     """
     check_glu("glu", gate_up, activation)
-    return _GLU.apply(gate_up, activation, consume)
+    return apply(_GLU, gate_up, activation, consume)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

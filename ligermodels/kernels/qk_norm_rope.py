@@ -11,7 +11,7 @@ from ligermodels.kernels.checks import (
     check_rms_norm,
     check_rope,
 )
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 from ligermodels.kernels.rope import split_qkv
 
 
@@ -82,4 +82,4 @@ def qk_norm_rope(
     check_rms_norm(op, q, q_weight, casting_mode, "q", "q_weight")
     check_rms_norm(op, k, k_weight, casting_mode, "k", "k_weight")
     options = NormOptions(eps, offset, casting_mode)
-    return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, options)
+    return apply(_QKNormRope, qkv, q_weight, k_weight, cos, sin, heads, options)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions, check_residual, check_rms_norm
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -73,7 +73,7 @@ def rms_norm(
     Source: arXiv:1910.07467.
     """
     check_rms_norm("rms_norm", x, weight, casting_mode)
-    return _RMSNorm.apply(x, None, weight, NormOptions(eps, offset, casting_mode), False)
+    return apply(_RMSNorm, x, None, weight, NormOptions(eps, offset, casting_mode), False)
 
 
 def add_rms_norm(
@@ -99,4 +99,4 @@ def add_rms_norm(
     check_rms_norm("add_rms_norm", x, weight, casting_mode)
     if residual is not None:
         check_residual("add_rms_norm", x, residual)
-    return _RMSNorm.apply(x, residual, weight, NormOptions(eps, offset, casting_mode), True)
+    return apply(_RMSNorm, x, residual, weight, NormOptions(eps, offset, casting_mode), True)

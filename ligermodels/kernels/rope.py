@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import check_floating, check_rope
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 
 
 def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,4 +71,4 @@ def rope(
     heads = check_rope("rope", qkv.shape, cos, sin, num_heads, num_kv_heads)
     if cos.shape[-1] == 0:
         return split_qkv(qkv, *heads)
-    return _Rope.apply(qkv, cos, sin, *heads, interleaved)
+    return apply(_Rope, qkv, cos, sin, *heads, interleaved)

@@ -272,8 +272,8 @@ class KVCache:
         buffer = self._buffer(buffers, index, x)
         end = length + new
         if end <= size:
-            buffer[:, :, length:end] = x
-            return buffer[:, :, :end]
+            buffer.narrow(2, length, new).copy_(x)  # faster on the host than slices
+            return buffer.narrow(2, 0, end)
         if new == 1:
             buffer[:, :, length % size] = x[:, :, 0]
             return buffer
