@@ -441,7 +441,7 @@ class Run:
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
         settings, plan = self._settings(), self.model.memory_plan
-        files = *self.train_files, *self.eval_files
+        files = [] if rank() else [*self.train_files, *self.eval_files]  # one rank hashes them
         inputs = {"base": base, "others": others, "rows": rows.fingerprint()}
         fixed = {name: x for name, x in settings.items() if name not in FREE_ON_RESUME}
         facts: dict[str, Any] = {
