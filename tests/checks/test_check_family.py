@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from ligermodels import ConfigError, DecoderModel, LigerLlama, LlamaConfig
 from ligermodels.checks import check_family as module
 from ligermodels.checks.check_family import BOUNDS, check_family, shrunk
-from ligermodels.converters import hf_config
 from ligermodels.layers import RMSNorm
-from ligermodels.models.auto import families
 from ligermodels.models.gemma3 import Gemma3Config
 from tests import outside
 
@@ -133,25 +130,6 @@ def test_a_wrong_weight_map_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"entry 'embed_tokens\.weight' is missing"):
         check_family(family(weight_map=staticmethod(weight_map)))
-
-
-@pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("name", [*families(), *outside.NAMES])
-def test_the_config_of_a_full_model_becomes_small(name: str) -> None:
-    """Published configs have the keys that transformers writes, `layer_types` among them."""
-    cls = families()[name] if name in families() else outside.family(name)
-    raw = hf_config.to_hf(cls.config_class())
-    known = transformers.CONFIG_MAPPING[cls.config_class.model_type]
-    written = known(**{k: v for k, v in raw.items() if k != "model_type"}).to_dict()
-    config = cls.config_class(**hf_config.fields_from_hf(written, cls.config_class))
-    config = dataclasses.replace(config, dtype=None)
-    small = shrunk(config)
-    assert small.num_hidden_layers < config.num_hidden_layers
-    exported = hf_config.to_hf(small)
-    again = cls.config_class(**hf_config.fields_from_hf(exported, cls.config_class))
-    for field in dataclasses.fields(small):
-        if field.name != "extra":
-            assert getattr(again, field.name) == getattr(small, field.name), field.name
 
 
 @pytest.mark.usefixtures("registry")

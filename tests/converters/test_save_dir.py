@@ -3,8 +3,6 @@
 test_export_kills.py kills a save at its system calls.
 """
 
-import contextlib
-import itertools
 import os
 import signal
 import threading
@@ -79,34 +77,6 @@ def test_what_is_not_the_saves_own_stays(target, tmp_path, way):
     assert (target / "notes").stat().st_ino == inode
     replace(tmp_path / "another")
     assert set(contents(tmp_path / "another")) == {"config.json", "weights"}
-
-
-@pytest.mark.filterwarnings("ignore:what is not of")  # a subfolder waits for the next save
-@pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), KeyboardInterrupt()])
-@pytest.mark.parametrize("call", range(1, 7))
-def test_after_a_fault_the_folder_is_old_or_new_and_nothing_is_lost(
-    target, tmp_path, way, monkeypatch, call, fault
-):
-    """The faulty call is one that makes or moves a path."""
-    calls = itertools.count(1)
-
-    def fails(original):
-        def watched(*args, **kwargs):
-            if next(calls) == call:
-                raise fault
-            return original(*args, **kwargs)
-
-        return watched
-
-    with monkeypatch.context() as patch, contextlib.suppress(type(fault)):
-        for name in ("mkdir", "rename", "replace"):
-            patch.setattr(os, name, fails(getattr(os, name)))
-        patch.setattr(save_dir, "_exchange_names", fails(save_dir._exchange_names))
-        replace(target)
-    now = contents(target)
-    assert now["config.json"] == now["weights"]
-    replace(target)
-    assert contents(target) == NEW and os.listdir(tmp_path) == ["out"]
 
 
 def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):

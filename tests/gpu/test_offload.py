@@ -146,42 +146,6 @@ def test_the_host_never_waits(model: DecoderModel, plan: MemoryPlan) -> None:
         model(ids, labels=ids).loss.backward()
 
 
-@pytest.mark.slow
-def test_memory_is_the_same_after_2000_steps() -> None:
-    chain = Chain(layers=6, width=MIB).to("cuda")
-    offloader = Offloader("cuda", 256 * MIB)
-    x = torch.linspace(-1, 1, MIB, device="cuda")
-    expected = chain.expected(x)
-    found, resident = [], []
-    for number in range(1, 2001):
-        grads = torch.autograd.grad(chain(x, offloader), list(chain.weights))
-        if number in (100, 2000):
-            assert_equal(grads, expected)
-            del grads
-            gc.collect()
-            torch.cuda.synchronize()
-            host = torch.cuda.host_memory_stats()
-            found.append(
-                (
-                    offloader.stats(),
-                    torch.cuda.memory_reserved(),
-                    torch.cuda.memory_allocated(),
-                    host["allocated_bytes.current"],
-                    host["allocations.current"],
-                )
-            )
-            resident.append(resident_bytes())
-        grads = None
-    assert found[0] == found[1]
-    assert abs(resident[1] - resident[0]) < 16 * MIB
-
-
-def resident_bytes() -> int:
-    """Return the memory of this process that is not replaced out, in bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def test_backward_may_run_again() -> None:
     chain = Chain(layers=6, width=MIB).to("cuda")
     offloader = Offloader("cuda", 256 * MIB)

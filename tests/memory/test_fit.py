@@ -15,7 +15,6 @@ from ligermodels.memory import simulate as simulation
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.auto import families
-from tests.memory.test_simulate import Crossed
 from tests.models.pairs import tiny_model
 from tests.tiny_models import random_model
 
@@ -176,18 +175,3 @@ def test_a_gpu_is_planned_for_by_its_number_and_with_triton(
     monkeypatch.setattr(simulation, "choose", lambda device: ("torch", "triton is not installed"))
     with pytest.raises(ConfigError, match="Triton kernels, but triton is not installed"):
         small(1).plan_memory(1, 8, 10**9, device="cuda")
-
-
-def test_the_memory_of_cross_attention_is_counted() -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    model = Crossed(LlamaConfig(vocab_size=97, **sizes))
-    short, long = (Planner(model, "1GiB", memory_seq=keys).least_bytes(4, 16) for keys in (8, 520))
-    assert long - short > 2 * (512 * 4 * 20 * 4)  # the memory, its gradient, keys and values
-    assert model.plan_memory(4, 16, "1GiB", memory_seq=8).prediction is not None
-    for wrong in (0, 2.5, True):
-        with pytest.raises(ConfigError, match=f"memory_seq={wrong}; expected an integer of 1"):
-            Planner(model, "1GiB", memory_seq=wrong)
-    with pytest.raises(ConfigError, match="memory_seq=8, but no layer of LigerLlama attends to a"):
-        small().plan_memory(4, 16, "1GiB", memory_seq=8)
-    with pytest.raises(ValueError, match=r"memory is None; .* pass memory_seq= to plan_memory"):
-        model.plan_memory(4, 16, "1GiB")

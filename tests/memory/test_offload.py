@@ -297,19 +297,6 @@ def test_what_was_changed_between_two_uses_is_stored_twice() -> None:
         first.sum().backward()
 
 
-def test_what_all_layers_save_leaves_and_returns_once() -> None:
-    copied: list[bool] = []
-    offloader = make_offloader(count=lambda to_host, _: copied.append(to_host))
-    offloader.forward_pass()
-    common, x = torch.rand(100), torch.ones(100, requires_grad=True)
-    out = x
-    for index in range(5):
-        with offloader.layer(index):
-            out = out * common
-    (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    assert torch.allclose(grad, common**5) and copied == [True, False]
-
-
 def test_views_share_one_copy_and_keep_their_form() -> None:
     copied: list[int] = []
     offloader = make_offloader(count=lambda _, nbytes: copied.append(nbytes))

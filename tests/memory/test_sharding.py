@@ -85,15 +85,6 @@ def test_predicted_bytes_are_those_of_a_real_step(
     assert abs(error_of_prediction(model)) < 0.005
 
 
-@pytest.mark.parametrize("gradients", ["kept", "freed"])
-def test_gradients_that_exist_before_or_never_all_exist(mesh: DeviceMesh, gradients: Any) -> None:
-    model = sharded(mesh)
-    new, other = step(model), step(model, gradients=gradients)
-    assert other.grad_bytes == (new.grad_bytes if gradients == "kept" else 0)
-    forwards = [s.phases["forward of layer 0"].before for s in (new, other)]
-    assert forwards[1] - forwards[0] == other.grad_bytes
-
-
 def test_the_bytes_of_a_forward_that_gathers_ahead(mesh: DeviceMesh) -> None:
     # In a model that is frozen but for its last norm, forward takes more than backward.
     sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 64}

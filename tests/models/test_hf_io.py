@@ -194,14 +194,6 @@ def test_a_model_that_no_checkpoint_can_hold_is_not_saved(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_a_value_that_is_not_finite_is_saved_if_asked(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    set_nan(model)
-    model.save_hf(tmp_path, allow_nonfinite=True)
-    with pytest.raises(CheckpointError, match="NaN or infinite"):
-        LigerLlama.from_hf(tmp_path)
-
-
 def test_a_config_may_change_where_the_weights_do_not_depend_on_it(tmp_path: Path) -> None:
     model = saved(tmp_path)
     model.config.eos_token_id = [1, 2]
