@@ -6,10 +6,11 @@ Shape legend: B batch, S prompt length, V vocabulary.
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.errors import did_you_mean, short_repr
@@ -358,111 +359,104 @@ def _start(
             )
         heads.check_model(model)
         return ids_BS, drafted_passes(model, heads, ids_BS, max_new_tokens, sampler, texts)
-    steps = _steps(
-        model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, logits_processor, texts, cache
+    rows = _Rows(
+        *(model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, logits_processor, texts, cache)
     )
-    return ids_BS, steps
+    return ids_BS, rows.steps()
 
 
-# This is not inference_mode, because its tensors cannot be the input of a training forward.
-@torch.no_grad()
-def _steps(
-    model: LanguageModel,
-    inputs: dict[str, Tensor],
-    ids_BS: Tensor,
-    mask_BS: Tensor | None,
-    max_new_tokens: int,
-    sampler: Sampler,
-    processor: LogitsProcessor | None,
-    texts: StopStrings | None,
-    cache: KVCache | None,
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    rows = _Rows(model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, processor, cache)
-    sampler, on_cpu = rows.sampler, ids_BS.is_cpu
-    # If rows can end, a GPU computes a step while the host looks at the one before.
-    looks = on_cpu or bool(sampler.stops) or texts is not None
-    waiting = deque[tuple[Tensor, Tensor | None, HostCopy | None]]()
-    ended: list[int] = []  # the rows whose texts have ended
-    try:
-        for step in range(max_new_tokens):
-            tokens_B, log_probs_B = rows.next_tokens(), sampler.log_probs_B
-            is_last, copy = step + 1 == max_new_tokens, None
-            if looks or is_last:
-                copy = HostCopy(tokens_B, sampler.stopped_B, sampler.failed_B)
-            waiting.append(
-                (tokens_B, log_probs_B if log_probs_B is None else log_probs_B.clone(), copy)
-            )
-            while len(waiting) > (0 if is_last or on_cpu or not looks else 1):
-                tokens_B, log_probs_B, copy = waiting.popleft()
-                if ended:  # The device may not have known it.
-                    tokens_B[ended] = sampler.pad
-                    if log_probs_B is not None:
-                        log_probs_B[ended] = 0.0
-                over = False
-                if copy is not None:
-                    on_host_B, stopped_B, failed_B = copy.wait()
-                    if failed_B.any():
-                        raise no_token_error(int(failed_B.int().argmax()), step)
-                    if texts is not None:
-                        ended = texts.push(on_host_B.tolist())
-                        sampler.stopped_B[ended] = stopped_B[ended] = True
-                    over = bool(stopped_B.all())
-                yield tokens_B, log_probs_B
-                if over:
-                    return
-    finally:
-        if rows.decoder is not None:
-            keep(rows.decoder)
-
-
+@dataclass
 class _Rows:
     """Computes the next tokens of the rows, by forwards of the model or by a `StepDecoder`.
 
     Args: inputs: the prompts, as the model's forward takes them; mask_BS: 0 for padding on the
-        left, for these and the tokens in the cache, or None. The others are those of `_start`.
+        left, for these and the tokens in the cache, or None; texts: finds strings that end a row.
+        The others are those of `_start`.
+    Attributes:
+        fed_B1: what the next step computes from: what the sampler chose, or None for the prompts.
+        has_read: whether the cache has the prompts.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        inputs: dict[str, Tensor],
-        ids_BS: Tensor,
-        mask_BS: Tensor | None,
-        max_new_tokens: int,
-        sampler: Sampler,
-        processor: LogitsProcessor | None,
-        cache: KVCache | None,
-    ) -> None:
-        self.model, self.inputs, self.ids_BS, self.mask_BS = model, inputs, ids_BS, mask_BS
-        self.processor = processor
+    model: LanguageModel
+    inputs: dict[str, Tensor]
+    ids_BS: Tensor
+    mask_BS: Tensor | None
+    max_new_tokens: int
+    sampler: Sampler
+    processor: LogitsProcessor | None
+    texts: StopStrings | None
+    cache: KVCache | None
+    decoder: StepDecoder | None = None
+    fed_B1: Tensor | None = None
+    has_read: bool = False
+
+    # This is not inference_mode, because its tensors cannot be the input of a training forward.
+    @torch.no_grad()
+    def steps(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the tokens (batch,) of each step and their log-probabilities, or None."""
+        self._begin()
+        sampler, texts, on_cpu = self.sampler, self.texts, self.ids_BS.is_cpu
+        # If rows can end, a GPU computes a step while the host looks at the one before.
+        looks = on_cpu or bool(sampler.stops) or texts is not None
+        waiting = deque[tuple[Tensor, Tensor | None, HostCopy | None]]()
+        ended: list[int] = []  # the rows whose texts have ended
+        try:
+            for step in range(self.max_new_tokens):
+                tokens_B, log_probs_B = self.next_tokens(), sampler.log_probs_B
+                log_probs_B = None if log_probs_B is None else log_probs_B.clone()
+                is_last, copy = step + 1 == self.max_new_tokens, None
+                if looks or is_last:
+                    copy = HostCopy(tokens_B, sampler.stopped_B, sampler.failed_B)
+                waiting.append((tokens_B, log_probs_B, copy))
+                while len(waiting) > (0 if is_last or on_cpu or not looks else 1):
+                    tokens_B, log_probs_B, copy = waiting.popleft()
+                    if ended:  # The device may not have known it.
+                        tokens_B[ended] = sampler.pad
+                        if log_probs_B is not None:
+                            log_probs_B[ended] = 0.0
+                    over = False
+                    if copy is not None:
+                        on_host_B, stopped_B, failed_B = copy.wait()
+                        if failed_B.any():
+                            raise no_token_error(int(failed_B.int().argmax()), step)
+                        if texts is not None:
+                            ended = texts.push(on_host_B.tolist())
+                            sampler.stopped_B[ended] = stopped_B[ended] = True
+                        over = bool(stopped_B.all())
+                    yield tokens_B, log_probs_B
+                    if over:
+                        return
+        finally:
+            if self.decoder is not None:
+                keep(self.decoder)
+
+    def _begin(self) -> None:
+        """Make the cache and the decoder, and read prompts of unequal lengths."""
+        model, inputs, mask_BS = cast(DecoderModel, self.model), self.inputs, self.mask_BS
+        is_new, processor = self.cache is None, self.processor
         # Fewer steps take less time than a capture.
-        captures = max_new_tokens > 4 and can_decode(model, cache, set(inputs))
-        packs = captures and cache is None and mask_BS is not None and set(inputs) == {"input_ids"}
-        decoder: StepDecoder | None = None
-        if cache is None:
+        captures = self.max_new_tokens > 4 and can_decode(model, self.cache, set(inputs))
+        packs = captures and is_new and mask_BS is not None and set(inputs) == {"input_ids"}
+        if self.cache is None:
             batch, length = next(iter(inputs.values())).shape[:2]
-            length += max_new_tokens - 1  # The model never reads the last new token.
+            length += self.max_new_tokens - 1  # The model never reads the last new token.
             if captures and processor is None and (packs or mask_BS is None):
-                decoder = kept_decoder(cast(DecoderModel, model), sampler, length)
+                self.decoder = kept_decoder(model, self.sampler, length)
                 length = ROOM * -(-length // ROOM)
-            if decoder is None:
-                cache = KVCache.of(cast(nn.Module, model), batch, length)
+            if self.decoder is None:
+                self.cache = KVCache.of(model, batch, length)
             else:
-                cache, sampler = decoder.cache, decoder.sampler or sampler
-        self.cache, self.sampler = cache, sampler
-        if captures and decoder is None:
-            chooses, padding = sampler if processor is None else None, None if packs else mask_BS
-            decoder = StepDecoder(cast(DecoderModel, model), cache, chooses, padding)
-        self.decoder = decoder
-        # What the next step computes from: None for the prompts, or what the sampler chose.
-        self.fed_B1: Tensor | None = None
-        self.has_read = False
+                self.cache = self.decoder.cache
+                self.sampler = self.decoder.sampler or self.sampler
+        if captures and self.decoder is None:
+            chooses = self.sampler if processor is None else None
+            self.decoder = StepDecoder(model, self.cache, chooses, None if packs else mask_BS)
         if packs:
-            assert mask_BS is not None and decoder is not None
+            assert mask_BS is not None and self.decoder is not None
             prompts = [row[mask == 1] for row, mask in zip(inputs["input_ids"], mask_BS)]
-            read_prompts(cast(DecoderModel, model), cache, range(batch), prompts)
+            read_prompts(model, self.cache, range(batch), prompts)
             self.fed_B1, self.has_read = inputs["input_ids"][:, -1:], True
-            decoder.ends_B.copy_(mask_BS.sum(-1) - 1)
+            self.decoder.ends_B.copy_(mask_BS.sum(-1) - 1)
 
     def next_tokens(self) -> Tensor:
         """Return the next token of each row, (batch,)."""
@@ -472,7 +466,7 @@ class _Rows:
             return tokens_B
         logits_BV = self._logits() if decoder is None else decoder(self.fed_B1)
         if self.decoder is not None and not self.has_read:
-            self.decoder.ends_B.fill_(self.cache.length)
+            self.decoder.ends_B.fill_(self.decoder.cache.length)
         self.has_read = True
         if self.processor is not None:
             shape, logits_BV = logits_BV.shape, self.processor(self.ids_BS, logits_BV)
@@ -504,6 +498,7 @@ class _Rows:
         return self.model.head.logits(self._forward(inputs)[:, -1:])[:, -1].float()
 
     def _forward(self, inputs: dict[str, Tensor]) -> Any:
+        assert self.cache is not None
         positions_BS = mask_BS = None
         if self.mask_BS is not None:
             new = next(iter(inputs.values())).shape[1]
