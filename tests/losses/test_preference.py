@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from ligermodels.errors import ConfigError
+from ligermodels.losses.kto import kto_kl, kto_loss
 from ligermodels.losses.preference import (
     DIVERGENCES,
     DPO_LOSS_TYPES,
     dpo_loss,
-    kto_kl,
-    kto_loss,
 )
 from tests.losses import trl_own
 from tests.losses.batches import (
