@@ -53,17 +53,6 @@ def test_a_block_of_rows_and_columns_is_that_of_the_whole(make, monkeypatch, row
         assert sum(len(call.args[-1]) for call in fill.call_args_list) == 2 * out.numel()
 
 
-def test_a_slice_touches_only_its_rows(make, monkeypatch):
-    folder, config = make()
-    name = "layers.0.self_attn.qkv_proj.weight"
-    entry = next(e for e in LigerLlama.weight_map(config) if e.name == name)
-    read = Mock(wraps=Checkpoint._rows)
-    monkeypatch.setattr(Checkpoint, "_rows", lambda *args, **options: read(*args, **options))
-    Checkpoint(folder).read(entry, torch.empty(4, 16), start=14)
-    calls = [(name.split(".")[-2], *rows) for (_, name, *rows), _ in read.call_args_list]
-    assert [call[:3] for call in calls] == [("q_proj", 14, 16), ("k_proj", 0, 2)]
-
-
 def test_one_error_lists_everything_wrong(make):
     folder, config = make(
         drop=["model.norm.weight", "model.layers.0.mlp.up_proj.weight"],

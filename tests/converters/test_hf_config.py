@@ -115,21 +115,6 @@ def test_absent_config(tmp_path):
         read_config(tmp_path)
 
 
-def test_extra_is_an_independent_copy():
-    raw = {**CONFIG, "mine": [1]}
-    config = parse(raw)
-    raw["mine"].append(2)
-    exported = to_hf(config)
-    exported["mine"].append(3)
-    assert config.extra["mine"] == [1]
-
-
-def test_unknown_keys_are_those_that_nothing_reads():
-    raw = {**CONFIG, "mine": 1, "use_cache": True, "partial_rotary_factor": 1.0}
-    assert unknown_keys(raw, LlamaConfig) == {"is_llama_config": True, "mine": 1}
-    assert llama_config(mine=1).extra["mine"] == 1
-
-
 @dataclass(kw_only=True)
 class ExpertsConfig(LlamaConfig):
     model_type: ClassVar[str] = "llama_of_experts"

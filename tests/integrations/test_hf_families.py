@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
 
 from ligermodels.errors import ConfigError
-from ligermodels.integrations.hf_base import class_of, raw_config
+from ligermodels.integrations.hf_base import class_of
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models import auto
 from ligermodels.models.auto import AutoLiger
@@ -31,23 +30,6 @@ def test_a_checkpoint_with_other_towers_is_refused(tmp_path: Path) -> None:
     wrapper = LigerForCausalLM.from_native(AutoLiger.from_hf(tmp_path))
     ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(wrapper(ids).logits, hf(ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_the_model_of_an_adapter_is_looked_for_with_the_same_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, dict[str, str]]] = []
-
-    def get(path: str, **options: str) -> tuple[dict[str, str], None]:
-        asked.append((path, options))
-        return ({"model_type": "llama"} if path == "some/model" else {}), None
-
-    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", get)
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
-    options = {"revision": "v1", "token": "hf_mine", "cache_dir": str(tmp_path)}
-    assert raw_config(str(tmp_path), options)["model_type"] == "llama"
-    theirs = {"token": "hf_mine", "cache_dir": str(tmp_path)}
-    assert asked == [(str(tmp_path), options), ("some/model", theirs)]
 
 
 def test_a_class_of_another_family_is_refused() -> None:

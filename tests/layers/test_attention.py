@@ -183,20 +183,3 @@ def test_angles_of_another_size_are_refused() -> None:
     for rotary_dim in (3, 8):
         with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim}; expected an even number"):
             Attention(HIDDEN, 4, 2, HEAD_DIM, rotary_dim=rotary_dim)
-
-
-def test_a_context_keeps_one_copy_for_each_device() -> None:
-    """The meta device stands for a second GPU."""
-    memory = torch.zeros(1, 3, 8)
-    context = AttentionContext(
-        *RotaryEmbedding(HEAD_DIM)(PLAIN),
-        torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool),
-        memory=memory,
-        memory_mask=AttentionMask(SEQ, 3),
-    )
-    there = context.to("meta")
-    assert there is context.to("meta") and there is there.to("meta")
-    assert context is context.to("cpu")
-    parts = (there.cos, there.sin, there.mask.mask, there.memory)
-    assert all(part is not None and part.is_meta for part in parts)
-    assert there.memory_mask is not None and there.memory_mask.keys == 3

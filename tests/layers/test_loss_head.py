@@ -7,7 +7,6 @@ import io
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,21 +196,6 @@ def test_autocast(kind: str) -> None:
     assert not torch.equal(results[0][0], results[1][0])
     for found, exact in zip(*results, strict=True):
         assert found.dtype == torch.float32 and relative(found, exact) <= 2e-2
-
-
-@pytest.mark.parametrize("kind", ["own", "replaced"])
-def test_numbers_of_numpy_are_numbers(kind: str) -> None:
-    head, _, _ = build(kind)
-    hidden, targets = data()
-    targets = targets.masked_fill(targets == -100, 2)
-    numbers = {"z_loss": 0.5, "softcap": 2.0, "normalizer": 3.0, "ignore_index": 2, "chunk_size": 5}
-    for name, value in numbers.items():
-        made = np.int64(value) if isinstance(value, int) else np.float32(value)
-        wanted, found = (head(hidden, targets, **{name: x}).loss for x in (value, made))
-        assert torch.equal(found, wanted), name
-        if name != "normalizer":
-            options = LossHead(HIDDEN, VOCAB, **{name: made}).loss_options
-            assert options == {name: value} and type(options[name]) is type(value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Means that add up, sums over tokens, divisors, and checks."""
+"""What holds for every loss of tokens: masks, precision, and sums over micro-batches."""
 
 from __future__ import annotations
 

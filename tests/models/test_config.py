@@ -6,14 +6,12 @@ import inspect
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ligermodels import (
-    CheckpointError,
     ConfigError,
     Gemma2Config,
     Gemma3Config,
@@ -24,7 +22,6 @@ from ligermodels import (
     Qwen2Config,
     Qwen3Config,
 )
-from ligermodels.converters import hub
 from ligermodels.models.auto import families
 from ligermodels.models.config import ModelConfig
 
@@ -159,16 +156,3 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     config.validate()
     assert (config.head_dim, config.rope_theta) == (16, 5e5)
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
-
-
-def test_a_config_is_read_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {"model_type": "llama", "rope_theta": 77.0}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    asked = []
-    monkeypatch.setattr(hub, "_fetch", lambda *args: asked.append(args) or tmp_path)
-    assert LlamaConfig.from_hf("some/model", revision="v1").rope_theta == 77.0
-    assert asked == [("some/model", "v1", False)]  # without the weights
-    assert LlamaConfig.from_hf(tmp_path).rope_theta == 77.0
-    assert len(asked) == 1
-    with pytest.raises(CheckpointError, match="there is no such folder"):
-        LlamaConfig.from_hf(tmp_path / "absent")

@@ -224,19 +224,6 @@ def test_heads_that_are_tied_by_hand(tmp_path: Path) -> None:
     model.save_hf(tmp_path)
 
 
-def test_a_load_draws_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path)
-    state, drawn = torch.get_rng_state(), []
-    original = torch.nn.init._no_grad_normal_
-    monkeypatch.setattr(
-        torch.nn.init, "_no_grad_normal_", lambda *args: drawn.append(args) or original(*args)
-    )
-    LigerLlama.from_hf(tmp_path)
-    assert drawn == [] and torch.equal(torch.get_rng_state(), state)
-    LigerLlama(LlamaConfig(**SIZES))
-    assert drawn
-
-
 def test_a_save_writes_the_tokenizer_files_that_were_there_at_the_load(tmp_path: Path) -> None:
     source, templates = tmp_path / "a", "additional_chat_templates/rag.jinja"
     saved(source)

@@ -9,18 +9,6 @@ from ligermodels.errors import CheckpointError, DataError
 from ligermodels.text import Tokenizer
 
 
-def test_a_hub_id_is_fetched_without_its_weights(bpe, monkeypatch):
-    asked = []
-
-    def resolve(name, revision, *, weights):
-        asked.append((name, revision, weights))
-        return bpe
-
-    monkeypatch.setattr("ligermodels.text.tokenizer.resolve", resolve)
-    assert Tokenizer.from_hf("someone/model", revision="v2").encode("the dog")
-    assert asked == [("someone/model", "v2", False)]
-
-
 def test_unusable_folders_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="there is no such folder"):
         Tokenizer.from_hf(tmp_path / "absent")
