@@ -431,12 +431,15 @@ class _Rows:
                 keep(self.decoder)
 
     def _begin(self) -> None:
-        """Make the cache and the decoder, and read prompts of unequal lengths."""
+        """Make the cache and the decoder, and read the prompts that it takes row by row."""
         model, inputs, mask_BS = cast(DecoderModel, self.model), self.inputs, self.mask_BS
         is_new, processor = self.cache is None, self.processor
         # Fewer steps take less time than a capture.
         captures = self.max_new_tokens > 4 and can_decode(model, self.cache, set(inputs))
-        packs = captures and is_new and mask_BS is not None and set(inputs) == {"input_ids"}
+        # Prompts of unequal length, and more than one pass reads, go into the cache row by row.
+        packs = captures and is_new and set(inputs) == {"input_ids"}
+        if packs and mask_BS is None:
+            packs = len(self.ids_BS) > 1 and len(chunks(model, self.ids_BS)) > 1
         if self.cache is None:
             batch, length = next(iter(inputs.values())).shape[:2]
             length += self.max_new_tokens - 1  # The model never reads the last new token.
@@ -452,10 +455,12 @@ class _Rows:
             chooses = self.sampler if processor is None else None
             self.decoder = StepDecoder(model, self.cache, chooses, None if packs else mask_BS)
         if packs:
-            assert mask_BS is not None and self.decoder is not None
-            prompts = [row[mask == 1] for row, mask in zip(inputs["input_ids"], mask_BS)]
+            assert self.decoder is not None
+            if mask_BS is None:
+                mask_BS = torch.ones_like(self.ids_BS)
+            prompts = [row[mask == 1] for row, mask in zip(self.ids_BS, mask_BS)]
             read_prompts(model, self.cache, range(batch), prompts)
-            self.fed_B1, self.has_read = inputs["input_ids"][:, -1:], True
+            self.fed_B1, self.has_read = self.ids_BS[:, -1:], True
             self.decoder.ends_B.copy_(mask_BS.sum(-1) - 1)
 
     def next_tokens(self) -> Tensor:

@@ -324,10 +324,11 @@ def test_stop_strings_end_rows():
 
 
 def test_long_prompts_are_read_in_chunks(monkeypatch):
-    """Chunks of a padded batch, the first of which hold nothing but padding of a row."""
-    for family in ("mistral", "gemma2"):
+    """A padded batch, and prompts of equal length of which a pass reads one or a part of one."""
+    padded = [[*range(3, 33)], [9, 4], [*range(40, 55)]]
+    equal = [[*range(at, at + 20)] for at in (3, 7, 30)]
+    for family, prompts in (("mistral", padded), ("gemma2", padded), ("gemma2", equal)):
         model = random_model(family)
-        prompts = [[*range(3, 33)], [9, 4], [*range(40, 55)]]
         options = {"max_new_tokens": 9, "eos_token_id": [], "return_log_probs": True}
         expected, log_probs = generate(model, prompts, **options)
         with monkeypatch.context() as patch:
