@@ -72,24 +72,13 @@ class Float8Products(Products):
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, amax: Tensor | None = None
     ) -> Tensor:
-        return self._output(x, weight, bias, amax, keeps_x=False)[0]
+        straight, _ = self.cast_x(x, amax)
+        return self.product(straight, weight, bias, x.shape)
 
-    def output_and_kept_x(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Float8]:
-        """Return the output, and the transposed x in float8 for `grad_weight`."""
-        out, kept = self._output(x, weight, bias, None, keeps_x=True)
-        assert kept is not None
-        return out, kept
-
-    def _output(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        amax: Tensor | None,
-        keeps_x: bool,
-    ) -> tuple[Tensor, Float8 | None]:
+    def cast_x(
+        self, x: Tensor, amax: Tensor | None = None, *, keeps_x: bool = False
+    ) -> tuple[Float8, Float8 | None]:
+        """Return x in float8, and its transpose for `grad_weight` if keeps_x."""
         if x.dtype == torch.float16:
             raise ConfigError(
                 "a float8 linear got an input in float16, in which small gradients vanish before "
@@ -101,19 +90,21 @@ class Float8Products(Products):
             amax = absolute_maximum(rows, "rows" if by_row else "tensor")
         both = keeps_x and not by_row
         straight, turned = float8_cast(rows, amax, self.e4m3, transposed=both)
+        assert straight is not None
         if not by_row:
-            self.x_amax = amax
+            self.x_amax, self.x_scale = amax, straight.scale
         if keeps_x and turned is None:
             turned = self._turned_x(rows)
-        assert straight is not None
-        self.x_scale = straight.scale
-        out = float8_product(straight, self._weight(weight, False), weight.dtype, bias, fast=True)
+        return straight, turned
+
+    def product(self, x: Float8, weight: Tensor, bias: Tensor | None, shape: torch.Size) -> Tensor:
+        """Return the output for an x of this shape."""
+        out = float8_product(x, self._weight(weight, False), weight.dtype, bias, fast=True)
         # LoRA adds to the output in place, which autograd forbids for a view.
-        shape = *x.shape[:-1], weight.shape[0]
-        return torch.ops.aten._unsafe_view(out, shape), turned
+        return torch.ops.aten._unsafe_view(out, (*shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
     def new_turned(self, grad_x: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.x_amax is None or grad_x.numel() == 0:
+        if self.x_amax is None or grad_x.numel() == 0 or grad_x.element_size() > 2:
             return None
         width = grad_x.shape[-1]
         rows = -(-(grad_x.numel() // width) // MULTIPLE) * MULTIPLE
@@ -177,7 +168,21 @@ class Float8Products(Products):
         return casts[transposed]
 
 
+class _Hold(torch.autograd.Function):
+    """Save tensors in a graph of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+
 class _Float8Linear(torch.autograd.Function):
+    """The tensors for backward are saved before the product, in another graph.
+
+    So a block that a checkpoint computes again stops before its last product.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -188,26 +193,30 @@ class _Float8Linear(torch.autograd.Function):
         keeps_input: bool,
     ) -> Tensor:
         ctx.products, ctx.dtype, ctx.shape = products, x.dtype, x.shape
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        kept: tuple[Tensor | None, ...] = None, None, None
-        if needs_weight and not keeps_input:
-            out, turned = products.output_and_kept_x(x, weight, bias)
-            kept = None, *turned
-        else:
-            out = products.output(x, weight, bias)
-            kept = x if needs_weight else None, None, None
-        ctx.save_for_backward(weight if needs_x else None, *kept)
         ctx.weight_dtype = weight.dtype
-        return out
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        straight, turned = products.cast_x(x, keeps_x=needs_weight and not keeps_input)
+        kept = x if needs_weight and keeps_input else None
+        if needs_x or needs_weight:
+            with torch.enable_grad():
+                anchor = torch.empty(0, requires_grad=True)
+                saved = weight if needs_x else None, kept, *(turned or (None, None))
+                ctx.held = _Hold.apply(anchor, *saved).grad_fn
+        return products.product(straight, weight, bias, x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("float8_linear")
-        weight, x, values, scale = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         with without_autocast(grad_output):
-            operand = ctx.products.grad_operand(grad_output, needs_x, needs_weight)
+            if needs_x or needs_weight:
+                if ctx.held is None:
+                    raise RuntimeError("backward through a float8 linear a second time")
+                weight, x, values, scale = ctx.held.saved_tensors
+                if not torch._C._autograd._get_current_graph_task_keep_graph():
+                    ctx.held = None
+                operand = ctx.products.grad_operand(grad_output, needs_x, needs_weight)
             if needs_x:
                 grad_x = cast(ctx.products.grad_x(operand, weight, ctx.shape), ctx.dtype)
             if needs_weight:

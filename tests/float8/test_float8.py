@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from ligermodels import ConfigError, LigerLlama, LlamaConfig, MemoryPlan, float8
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
 from ligermodels.float8 import Float8Linear
-from ligermodels.kernels.float8_cast import absolute_maximum
+from ligermodels.kernels import float8_linear as float8_linear_module
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_product
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
 from ligermodels.models.kernel_report import decoding_obstacle
 from tests.layers.saved import SavedBytes
@@ -169,14 +171,24 @@ def test_gradient_accumulation(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["no_gate_up", "attention", "input"])
-def test_recomputation(policy) -> None:
-    """Each policy computes the same gradients, bit for bit."""
+def test_recomputation(policy, monkeypatch) -> None:
+    """Each policy computes the same gradients, bit for bit, and no block's last product again."""
     model, ids = model_of(), tokens()
     float8.convert(model, filter=every)
+    products = []
+
+    def counted(*operands: Any, **options: Any) -> torch.Tensor:
+        products.append(operands)
+        return float8_product(*operands, **options)
+
+    monkeypatch.setattr(float8_linear_module, "float8_product", counted)
     expected = gradients(model, ids)
+    assert len(products) == 2 * 4 * 3
     model.set_memory_plan(MemoryPlan.uniform(2, policy))
     found = gradients(model, ids)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    again = 1 if policy == "no_gate_up" else 3
+    assert len(products) == 2 * (2 * 4 * 3) + 2 * again
 
 
 def test_less_is_kept_for_backward() -> None:
@@ -250,8 +262,6 @@ def test_the_scales_that_kernels_record(monkeypatch) -> None:
 
     What is left are the weights, attention's output, and two of the four upstream gradients.
     """
-    from ligermodels.kernels import float8_linear
-
     model, ids = model_of(), tokens()
     float8.convert(model, filter=every)
     seen = []
@@ -260,10 +270,10 @@ def test_the_scales_that_kernels_record(monkeypatch) -> None:
         seen.append(x.shape)
         return absolute_maximum(x, axis)
 
-    monkeypatch.setattr(float8_linear, "absolute_maximum", counted)
+    monkeypatch.setattr(float8_linear_module, "absolute_maximum", counted)
     found = gradients(model, ids)
     recorded = len(seen)
-    monkeypatch.setattr(float8_linear.Float8Products, "new_amax", lambda self, x: None)
+    monkeypatch.setattr(float8_linear_module.Float8Products, "new_amax", lambda self, x: None)
     expected = gradients(model, ids)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
     assert (recorded, len(seen) - recorded) == (2 * (4 + 1 + 3), 2 * (4 + 4 + 4))

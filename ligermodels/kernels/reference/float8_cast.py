@@ -36,10 +36,11 @@ def float8_cast(
     """
     largest = torch.finfo(dtype).max
     amax = amax.clamp(min=SMALLEST)
-    values = (x.float() * (largest / amax)).clamp(-largest, largest).to(dtype)
+    most = torch.full_like(amax, largest)  # a number would be divided with two roundings
+    values = (x.float() * (most / amax)).clamp(-largest, largest).to(dtype)
     turned = None
     if transposed:
         rows = -(-len(x) // MULTIPLE) * MULTIPLE
         turned = torch.zeros(x.shape[1], rows, dtype=dtype, device=x.device)
         turned[:, : len(x)] = values.t()
-    return values if straight else None, turned, amax / largest
+    return values if straight else None, turned, amax / most

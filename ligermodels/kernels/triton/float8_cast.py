@@ -1,6 +1,7 @@
 """The largest absolute value, and the cast to float8 in one or both orientations."""
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +16,9 @@ from ligermodels.kernels.triton.float8_tile import (
 )
 
 AMAX = Launches(nvidia=((None, Launch(512, 8, rows=16)),), amd=((None, Launch(512, 4, rows=16)),))
+AMAX_OF_COLUMNS = Launches(
+    nvidia=((None, Launch(128, 8, rows=128)),), amd=((None, Launch(128, 8, rows=64)),)
+)
 CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
 # The transpose goes through shared memory, in square tiles.
 TRANSPOSE = Launches(
@@ -38,7 +42,10 @@ def absolute_maximum_kernel(
         tl.atomic_max(amax_ptr + row, most, mask=row < rows, sem="relaxed")
     else:
         most = tl.max(bits, 0, keep_dims=True)
-        tl.atomic_max(amax_ptr + column, most, mask=column < columns, sem="relaxed")
+        known = tl.load(amax_ptr + column, mask=column < columns, cache_modifier=".cg")
+        tl.atomic_max(
+            amax_ptr + column, most, mask=(column < columns) & (most > known), sem="relaxed"
+        )
 
 
 @triton.jit
@@ -71,12 +78,13 @@ def float8_cast_kernel(
         first = tl.program_id(0) < tl.cdiv(columns, BLOCK)
         amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
     x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
-    x, scale = _scaled(x, amax, smallest, largest)
+    scaled, scale = _scaled(x, amax, smallest, largest)
     if values_ptr is not None:
-        values = x.to(values_ptr.dtype.element_ty)
+        values = scaled.to(values_ptr.dtype.element_ty)
         tl.store(values_ptr + row * columns + column, values, mask=mask)
     if turned_ptr is not None:
-        _store_turned(turned_ptr, x, row, column, columns, padded)
+        amax_t = amax if AXIS == "tensor" else tl.trans(amax)
+        _store_turned(turned_ptr, x, amax_t, row, column, columns, padded, smallest, largest)
     if AXIS == "tensor":
         tl.store(scale_ptr, scale, mask=first)
     elif AXIS == "rows":
@@ -92,7 +100,7 @@ def absolute_maximum(x: Tensor, axis: str) -> Tensor:
     shape = {"tensor": (1, 1), "rows": (rows, 1), "columns": (1, columns)}[axis]
     amax = x.new_zeros(shape, dtype=torch.int32)
     if x.numel():
-        setting = launch(AMAX, columns)
+        setting = launch(AMAX_OF_COLUMNS if axis == "columns" else AMAX, columns)
         absolute_maximum_kernel[(cdiv(rows, setting.rows) * cdiv(columns, setting.block),)](
             x,
             amax,
@@ -114,6 +122,12 @@ def float8_cast(
     x = x.contiguous()
     rows, columns = x.shape
     padded = cdiv(rows, MULTIPLE) * MULTIPLE
+    if transposed and x.element_size() > 2:
+        # Triton 3.6 transposes a tile of float32 on its way to float8 wrongly on Hopper.
+        values = float8_cast(x, amax, dtype, True, False)[0] if straight else None
+        x_t = F.pad(x.t(), (0, padded - rows))
+        turned, _, scale = float8_cast(x_t, amax.t().contiguous(), dtype, True, False)
+        return values, turned, scale.t()
     values = torch.empty_like(x, dtype=dtype) if straight else None
     turned = x.new_empty((columns, padded), dtype=dtype) if transposed else None
     scale = torch.empty_like(amax)

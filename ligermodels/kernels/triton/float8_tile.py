@@ -39,9 +39,14 @@ def _scaled(x, amax, smallest, largest):
 
 
 @triton.jit
-def _store_turned(turned_ptr, x, row, column, columns, padded):
-    """Store the transpose of a tile in rows of `padded` elements. Rows beyond x's are zeros."""
-    turned = tl.trans(x.to(turned_ptr.dtype.element_ty))
+def _store_turned(turned_ptr, x, amax, row, column, columns, padded, smallest, largest):
+    """Store the transpose of a tile in float8, in rows of `padded` elements.
+
+    The tile is transposed in its dtype, of 16 bits: Triton 3.6 transposes some tiles of float8
+    wrongly on Hopper.
+    """
+    turned, _ = _scaled(tl.trans(x), amax, smallest, largest)
+    turned = turned.to(turned_ptr.dtype.element_ty)
     row, column = tl.trans(row), tl.trans(column)
     mask = (column < columns) & (row < padded)
     tl.store(turned_ptr + column.to(tl.int64) * padded + row, turned, mask=mask)

@@ -9,7 +9,6 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, reusable
 from ligermodels.kernels.reference.float8_cast import SMALLEST
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
-    _scaled,
     _store_turned,
     _tile_of,
 )
@@ -141,8 +140,8 @@ def glu_backward_turned_kernel(
     tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
     _record_amax(amax_ptr, grad_gate)
     _record_amax(amax_ptr, grad_up)
-    out, _ = _scaled(out.to(dtype), tl.load(out_amax_ptr), smallest, largest)
-    _store_turned(turned_ptr, out, row, column, width, padded)
+    out, out_amax = out.to(dtype), tl.load(out_amax_ptr)
+    _store_turned(turned_ptr, out, out_amax, row, column, width, padded, smallest, largest)
 
 
 def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
