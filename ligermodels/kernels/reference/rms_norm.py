@@ -33,7 +33,7 @@ def rms_norm_forward(
     if is_plain and not torch.compiler.is_compiling():
         # One call of the same operators, because Python takes longer than they do for one token.
         y, rstd = torch._fused_rms_norm(s, weight.shape, weight, options.eps)
-        return y, s, rstd.flatten()
+        return recorded(y, amax), s, rstd.flatten()
     s_float = cast(s, dtype)
     rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + options.eps)
     normed = s_float * rstd
