@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from examples import distillation, medusa, preference, rewards, smollm2
-from examples.command import call
 from ligermodels import AutoLiger
 from tests import markdown
 from tests.training.tiny_run import make_checkpoint, make_text
@@ -21,17 +20,6 @@ from tests.training.tiny_run import make_checkpoint, make_text
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
     return str(make_checkpoint(tmp_path / "model", num_hidden_layers=3))
-
-
-def test_options_have_the_types_of_their_defaults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def main(model: str, output_dir: Path, **options: float) -> None:
-        print(model, output_dir.name, options)
-
-    monkeypatch.setattr("sys.argv", "x folder --output-dir out --max-steps 3".split())
-    call(main, "A title.\n\nMore.", max_steps=60, learning_rate=1e-5)
-    assert capsys.readouterr().out == "folder out {'max_steps': 3, 'learning_rate': 1e-05}\n"
 
 
 def test_the_demo(

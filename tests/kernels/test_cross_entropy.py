@@ -204,11 +204,3 @@ def test_correct_is_whether_argmax_is_the_target(place) -> None:
     each = torch.arange(3, device=place.device)
     out = cross_entropy(capped, each, softcap=2.0, return_token_stats=True)
     assert out.correct.tolist() == [False, True, False]
-
-
-def test_scaled_rounds_the_product_but_not_the_scale(place) -> None:
-    """A rounded scale would change all gradients by the same factor."""
-    x = random(50, 7).to(place.device, place.dtype)
-    scale = torch.tensor(1 / 3, dtype=torch.promote_types(place.dtype, FLOAT32)).to(place.device)
-    made = select("cross_entropy", x).scaled(x, scale, place.dtype)
-    assert torch.equal(made, (x.double() * scale.double()).to(place.dtype))

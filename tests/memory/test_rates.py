@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-
 import pytest
 import torch
 
 from ligermodels.errors import ConfigError
 from ligermodels.memory import rates
-from ligermodels.memory.rates import AttentionKind, Rates, Work, data_sheet, gpu_bytes, rates_of
-
-
-def test_work_takes_the_sum_of_its_parts() -> None:
-    made = Rates(products=100.0, attention=50.0, memory=10.0, host_bytes=1.0, source="a test")
-    kind = AttentionKind("sdpa", 8, 2, 64, 128)
-    attention = Counter({(kind, "forward"): 50, (kind, "backward"): 100})
-    work = Work(200, attention, moved_bytes=5, to_host_bytes=1000)
-    assert made.seconds(work) == 2.0 + 3.0 + 0.5
-    by_pass = replace(
-        made, attention=lambda kind, direction: {"forward": 25, "backward": 10}[direction]
-    )
-    assert by_pass.seconds(work + work) == 2 * (2.0 + 2.0 + 10.0 + 0.5)
+from ligermodels.memory.rates import AttentionKind, data_sheet, gpu_bytes, rates_of
 
 
 def test_data_sheets() -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,25 +126,6 @@ def test_an_expandable_segment_grows_at_its_end() -> None:
     assert allocator.allocate(5 * MIB).address == first.address
     assert allocator.allocate(MIB // 2).size == MIB // 2
     assert allocator.reserved == 102 * MIB
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_blocks_never_overlap_and_all_memory_joins_again(expandable: bool) -> None:
-    allocator, live = CachingAllocator(expandable=expandable), {}
-    for action, index, size in requests(0):
-        if action == "free":
-            allocator.free(live.pop(index))
-        else:
-            live[index] = allocator.allocate(size)
-            assert live[index].size >= size
-        ends = sorted((x.small, x.address, x.address + x.size) for x in live.values())
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ends))
-        assert allocator.allocated == sum(x.size for x in live.values()) <= allocator.reserved
-    for block in live.values():
-        allocator.free(block)
-    free = [block for pool in allocator._pools.values() for block in pool.free]
-    assert sum(size for size, _ in free) == allocator.reserved
-    assert not expandable or len(free) == 2
 
 
 def compare_with_the_gpu() -> None:
