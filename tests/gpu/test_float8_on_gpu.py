@@ -68,18 +68,28 @@ def gradients(model: LigerLlama, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model(recipe) -> None:
-    """Gradients stay near, also where blocks run again, and a step does not wait for the device."""
+def test_a_model(recipe, monkeypatch) -> None:
+    """Gradients are as near as with the plain casts, also where blocks run again.
+
+    A step does not wait for the device.
+    """
     ids = torch.randint(2048, (1, 2048), device="cuda")
     model = model_of()
     exact = gradients(model, ids)
-    assert len(float8.convert(model, recipe)) == 8
-    for policy in ("all", "no_gate_up", "input"):
-        model.set_memory_plan(MemoryPlan.uniform(2, policy))
+    names = [name for name, _ in model.named_parameters()]
+
+    def errors() -> dict[str, float]:
         found = gradients(model, ids)
-        names = [name for name, _ in model.named_parameters()]
-        errors = {n: float((a - b).norm() / b.norm()) for n, a, b in zip(names, found, exact)}
-        assert max(errors.values()) < 0.5, errors  # the products of the same in bfloat16: 0.03
+        return {n: float((a - b).norm() / b.norm()) for n, a, b in zip(names, found, exact)}
+
+    assert len(float8.convert(model, recipe)) == 8
+    with monkeypatch.context() as patch:
+        patch.setenv("LIGERMODELS_BACKEND", "torch")
+        plain = errors()
+    for policy in ("no_gate_up", "input", "all"):
+        model.set_memory_plan(MemoryPlan.uniform(2, policy))
+        for name, error in errors().items():
+            assert error < 1.3 * plain[name], (policy, name, error, plain[name])
     with no_synchronisation():
         model(ids, labels=ids).loss.backward()
 
