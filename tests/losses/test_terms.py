@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import losses
-from ligermodels.losses import policy, preference
+from ligermodels.losses import kto, policy, preference
 from ligermodels.losses.distillation import hidden_cosine
 from ligermodels.losses.reference_free import CPO_LOSS_TYPES
 from ligermodels.losses.weighting import SFT_LOSS_TYPES
@@ -62,7 +62,7 @@ def masked_losses(rows: list[int] = WHOLE) -> Iterator[Case]:
         options["use_weighting"] = not kind.startswith("aot")
         names = ["log_probs", "ref_log_probs", "log_sum_sq_probs"]
         yield Case(kind, partial(losses.dpo_loss, **options), names)
-    for kind in preference.KTO_LOSS_TYPES:
+    for kind in kto.KTO_LOSS_TYPES:
         options = {"mask": mask, "label": LABEL[rows], "loss_type": kind, "normalizer": 4}
         yield Case(kind, partial(losses.kto_loss, **options), ["log_probs", "ref_log_probs"])
     kl = partial(losses.kto_kl, mask=mask, normalizer=4)
