@@ -17,7 +17,7 @@ SPLIT_SHORT = Launches(
     nvidia=(
         (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
         (128, Launch(32, 4, rows=64, programs=3)),
-        (None, Launch(32, 4, num_stages=3, rows=64, programs=1)),
+        (None, Launch(32, 4, num_stages=3, rows=32, programs=1)),
     ),
     amd=_AMD,
 )
@@ -25,7 +25,7 @@ SPLIT = Launches(
     nvidia=(
         (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
         (128, Launch(64, 4, rows=64, programs=8)),
-        (None, Launch(32, 4, num_stages=3, rows=64, programs=8)),
+        (None, Launch(32, 4, num_stages=3, rows=32, programs=8)),
     ),
     amd=_AMD,
 )
