@@ -168,21 +168,7 @@ class Float8Products(Products):
         return casts[transposed]
 
 
-class _Hold(torch.autograd.Function):
-    """Save tensors in a graph of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.clone()
-
-
 class _Float8Linear(torch.autograd.Function):
-    """The tensors for backward are saved before the product, in another graph.
-
-    So a block that a checkpoint computes again stops before its last product.
-    """
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -197,11 +183,7 @@ class _Float8Linear(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         straight, turned = products.cast_x(x, keeps_x=needs_weight and not keeps_input)
         kept = x if needs_weight and keeps_input else None
-        if needs_x or needs_weight:
-            with torch.enable_grad():
-                anchor = torch.empty(0, requires_grad=True)
-                saved = weight if needs_x else None, kept, *(turned or (None, None))
-                ctx.held = _Hold.apply(anchor, *saved).grad_fn
+        ctx.save_for_backward(weight if needs_x else None, kept, *(turned or (None, None)))
         return products.product(straight, weight, bias, x.shape)
 
     @staticmethod
@@ -210,12 +192,8 @@ class _Float8Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         with without_autocast(grad_output):
+            weight, x, values, scale = ctx.saved_tensors
             if needs_x or needs_weight:
-                if ctx.held is None:
-                    raise RuntimeError("backward through a float8 linear a second time")
-                weight, x, values, scale = ctx.held.saved_tensors
-                if not torch._C._autograd._get_current_graph_task_keep_graph():
-                    ctx.held = None
                 operand = ctx.products.grad_operand(grad_output, needs_x, needs_weight)
             if needs_x:
                 grad_x = cast(ctx.products.grad_x(operand, weight, ctx.shape), ctx.dtype)

@@ -110,10 +110,10 @@ def test_a_graph_checks_drafts_and_makes_new_ones(family, kind, rule):
             assert decoder.captures
             decoder.captures = captures
             decoder.draft(hidden, prompt, decoder.ends_1.clone())
-            made = [decoder.replay().clone() for _ in range(3)]
+            made = [decoder.replay()[0].clone() for _ in range(3)]
             torch.cuda.set_sync_debug_mode("error")
             try:
-                made += [decoder.replay().clone() for _ in range(17)]
+                made += [decoder.replay()[0].clone() for _ in range(17)]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             found[captures] = torch.stack(made)
