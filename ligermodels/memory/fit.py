@@ -15,7 +15,7 @@ from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, check_choice, checked_integer
 from ligermodels.memory.planner import Budget, Space, find_plan, largest
 from ligermodels.memory.rates import Rates, rates_of
-from ligermodels.memory.simulate import Simulation, Step, simulate
+from ligermodels.memory.simulate import LONGEST, Simulation, Step, simulate
 from ligermodels.memory.torch_private import Sharding, adam_bytes, state_bytes, step_bytes
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
@@ -215,7 +215,7 @@ def _budget(budget: int | str, device: torch.device) -> int:
 
 
 def _length(name: str, value: int) -> int:
-    return checked_integer(name, value, 1)
+    return checked_integer(name, value, 1, LONGEST)
 
 
 def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:

@@ -191,12 +191,13 @@ class MemoryPlan:
             raise ConfigError(f"memory plan: not the values of a plan: {fault}") from None
 
 
-def checked_integer(name: str, value: Any, least: int) -> int:
+def checked_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Return a Python or numpy integer as an int; raise ConfigError for other values."""
     number = integer(value)
-    if number is None or number < least:
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"{least} or more" if most is None else f"{least} to {most}"
         raise ConfigError(
-            f"memory plan: {name}={short_repr(value)}; expected an integer of {least} or more"
+            f"memory plan: {name}={short_repr(value)}; expected an integer of {limits}"
         )
     return number
 

@@ -32,6 +32,7 @@ from ligermodels.memory.torch_private import (
 from ligermodels.memory.tracker import Phase, Tracker
 
 OPTIMIZER_STEP = "optimizer step"  # a phase
+LONGEST = 2**31 - 1  # rows, tokens of a row, and keys of a memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Step:
         check_choice("ddp_buckets", self.ddp_buckets, None, "copies", "views")
         for name in ("max_seqlen", "memory_seq"):
             if (value := getattr(self, name)) is not None:
-                checked_integer(name, value, 1)
+                checked_integer(name, value, 1, LONGEST)
 
     def called(self, model: Any) -> nn.Module:
         """Return the module that a step of the model calls."""
