@@ -78,11 +78,9 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
     dtype = x.dtype
     if residual is not None and residual.dtype == torch.float64:
         dtype = torch.float64
-    # torch.compile can trace an import statement, but not importlib.import_module. The first half
-    # of the condition is there because it is fast.
-    if (x.is_cpu and ENVIRONMENT_VARIABLE not in os.environ) or choose(x.device, dtype)[
-        0
-    ] == "torch":
+    # torch.compile can trace an import statement, but not importlib.import_module.
+    is_plain = x.is_cpu and ENVIRONMENT_VARIABLE not in os.environ  # faster than `choose`
+    if is_plain or choose(x.device, dtype)[0] == "torch":
         import ligermodels.kernels.reference as reference
 
         return getattr(reference, op)  # type: ignore[no-any-return]
