@@ -352,8 +352,11 @@ CELLS = [
             name,
             "losses, entropies, rewards",
             trl(f"{name}Trainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, **REWARDED),
+            bound,
         )
-        for name in ("GRPO", "RLOO")
+        # The terms of RLOO's loss have size 1 and cancel, here to 0.05. Its ratio is that of a whole
+        # completion, whose log-probability sums the rounding of six tokens.
+        for name, bound in {"GRPO": 1e-5, "RLOO": 5e-5}.items()
     ),
     Cell("TRL", "distillation", "losses", distillation),
     Cell("TRL", "reward", "losses", reward),
