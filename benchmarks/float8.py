@@ -3,8 +3,10 @@
 The model has the shapes of Llama-3-8B, random weights, bf16 parameters and bf16 AdamW states. On a
 GPU of 80 GB it has 16 layers instead of 32. Each row runs in its own process. The time is the
 median of the steps, and the memory is the peak of allocated bytes. --profile lists the kernels of
-one block, forward and backward; --casts times casts and products of the block's sizes. torchao's
-rows compile each block, as its documentation asks for. --tiny runs everything on a small model.
+one block, forward and backward, beside the time that their bytes or operations take at least;
+--step-profile those of a training step; --casts times casts and products of the block's sizes.
+torchao's rows compile each block, as its documentation asks for, in this library's model and in
+transformers' with Liger's loss. --tiny runs everything on a small model.
 """
 
 import argparse
@@ -20,10 +22,11 @@ import torch
 
 from benchmarks.common import environment, table, write
 
-BF16, TORCHAO = "bfloat16", "torchao tensorwise, compiled blocks"
-COMPILED = "bfloat16, compiled blocks"
-RECIPES = ("tensorwise", "rowwise")
-ROWS = (BF16, *RECIPES, COMPILED, TORCHAO)
+BF16, COMPILED = "bfloat16", "bfloat16, compiled blocks"
+RECIPES = ("tensorwise", "delayed", "rowwise", "blocks")
+TORCHAO = ("torchao tensorwise", "torchao rowwise")
+HF_TORCHAO = tuple(f"transformers + liger loss + {row}" for row in TORCHAO)
+ROWS = (BF16, *RECIPES, COMPILED, *TORCHAO, *HF_TORCHAO)
 WORKLOADS = ((1, 8192), (16, 512))
 TINY = {
     "hidden_size": 64,
@@ -36,6 +39,8 @@ TINY = {
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn", "attention"),
     "casts": ("float8_cast", "absolute_maximum"),
+    "loss": ("cross_entropy", "mean_loss", "scaled_kernel"),
+    "optimizer": ("adam", "multi_tensor"),
     "products": ("gemm", "nvjet", "cutlass", "scaled_mm", "addmm", "::mm", "linear"),
     "norms, rope, activation": ("rms_norm", "rope", "glu", "column_sums"),
 }
@@ -50,42 +55,65 @@ def build(row: str, layers: int, device: str, tiny: bool) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model = LigerLlama(config).train()
+            if row in HF_TORCHAO:
+                model = transformers_model(config).train()
+            else:
+                model = LigerLlama(config).train()
     finally:
         torch.set_default_dtype(torch.float32)
+    blocks = model.model.layers if row in HF_TORCHAO else model.layers
     if row in RECIPES:
         float8.convert(model, row, filter=(lambda name, linear: True) if tiny else None)
         print(model.kernels()["linear"], file=sys.stderr)
-    elif row == TORCHAO:
+    elif row in (*TORCHAO, *HF_TORCHAO):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = Float8LinearConfig.from_recipe_name("tensorwise")
-        convert_to_float8_training(model.layers, config=config)
-    if row in (COMPILED, TORCHAO):
-        for layer in model.layers:
-            layer.compile()
+        recipe = Float8LinearConfig.from_recipe_name(row.split()[-1])
+        convert_to_float8_training(blocks, config=recipe)
+    if row in (COMPILED, *TORCHAO, *HF_TORCHAO):
+        for block in blocks:
+            block.compile()
     return model
 
 
+def transformers_model(config: Any) -> Any:
+    """Return transformers' Llama of these shapes, whose loss is Liger's."""
+    import transformers
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False)
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
+        "num_key_value_heads rms_norm_eps rope_theta max_position_embeddings"
+    )
+    values = {name: getattr(config, name) for name in names.split()}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, use_cache=False))
+
+
 def step_row(
-    row: str, batch: int, seq: int, layers: int, steps: int, device: str, tiny: bool
-) -> dict[str, Any]:
+    row: str, batch: int, seq: int, layers: int, steps: int, device: str, tiny: bool, profile: bool
+) -> Any:
+    """Return the row of the table, or with profile the kernels of a step and its time."""
     torch.manual_seed(0)
     gpu = device == "cuda"
     model = build(row, layers, device, tiny)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    vocab = model.head.vocab_size
+    vocab = model.config.vocab_size
     times, losses = [], []
+
+    def train(ids: torch.Tensor) -> None:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+
     for step in range(steps + 3):
         ids = torch.randint(0, vocab, (batch, seq), device=device)
         if gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        train(ids)
         if gpu:
             torch.cuda.synchronize()
         if step >= 3:
@@ -93,6 +121,10 @@ def step_row(
         elif step == 2 and gpu:
             torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(times)
+    if profile:
+        kernels = kernel_times(lambda: train(ids), gpu, row)
+        busy = sum(each["ms"] for each in kernels)
+        return [*kernels, {"row": row, "kind": "idle", "kernel": "", "calls": 1, "ms": ms - busy}]
     return {
         "row": row,
         "batch x seq": f"{batch} x {seq}",
@@ -106,9 +138,7 @@ def step_row(
 
 
 def profile_row(row: str, batch: int, seq: int, device: str, tiny: bool) -> list[dict[str, Any]]:
-    """Return the kernels of one block, forward and backward, and the sums of their kinds."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Return the kernels of one block, forward and backward."""
     from ligermodels.layers import AttentionContext
 
     model = build(row, 1, device, tiny)
@@ -126,7 +156,58 @@ def profile_row(row: str, batch: int, seq: int, device: str, tiny: bool) -> list
 
     for _ in range(3):
         run()
-    gpu = device == "cuda"
+        torch.optim.SGD(model.layers.parameters(), lr=0.0).step()  # delayed scales move on
+    kernels = kernel_times(run, device == "cuda", row)
+    least = floors(row, batch * seq, seq, model.config)
+    for each in kernels:
+        each["floor"] = next((ms for name, ms in least.items() if name in each["kernel"]), "")
+    for kind in ("products", "attention"):
+        part = {"kernel": kind, "calls": 0, "ms": 0.0, "floor": least[kind]}
+        kernels.append({"row": row, "kind": "floors", **part})
+    return kernels
+
+
+def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
+    """Return by a kernel's name the milliseconds that one block's bytes or operations take.
+
+    An H100 moves 3.0 TB/s in a copy, and multiplies at most 1.98 PFLOP/s in float8 and 0.99 in
+    bfloat16.
+    """
+    h, f = config.hidden_size, config.intermediate_size
+    kv = config.num_key_value_heads * config.head_dim
+    qkv, delayed, plain = h + 2 * kv, row == "delayed", row == BF16
+    weights = h * qkv + h * h + 3 * h * f
+    y, rows = 1 if delayed else 2, 2 if row == "rowwise" else 1
+    per_token = {
+        "rms_norm_forward": 2 * (6 + y) * h,
+        "rms_norm_backward": 2 * 10 * h,
+        "rope_forward": 4 * (h + kv),
+        "rope_backward": 4 * qkv,
+        "glu_forward": (4 + y) * f,
+        "glu_backward": (10 + (2 if plain or rows > 1 or row == "blocks" else 1)) * f,
+    }
+    # Each cast reads 16 bits and writes 8; gradients are written twice.
+    gradients, straight = qkv + 2 * h + 2 * f, h if delayed else 3 * h + f
+    casts = tokens * (4 * gradients + 3 * straight + 3 * 3 * h) + 6 * weights
+    if rows > 1 or row == "blocks":
+        casts += 3 * tokens * f  # the activation, transposed
+    maxima = {"tensorwise": tokens * 2 * (qkv + 3 * h) + 2 * weights}
+    maxima["rowwise"] = 2 * (2 * tokens * (qkv + 5 * h + 3 * f + h) + 2 * weights)
+    moved = {name: each * tokens for name, each in per_token.items()}
+    moved |= {"float8_cast": casts, "absolute_maximum": maxima.get(row, 0)}
+    flops = 3 * 2 * tokens * weights
+    # Causal attention computes half of seq x seq: two products forward, five backward.
+    attention = 7 * 2 * tokens * seq / 2 * h
+    return {name: each / 3.0e9 for name, each in moved.items()} | {
+        "products": flops / (0.99e12 if plain else 1.98e12),
+        "attention": attention / 0.99e12,
+    }
+
+
+def kernel_times(run: Any, gpu: bool, row: str) -> list[dict[str, Any]]:
+    """Return the kernels of a call and their milliseconds, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
     repeats = 5 if gpu else 1
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiled:
         for _ in range(repeats):
@@ -146,12 +227,12 @@ def profile_row(row: str, batch: int, seq: int, device: str, tiny: bool) -> list
 
 def kind_sums(kernels: list[dict[str, Any]], rows: list[str]) -> list[dict[str, Any]]:
     """Return the milliseconds of each kind of kernels, one row for each implementation."""
-    kinds = [*KINDS, "rest"]
+    kinds = [*KINDS, "rest", *(["idle"] if any(each["kind"] == "idle" for each in kernels) else [])]
     sums = []
     for row in rows:
         mine = [each for each in kernels if each["row"] == row]
         parts = {k: sum(each["ms"] for each in mine if each["kind"] == k) for k in kinds}
-        sums.append({"one block": row, **parts, "all": sum(parts.values())})
+        sums.append({"row": row, **parts, "all": sum(parts.values())})
     return sums
 
 
@@ -161,6 +242,7 @@ def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
     from ligermodels.kernels.float8_cast import (
         absolute_maximum,
         float8_cast,
+        float8_cast_blocks,
         float8_product,
         formats,
     )
@@ -191,6 +273,14 @@ def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
                 lambda x=x, a=amax: float8_cast(x, a, e4m3, straight=False, transposed=True),
             ),
             "both": (4, lambda x=x, a=amax: float8_cast(x, a, e4m3, transposed=True)),
+            "both, with its amax": (
+                4,
+                lambda x=x, a=amax: float8_cast(x, a, e4m3, transposed=True, seen=a),
+            ),
+            "both, blocks": (
+                4,
+                lambda x=x: float8_cast_blocks(x, e4m3, square=False, transposed=True),
+            ),
         }
         for name, (size, run) in ways.items():
             ms = timed(run)
@@ -211,6 +301,11 @@ def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
                 products[name] = timed(
                     lambda a=a, b=b, fast=fast: float8_product(a, b, torch.bfloat16, fast=fast)
                 )
+        a, _ = float8_cast_blocks(x, e4m3, square=False)
+        for square in (True, False):
+            b, _ = float8_cast_blocks(weight, e4m3, square=square)
+            name = f"float8, blocks of 1 x 128 and {128 if square else 1} x 128"
+            products[name] = timed(lambda a=a, b=b: float8_product(a, b, torch.bfloat16))
         for name, ms in products.items():
             found.append({"size": size, "op": name, "ms": ms, "rate": flops / ms / 1e9})
     return found
@@ -222,8 +317,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, help="by default what fits, 16 or 32")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--workloads", type=int, default=2, choices=(1, 2), help="how many")
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--step-profile", action="store_true")
     parser.add_argument("--casts", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
     parser.add_argument("--only", nargs=3, metavar=("ROW", "BATCH", "SEQ"))
@@ -239,10 +336,10 @@ def main() -> None:
         if arguments.profile:
             print(json.dumps(profile_row(row, batch, seq, device, tiny)))
         else:
-            made = step_row(row, batch, seq, layers, arguments.steps, device, tiny)
-            print(json.dumps(made))
+            words = (row, batch, seq, layers, arguments.steps, device, tiny)
+            print(json.dumps(step_row(*words, arguments.step_profile)))
         return
-    workloads = ((1, 32), (2, 16)) if tiny else WORKLOADS
+    workloads = ((1, 32), (2, 16)) if tiny else WORKLOADS[: arguments.workloads]
     command = [sys.executable, "-m", "benchmarks.float8", "--steps", str(arguments.steps)]
     command += ["--layers", str(layers), *(["--tiny"] if tiny else [])]
 
@@ -251,7 +348,7 @@ def main() -> None:
         print(done.stderr[-1500 if done.returncode else -200 :], file=sys.stderr)
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
-    result: dict[str, Any] = {"environment": environment(), "steps": [], "kernels": []}
+    result: dict[str, Any] = {"environment": environment(), "steps": []}
     if not arguments.no_steps:
         for batch, seq in workloads:
             for row in arguments.rows:
@@ -261,24 +358,28 @@ def main() -> None:
                 )
                 print(result["steps"][-1], flush=True)
                 write("float8.json", result, arguments.out)
-    if arguments.profile:
-        batch, seq = workloads[0]
-        for row in arguments.rows:
-            words = ("--profile", "--only", row, str(batch), str(seq))
-            result["kernels"] += other_process(*words) or []
+    batch, seq = workloads[0]
+    for key, option in (("kernels", "--profile"), ("step_kernels", "--step-profile")):
+        if getattr(arguments, option[2:].replace("-", "_")):
+            result[key] = []
+            for row in arguments.rows:
+                result[key] += other_process(option, "--only", row, str(batch), str(seq)) or []
     if arguments.casts:
         result["casts"] = casts(64 if tiny else 8192, tiny)
     write("float8.json", result, arguments.out)
     if arguments.casts:
         print(table(result["casts"], ["size", "op", "ms", "rate"]))
-    for row in arguments.rows:
-        kernels = [each for each in result["kernels"] if each["row"] == row][:24]
-        if kernels:
-            shown = [each | {"kernel": each["kernel"][:60]} for each in kernels]
-            print(table(shown, ["row", "kind", "kernel", "calls", "ms"]))
+    profiles = [key for key in ("kernels", "step_kernels") if result.get(key)]
+    for key in profiles:
+        for row in arguments.rows:
+            kernels = [each for each in result[key] if each["row"] == row][:30]
+            shown = [{"floor": "", **each, "kernel": each["kernel"][:60]} for each in kernels]
+            if shown:
+                print(table(shown, ["row", "kind", "kernel", "calls", "ms", "floor"]))
     print(result["environment"])
-    if result["kernels"]:
-        sums = kind_sums(result["kernels"], arguments.rows)
+    for key in profiles:
+        sums = kind_sums(result[key], arguments.rows)
+        print("one block:" if key == "kernels" else "a step:")
         print(table(sums, list(sums[0])))
     columns = ["batch x seq", "row", "layers", "ms", "ms spread", "tokens/s", "peak GiB"]
     if result["steps"]:

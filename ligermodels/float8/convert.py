@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ligermodels.errors import ConfigError
+from ligermodels.float8.delayed import follow_optimizers
 from ligermodels.float8.linear import Float8Linear, obstacle
-from ligermodels.kernels.float8_linear import RECIPES
+from ligermodels.kernels.float8_linear import RECIPES, Recipe
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.fusion import is_plain
@@ -33,8 +34,10 @@ def convert(
 
     Args:
         model: a model with blocks in `layers`, or one block.
-        recipe: "tensorwise" (one scale for each tensor) or "rowwise" (one for each row of each
-            operand). Both find the scale of a tensor from this tensor.
+        recipe: "tensorwise" (one scale for each tensor), "delayed" (the same from the step before;
+            see `scales`), "rowwise" (one for each row of each operand) or "blocks" (one for each
+            128 elements of a row, and 128 x 128 of the weight). All but "delayed" find the scale
+            of a tensor from this tensor.
         filter: takes the name of a linear and the linear, and says whether to convert it. It is
             asked instead of the limit of 1024 features.
     Returns: the names of the linears that run in float8 now.
@@ -52,21 +55,23 @@ def convert(
     }
     converted, left = [], {}
     for name, linear in _linears(model):
-        _check_device(linear.weight)
+        _check_device(linear.weight, recipe)
         if linear.weight.dtype == torch.float16:
             raise ConfigError(
                 f"float8: {name} is in float16, in which small gradients vanish before they are "
                 "scaled; load the model with dtype=torch.bfloat16"
             )
-        reason = _reason(name, linear, filter)
+        reason = _reason(name, linear, RECIPES[recipe], filter)
         if reason is not None:
             left[name] = reason
             continue
         linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names
         assert isinstance(linear, Float8Linear)
-        linear.recipe = RECIPES[recipe]
+        linear.use(RECIPES[recipe])
         linear.input_is_kept = linear in kept_outs
         converted.append(name)
+    if RECIPES[recipe].delayed:
+        follow_optimizers()
     if not converted:
         reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:10]]
         raise ConfigError(
@@ -78,14 +83,15 @@ def convert(
 
 def report(model: nn.Module) -> str | None:
     """Return which linears run in float8, and why others do not; None if none does."""
-    names = [name for name, m in model.named_modules() if isinstance(m, Float8Linear)]
-    if not names:
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    if not linears:
         return None
-    kinds = sorted({_kind(name) for name in names})
-    text = f"float8 ({', '.join(kinds)}: {len(names)} linears)"
+    kinds = sorted({_kind(name) for name in linears})
+    recipe = next(iter(linears.values())).recipe
+    text = f"float8 ({', '.join(kinds)}: {len(linears)} linears)"
     left: dict[str, list[str]] = {}
     for name, linear in _linears(model):
-        left.setdefault(_reason(name, linear, None) or "not converted", []).append(name)
+        left.setdefault(_reason(name, linear, recipe) or "not converted", []).append(name)
     return text + "".join(
         f"; not {', '.join(found[:3])}{f' and {len(found) - 3} more' * (len(found) > 3)} ({reason})"
         for reason, found in left.items()
@@ -127,10 +133,13 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _reason(
-    name: str, linear: nn.Linear, filter: Callable[[str, nn.Linear], bool] | None
+    name: str,
+    linear: nn.Linear,
+    recipe: Recipe,
+    filter: Callable[[str, nn.Linear], bool] | None = None,
 ) -> str | None:
     """Return why a linear is not converted, or None."""
-    if (reason := obstacle(linear)) is not None:
+    if (reason := obstacle(linear, recipe)) is not None:
         return reason
     if not is_plain(linear, nn.Linear):
         return "it has hooks or another forward"
@@ -145,13 +154,15 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _check_device(weight: torch.Tensor) -> None:
-    """Raise ConfigError if a weight is on a GPU that does not multiply float8."""
-    if not weight.is_cuda or torch.version.hip:
+def _check_device(weight: torch.Tensor, recipe: str) -> None:
+    """Raise ConfigError if a weight is on a GPU that does not multiply float8 by this recipe."""
+    blocks = RECIPES[recipe].scales == "blocks"
+    if not weight.is_cuda or (torch.version.hip and not blocks):
         return
     capability = torch.cuda.get_device_capability(weight.device)
-    if capability < CAPABILITY:
+    if capability < CAPABILITY or (blocks and (torch.version.hip or capability[0] != 9)):
         raise ConfigError(
             f"float8: {torch.cuda.get_device_name(weight.device)} has compute capability "
-            f"{capability[0]}.{capability[1]}; products in float8 need 8.9 (Ada) or 9.0 (Hopper)"
+            f"{capability[0]}.{capability[1]}; products in float8 need 8.9 (Ada) or more, and those "
+            "of recipe='blocks' 9.0 (Hopper)"
         )

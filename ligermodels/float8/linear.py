@@ -1,6 +1,7 @@
 """An `nn.Linear` whose products run in float8."""
 
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from ligermodels.kernels.float8_linear import (
     Casts,
     Float8Products,
     Recipe,
+    Scales,
     float8_linear,
     float8_products,
 )
 from ligermodels.layers.fusion import FusableLinear
+
+# Linears whose delayed scales move on after the next step of an optimizer.
+waiting: "WeakSet[Float8Linear]" = WeakSet()
 
 
 class Float8Linear(FusableLinear):
@@ -31,20 +36,43 @@ class Float8Linear(FusableLinear):
 
     recipe: Recipe = RECIPES["tensorwise"]
     input_is_kept = False
+    # With delayed scales an int32 (4, 3): the bits of `Scales.rows`, and counts of overflows. It is
+    # a buffer that is not in the state dict, in a dtype that `model.to(dtype)` does not change.
+    delayed: Tensor
     # The weight's version and its casts, within `float8.weights_cast_once`.
     _casts: tuple[int, Casts] | None = None
 
     def products(self) -> Callable[[], Float8Products]:
         """Return what makes the products of a call."""
-        return float8_products(self.recipe, self._casts_now())
+        return float8_products(self.recipe, self._casts_now(), self._scales_now())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (..., out) for x (..., in)."""
         return float8_linear(
             *(x, self.weight, self.bias, self.recipe),
             casts=self._casts_now(),
+            scales=self._scales_now(),
             keeps_input=self.input_is_kept and not autocast_is_on(x),
         )
+
+    def use(self, recipe: Recipe) -> None:
+        """Compute with this recipe from now on."""
+        self.recipe = recipe
+        if recipe.delayed:
+            zeros = torch.zeros(4, 3, dtype=torch.int32, device=self.weight.device)
+            self.register_buffer("delayed", zeros, persistent=False)
+            self.known_scales: list[bool | None] = [None] * 3
+
+    def know_scales(self, known: list[bool]) -> None:
+        """Say of which operands the scales are known."""
+        self.known_scales[:] = [new or old for new, old in zip(known, self.known_scales)]
+
+    def _scales_now(self) -> Scales | None:
+        """Return the scales from the step before. Outside of training they are not used."""
+        if not self.recipe.delayed or not torch.is_grad_enabled():
+            return None
+        waiting.add(self)
+        return Scales(self.delayed[:3].view(torch.float32), self.known_scales)
 
     def cast_once(self, enabled: bool) -> None:
         """Keep the weight's casts from now on, or forget them and keep none."""
@@ -69,7 +97,7 @@ class Float8Linear(FusableLinear):
         return f"{super().extra_repr()}, float8={name!r}"
 
 
-def obstacle(linear: torch.nn.Linear) -> str | None:
+def obstacle(linear: torch.nn.Linear, recipe: Recipe) -> str | None:
     """Return why the products of a linear cannot run in float8, or None if they can."""
     weight = linear.weight
     if type(weight) not in (torch.nn.Parameter, Tensor):
@@ -78,4 +106,9 @@ def obstacle(linear: torch.nn.Linear) -> str | None:
         return f"its weight is {str(weight.dtype)[6:]}"
     if linear.in_features % 16 or linear.out_features % 16:
         return f"{linear.in_features} to {linear.out_features} are not multiples of 16"
+    if recipe.scales == "blocks" and (linear.in_features % 512 or linear.out_features % 512):
+        return (
+            f"{linear.in_features} to {linear.out_features} are not multiples of 512, the four "
+            "blocks that the products read at once"
+        )
     return None

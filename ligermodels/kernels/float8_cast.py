@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import real_device, select
+from ligermodels.kernels.reference.float8_cast import BLOCK
 
 Axis = Literal["tensor", "rows", "columns"]
 
@@ -14,7 +15,9 @@ class Float8(NamedTuple):
     """A matrix in float8; it stands for values * scale."""
 
     values: Tensor  # (rows, columns), row-major
-    scale: Tensor  # float32: (1, 1), or (rows, 1)
+    # float32: (1, 1), (rows, 1), (rows, blocks of 128 columns) in the order of columns, or (blocks
+    # of 128 rows, blocks of 128 columns) in the order of rows.
+    scale: Tensor
 
 
 def formats() -> tuple[torch.dtype, torch.dtype]:
@@ -45,23 +48,45 @@ def float8_cast(
     *,
     straight: bool = True,
     transposed: bool = False,
+    seen: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None]:
     """Return x and its transpose in float8, both from one reading of x.
 
     The scale is amax / the largest number of the dtype, so what is at most amax fits exactly. What
-    is larger saturates. A scale of zeros is not 0, so they stay zeros. If amax is NaN or infinite,
-    so is the scale, and every product with the result shows it.
+    is larger saturates, but an infinity becomes NaN. A scale of zeros is not 0, so they stay zeros.
+    If amax is NaN or infinite, so is the scale, and every product with the result shows it.
 
     Args: x: (rows, columns); amax: what `absolute_maximum` returns. One for each row is only for
-        straight, one for each column only for transposed.
+        straight, one for each column only for transposed. seen: a float32 (1, 1) that is raised to
+        the largest absolute value of x.
     Returns: x (rows, columns) if straight, and its transpose if transposed, whose rows are filled
         with zeros up to a multiple of 16; else None.
     """
     ops = select("float8_cast", x)
-    values, turned, scale = ops.float8_cast(x, amax, dtype, straight, transposed)
+    values, turned, scale = ops.float8_cast(x, amax, dtype, straight, transposed, seen)
     return (
         None if values is None else Float8(values, scale),
         None if turned is None else Float8(turned, scale.t()),
+    )
+
+
+def float8_cast_blocks(
+    x: Tensor, dtype: torch.dtype, *, square: bool, straight: bool = True, transposed: bool = False
+) -> tuple[Float8 | None, Float8 | None]:
+    """Return x and its transpose in float8, with a scale for each 128 elements of a row.
+
+    Each scale comes from its own elements, so nothing saturates.
+
+    Args: x: (rows, columns), of which columns are a multiple of 16; square: whether the blocks are
+        of 128 x 128, which is for weights.
+    Returns: x if straight, and its transpose if transposed, else None. Rows of x are filled with
+        zeros up to a multiple of 16.
+    """
+    ops = select("float8_cast", x)
+    made = ops.float8_cast_blocks(x, dtype, square, straight, transposed)
+    return tuple(  # type: ignore[return-value]
+        None if part is None else Float8(part[0], part[1] if square else part[1].t())
+        for part in made
     )
 
 
@@ -80,20 +105,32 @@ def float8_product(
         out = a.scale.new_zeros(len(a.values), len(b.values), dtype=dtype)
         return out if bias is None else out + bias
     if real_device(a.values.device).type != "cuda":
-        exact = torch.float32
-        out = (a.values.to(exact) @ b.values.to(exact).t()) * (a_scale * b_scale)
+        out = _dequantised(a) @ _dequantised(b).t()
         return (out if bias is None else out + bias).to(dtype)
+    by_block = a_scale.shape[1] > 1
+    if not by_block:
+        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     by_row = a_scale.numel() > 1 or b_scale.numel() > 1
     # The product of rows with scales of their own comes only in bfloat16, and float32 has no bias.
     made = torch.bfloat16 if by_row else dtype
-    fused = made == dtype and dtype != torch.float32
+    fused = made == dtype and dtype != torch.float32 and not by_block
     out = torch._scaled_mm(
         a.values,
         b.values.t(),
-        scale_a=a_scale.contiguous(),
-        scale_b=b_scale.contiguous(),
+        scale_a=a_scale,
+        scale_b=b_scale,
         bias=bias if fused else None,
         out_dtype=made,
-        use_fast_accum=fast,
+        use_fast_accum=fast and not by_block,
     ).to(dtype)
     return out if fused or bias is None else out + bias
+
+
+def _dequantised(x: Float8) -> Tensor:
+    """Return the matrix in float32."""
+    scale, (rows, columns) = x.scale, x.values.shape
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(BLOCK, 1)[:, :columns]
+    if scale.shape[0] not in (1, rows):
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+    return x.values.float() * scale

@@ -1,7 +1,7 @@
 """A linear whose three products run in float8."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ligermodels.kernels.float8_cast import (
     Float8,
     absolute_maximum,
     float8_cast,
+    float8_cast_blocks,
     float8_product,
     formats,
 )
@@ -33,17 +34,48 @@ class Recipe(NamedTuple):
     x and the weight are in e4m3. e5m2 has a wider range and less precision.
     """
 
-    by_row: bool  # whether each row of an operand has a scale, or the whole tensor
-    grad_e5m2: bool  # whether gradients are in e5m2 instead of e4m3
+    scales: Literal["tensor", "rows", "blocks"]  # what has a scale of its own
+    grad_e5m2: bool = False  # whether gradients are in e5m2 instead of e4m3
+    delayed: bool = False  # whether scales come from the step before; see `Scales`
 
 
 RECIPES = {
-    "tensorwise": Recipe(by_row=False, grad_e5m2=True),
-    "rowwise": Recipe(by_row=True, grad_e5m2=False),
+    "tensorwise": Recipe("tensor", grad_e5m2=True),
+    "delayed": Recipe("tensor", grad_e5m2=True, delayed=True),
+    "rowwise": Recipe("rows"),
+    "blocks": Recipe("blocks"),
 }
 
 # The casts of a weight, straight and transposed, which later calls may take.
 Casts = dict[bool, Float8]
+X, WEIGHT, GRAD = range(3)  # the operands
+
+
+class Scales:
+    """The scales of one linear's operands x, weight and gradient, from the step before.
+
+    Args: rows: float32 (3, 3): for each operand the absolute value that fits into float8, the
+        scale, and the largest absolute value since then, which the kernels record.
+        known: for each operand whether the scale is known; None means that it was not needed yet.
+    """
+
+    def __init__(self, rows: Tensor, known: list[bool | None]) -> None:
+        self.rows, self.known = rows, known
+
+    def limit(self, operand: int) -> Tensor | None:
+        """Return the limit of an operand (1, 1); None if the scale must come from the operand."""
+        if not self.known[operand]:
+            self.known[operand] = False
+            return None
+        return self.rows[0, operand].view(1, 1)
+
+    def scale(self, operand: int) -> Tensor:
+        """Return the scale (1, 1) that belongs to the limit."""
+        return self.rows[1, operand].view(1, 1)
+
+    def seen(self, operand: int) -> Tensor:
+        """Return the number (1, 1) that records the largest absolute value."""
+        return self.rows[2, operand].view(1, 1)
 
 
 class Float8Products(Products):
@@ -55,19 +87,38 @@ class Float8Products(Products):
     operands, since all of it must be outside of the sum.
 
     Args: recipe: how scales are made; casts: the casts of the weight, which this call may take and
-        which it completes; None means that each product makes its own.
+        which it completes; None means that each product makes its own; scales: those of the step
+        before, or None if each must come from its operand.
     """
 
-    def __init__(self, recipe: Recipe, casts: Casts | None = None) -> None:
-        self.recipe, self.casts = recipe, casts
+    def __init__(
+        self, recipe: Recipe, casts: Casts | None = None, scales: Scales | None = None
+    ) -> None:
+        self.recipe, self.casts, self.scales = recipe, casts, scales
+        self.by_tensor = recipe.scales == "tensor"
         self.e4m3, self.e5m2 = formats()
+        self.limit = self._limit(X)
         # With one scale for a tensor, the transposed casts of backward need not find it again.
         self.x_amax: Tensor | None = None
         self.x_scale: Tensor | None = None
         self.weight_amax: Tensor | None = None
 
+    def _limit(self, operand: int) -> Tensor | None:
+        return None if self.scales is None else self.scales.limit(operand)
+
+    def _seen(self, operand: int) -> Tensor | None:
+        return None if self.scales is None else self.scales.seen(operand)
+
     def new_amax(self, x: Tensor) -> Tensor | None:
-        return None if self.recipe.by_row else x.new_zeros(1, 1, dtype=torch.float32)
+        return self._seen(X) if self.limit is not None else self.new_grad_amax(x)
+
+    def direct(self) -> tuple[torch.dtype, Tensor] | None:
+        return None if self.limit is None else (self.e4m3, self.limit)
+
+    def new_grad_amax(self, grad: Tensor) -> Tensor | None:
+        if not self.by_tensor or self.limit is not None:
+            return None
+        return grad.new_zeros(1, 1, dtype=torch.float32)
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, amax: Tensor | None = None
@@ -85,13 +136,21 @@ class Float8Products(Products):
                 "they are scaled; use bfloat16"
             )
         rows = x.reshape(-1, x.shape[-1])
-        by_row = self.recipe.by_row
-        if amax is None:
-            amax = absolute_maximum(rows, "rows" if by_row else "tensor")
-        both = keeps_x and not by_row
-        straight, turned = float8_cast(rows, amax, self.e4m3, transposed=both)
+        if x.dtype == self.e4m3:  # see `direct`
+            assert self.scales is not None
+            self.x_amax, self.x_scale = self.limit, self.scales.scale(X)
+            return Float8(rows, self.x_scale), None
+        if self.recipe.scales == "blocks":
+            made = float8_cast_blocks(rows, self.e4m3, square=False, transposed=keeps_x)
+            return made  # type: ignore[return-value]
+        if self.limit is not None:
+            amax = self.limit
+        elif amax is None:
+            amax = absolute_maximum(rows, self.recipe.scales)
+        both = keeps_x and self.by_tensor
+        straight, turned = float8_cast(rows, amax, self.e4m3, transposed=both, seen=self._seen(X))
         assert straight is not None
-        if not by_row:
+        if self.by_tensor:
             self.x_amax, self.x_scale = amax, straight.scale
         if keeps_x and turned is None:
             turned = self._turned_x(rows)
@@ -100,6 +159,7 @@ class Float8Products(Products):
     def product(self, x: Float8, weight: Tensor, bias: Tensor | None, shape: torch.Size) -> Tensor:
         """Return the output for an x of this shape."""
         out = float8_product(x, self._weight(weight, False), weight.dtype, bias, fast=True)
+        out = out[: shape[:-1].numel()]  # blocks fill the rows up
         # LoRA adds to the output in place, which autograd forbids for a view.
         return torch.ops.aten._unsafe_view(out, (*shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
@@ -119,11 +179,16 @@ class Float8Products(Products):
         """Return grad_output straight and transposed, where the gradients need it."""
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         dtype = self.e5m2 if self.recipe.grad_e5m2 else self.e4m3
-        if not self.recipe.by_row:
+        wanted = {"straight": needs_x, "transposed": needs_weight}
+        if self.recipe.scales == "blocks":
+            return float8_cast_blocks(rows, dtype, square=False, **wanted)
+        if self.by_tensor:
             amax, version = getattr(grad_output, "_amax", (None, 0))
-            if amax is None or version != grad_output._version:
+            if (limit := self._limit(GRAD)) is not None:
+                amax = limit
+            elif amax is None or version != grad_output._version:
                 amax = absolute_maximum(rows)
-            return float8_cast(rows, amax, dtype, straight=needs_x, transposed=needs_weight)
+            return float8_cast(rows, amax, dtype, seen=self._seen(GRAD), **wanted)
         straight = turned = None
         if needs_x:
             straight, _ = float8_cast(rows, absolute_maximum(rows, "rows"), dtype)
@@ -134,7 +199,7 @@ class Float8Products(Products):
 
     def grad_x(self, operand: Any, weight: Tensor, shape: torch.Size) -> Tensor:
         grad = float8_product(operand[0], self._weight(weight, True), weight.dtype)
-        return grad.view(*shape[:-1], weight.shape[1])
+        return grad[: shape[:-1].numel()].view(*shape[:-1], weight.shape[1])
 
     def grad_weight(self, operand: Any, x: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(x, Tensor):
@@ -145,23 +210,34 @@ class Float8Products(Products):
         return float8_product(operand[1], x, dtype)
 
     def _turned_x(self, rows: Tensor) -> Float8:
-        amax = absolute_maximum(rows, "columns") if self.x_amax is None else self.x_amax
-        _, turned = float8_cast(rows, amax, self.e4m3, straight=False, transposed=True)
+        if self.recipe.scales == "blocks":
+            made = float8_cast_blocks(
+                rows, self.e4m3, square=False, straight=False, transposed=True
+            )
+        else:
+            amax = absolute_maximum(rows, "columns") if self.x_amax is None else self.x_amax
+            made = float8_cast(rows, amax, self.e4m3, straight=False, transposed=True)
+        turned = made[1]
         assert turned is not None
         return turned
 
     def _weight(self, weight: Tensor, transposed: bool) -> Float8:
         casts = {} if self.casts is None else self.casts
         if transposed not in casts:
-            amax = self.weight_amax
-            if amax is None:
-                by_row: Axis = "columns" if transposed else "rows"
-                amax = absolute_maximum(weight, by_row if self.recipe.by_row else "tensor")
-            if not self.recipe.by_row:
-                self.weight_amax = amax
-            made = float8_cast(
-                weight, amax, self.e4m3, straight=not transposed, transposed=transposed
-            )
+            wanted = {"straight": not transposed, "transposed": transposed}
+            if self.recipe.scales == "blocks":
+                made = float8_cast_blocks(weight, self.e4m3, square=True, **wanted)
+            else:
+                amax = self.weight_amax
+                if amax is None:
+                    amax = self._limit(WEIGHT)
+                if amax is None:
+                    by_row: Axis = "columns" if transposed else "rows"
+                    amax = absolute_maximum(weight, "tensor" if self.by_tensor else by_row)
+                if self.by_tensor:
+                    self.weight_amax = amax
+                seen = None if transposed else self._seen(WEIGHT)
+                made = float8_cast(weight, amax, self.e4m3, seen=seen, **wanted)
             found = made[transposed]
             assert found is not None
             casts[transposed] = found
@@ -212,13 +288,14 @@ def float8_linear(
     recipe: Recipe = RECIPES["tensorwise"],
     *,
     casts: Casts | None = None,
+    scales: Scales | None = None,
     keeps_input: bool = False,
 ) -> Tensor:
-    """Return linear(x, weight, bias), whose products take float8 operands with exact scales.
+    """Return linear(x, weight, bias), whose products take float8 operands.
 
     For the gradient of the weight it saves x in float8.
 
-    Args: x: (..., in); weight: (out, in), both multiples of 16; bias: (out); casts: see
+    Args: x: (..., in); weight: (out, in), both multiples of 16; bias: (out); casts, scales: see
         `Float8Products`; keeps_input: whether to save x itself instead, which takes no memory if
         another op saves it anyway.
     Returns: (..., out) in weight's dtype or that of autocast.
@@ -230,10 +307,12 @@ def float8_linear(
     if bias is not None:
         check_linear_bias("float8_linear", weight, bias)
     with without_autocast(x):
-        products = Float8Products(recipe, casts)
+        products = Float8Products(recipe, casts, scales)
         return _Float8Linear.apply(x, weight, bias, products, keeps_input)
 
 
-def float8_products(recipe: Recipe, casts: Casts | None) -> "partial[Float8Products]":
+def float8_products(
+    recipe: Recipe, casts: Casts | None, scales: Scales | None = None
+) -> "partial[Float8Products]":
     """Return what makes the products of a call, for the fused ops of `kernels.fused_linear`."""
-    return partial(Float8Products, recipe, casts)
+    return partial(Float8Products, recipe, casts, scales)

@@ -47,6 +47,17 @@ class Products:
         """
         return None
 
+    def direct(self) -> tuple[torch.dtype, Tensor] | None:
+        """Return a float8 dtype and the absolute value that fits into it, or None.
+
+        If it returns them, the op that makes the operand may write it in float8.
+        """
+        return None
+
+    def new_grad_amax(self, grad: Tensor) -> Tensor | None:
+        """Return zeros for the amax of a gradient that `hand_over` gets, or None."""
+        return None
+
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, amax: Tensor | None = None
     ) -> Tensor:
@@ -120,12 +131,15 @@ class _NormLinear(torch.autograd.Function):
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.ops, ctx.options = select("rms_norm", x, residual), options
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        amax = ctx.products.new_amax(x)
-        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, weight.dtype, amax)
+        amax, dtype, limit = ctx.products.new_amax(x), weight.dtype, None
+        keeps_y = ctx.needs_input_grad[3] and not any(ctx.needs_input_grad[:3])
+        if not keeps_y and (direct := ctx.products.direct()) is not None:
+            dtype, limit = direct
+        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, dtype, amax, limit)
         saved: tuple[Tensor | None, ...] = s, norm_weight, rstd, weight, None
         if not any(ctx.needs_input_grad[:3]):
             # Then backward needs only the linear's input, if anything.
-            saved = (*[None] * 4, y if ctx.needs_input_grad[3] else None)
+            saved = (*[None] * 4, y if keeps_y else None)
         output = ctx.products.output(y, weight, bias, amax)
         ctx.save_for_backward(*saved, cos, sin)
         if heads is None:
@@ -302,11 +316,14 @@ class _GLULinear(torch.autograd.Function):
         ctx.activation, ctx.consume = activation, consume
         # A rounding to another dtype would change it.
         amax = ctx.products.new_amax(gate_up) if gate_up.dtype == weight.dtype else None
-        y = ctx.ops.glu_forward(gate_up, activation, amax).to(weight.dtype)
+        keeps_y = ctx.needs_input_grad[1] and not ctx.needs_input_grad[0]
+        direct = None if keeps_y or amax is None else ctx.products.direct()
+        y = ctx.ops.glu_forward(gate_up, activation, amax, direct)
+        y = y if direct else y.to(weight.dtype)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(gate_up, weight, None)
         else:
-            ctx.save_for_backward(None, None, y if ctx.needs_input_grad[1] else None)
+            ctx.save_for_backward(None, None, y if keeps_y else None)
         return ctx.products.output(y, weight, bias, amax)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -319,7 +336,7 @@ class _GLULinear(torch.autograd.Function):
             operand = ctx.products.grad_operand(grad_output, needs_grad[0], needs_grad[1])
             if needs_grad[0]:
                 grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
-                amax = ctx.products.new_amax(gate_up)
+                amax = ctx.products.new_grad_amax(gate_up)
                 turned = ctx.products.new_turned(grad_y) if needs_grad[1] else None
                 recomputes = needs_grad[1] and turned is None
                 grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, recomputes, amax, turned)

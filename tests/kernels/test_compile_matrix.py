@@ -24,7 +24,7 @@ from ligermodels.kernels import dispatch
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
-from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_cast_blocks
 from ligermodels.kernels.launch import Launches
 from tests.kernels import ops_table
 from tests.kernels.checks import as_tuple
@@ -55,7 +55,11 @@ FLOAT8_TYPES = {
     "nvidia": (torch.float8_e4m3fn, torch.float8_e5m2),
     "amd": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 }
-FLOAT8_KERNELS = "float8_cast_kernel", "glu_backward_turned_kernel"
+FLOAT8_KERNELS = (
+    "float8_cast_kernel",
+    "float8_cast_blocks_kernel",
+    "glu_backward_turned_kernel",
+)
 FLOAT8_ARCHES = (90, 100, "gfx942")
 KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.
@@ -153,12 +157,16 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     known = torch.empty(1, 1, device="meta")
     glu, norm = dispatch.select("glu", x), dispatch.select("rms_norm", x)
     glu.glu_forward(x, "silu", known)
+    glu.glu_forward(x, "silu", known, (FLOAT8_TYPES[vendor][0], known))
     glu.glu_backward(x, x[:, :7168], "silu", True, True, known)
     turned = torch.empty(7168, 4096, dtype=FLOAT8_TYPES[vendor][0], device="meta"), known
     glu.glu_backward(x, x[:, :7168], "silu", False, True, known, turned)
     for width in (4096, 8192):
         options = NormOptions(1e-6, 0.0, "llama")
-        norm.rms_norm_forward(x[:, :width], x[:, :width], x[0, :width], options, dtype, known)
+        for out, limit in ((dtype, None), (FLOAT8_TYPES[vendor][0], known)):
+            norm.rms_norm_forward(
+                x[:, :width], x[:, :width], x[0, :width], options, out, known, limit
+            )
     for axis in ("tensor", "rows", "columns"):
         amax = absolute_maximum(x, axis)
         for kind in FLOAT8_TYPES[vendor]:
@@ -167,6 +175,9 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
             if axis != "rows":
                 float8_cast(x, amax, kind, straight=axis == "tensor", transposed=True)
                 float8_cast(x, amax, kind, straight=False, transposed=True)
+    for square in (False, True):
+        float8_cast_blocks(x, FLOAT8_TYPES[vendor][0], square=square, transposed=True)
+        float8_cast_blocks(x, FLOAT8_TYPES[vendor][0], square=square)
     ends = torch.empty(2, dtype=torch.int64, device="meta")
     for head_dim, slots, queries, options in (
         (64, 8192, 1, {}),

@@ -11,6 +11,7 @@ from ligermodels.kernels.float8_cast import (
     Float8,
     absolute_maximum,
     float8_cast,
+    float8_cast_blocks,
     float8_product,
 )
 from tests.kernels.conftest import INTERPRETING, Place
@@ -54,6 +55,41 @@ def test_values_and_transposes(place, rows, columns, dtype) -> None:
             assert steps_apart(turned.values[:, :rows].t().contiguous(), expected) == 0
             assert not turned.values[:, rows:].float().any()
             torch.testing.assert_close(turned.scale.t(), amax / largest, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows, columns", [(5, 48), (130, 272), (512, 512)])
+@pytest.mark.parametrize("square", [False, True])
+def test_blocks(place, rows, columns, square) -> None:
+    """Each block has the scale of its largest value; the last ones are shorter."""
+    if square and rows % 16:
+        return
+    if place.dtype == torch.float64:
+        return  # float8 linears refuse it
+    x = matrix(place, rows, columns)
+    if INTERPRETING:  # values in float8 at scales of powers of two, 16 bits as above
+        x[::4] = x[:, ::4] = 448
+        x = x.to(E4M3).to(torch.bfloat16)
+    x[-1, -1] = 0
+    both = float8_cast_blocks(x, E4M3, square=square, transposed=True)
+    padded = -(-rows // 16) * 16
+    for made, exact in zip(both, (x, x.t())):
+        height, width = exact.shape
+        full = torch.nn.functional.pad(exact.float(), (0, -width % 128, 0, -height % 128))
+        tiles = full.abs().unflatten(1, (-1, 128))
+        amax = tiles.amax(2)[:height]
+        if square:
+            amax = tiles.unflatten(0, (-1, 128)).amax((1, 3))
+        expected = (amax.clamp(min=1e-30) / 448).cpu()
+        torch.testing.assert_close(made.scale[: len(expected)].cpu(), expected, rtol=1e-6, atol=0)
+        scale = expected.repeat_interleave(128, 1)[:, :width]
+        if square:
+            scale = scale.repeat_interleave(128, 0)[:height]
+        values = (exact.float().cpu() / scale).to(E4M3)
+        # The values are multiplied by the inverse, which may round to the next one.
+        assert steps_apart(made.values[:height, :width].contiguous(), values) <= (not INTERPRETING)
+        assert made.values.shape == ((padded, columns) if exact is x else (columns, padded))
+        assert not made.values[height:].float().any()
+        assert not made.values[:, width:].float().any()
 
 
 def test_extremes(float32_place) -> None:
@@ -120,6 +156,31 @@ def test_what_other_kernels_record(place) -> None:
         for found, tensor in zip(amax, written):
             expected = tensor.float().abs().max().view(1, 1)
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_outputs_in_float8(place) -> None:
+    """The norm and the activation write what a cast of their output would have written."""
+    x, options = matrix(place, 17, 1040), NormOptions(1e-6, 0.0, "llama")
+    if place.dtype == torch.float64:
+        return  # float8 linears refuse it
+    weight = matrix(place, 1, 1040)[0]
+    glu, norm = select("glu", x), select("rms_norm", x)
+
+    def outputs(amax: list[torch.Tensor], limit: torch.Tensor | None) -> list[torch.Tensor]:
+        dtype, direct = (x.dtype, None) if limit is None else (E4M3, (E4M3, limit))
+        return [
+            norm.rms_norm_forward(x, x, weight, options, dtype, amax[0], limit)[0],
+            glu.glu_forward(x, "silu", amax[1], direct),
+        ]
+
+    limit = torch.full((1, 1), 5.0, device=x.device)
+    seen = [torch.full((1, 1), each, device=x.device) for each in (1e3, 0.5)]
+    for found, exact in zip(outputs(seen, limit), outputs([limit.clone() for _ in seen], None)):
+        expected, _ = float8_cast(exact, limit, E4M3)
+        if not INTERPRETING:
+            assert steps_apart(found, expected.values) == 0
+        assert found.dtype == E4M3 and found.float().abs().max() == 448
+    assert seen[0] == 1e3 and seen[1] == exact.float().abs().max()  # raised, never lowered
 
 
 @pytest.mark.parametrize("rows, width", [(17, 520), (130, 64), (64, 1040)])

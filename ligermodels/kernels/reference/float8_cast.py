@@ -1,10 +1,12 @@
 """Plain PyTorch: the largest absolute value, and the cast to float8."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SMALLEST = 1e-30  # the least amax that a scale is made from; its inverse is a float32
 MULTIPLE = 16  # the lengths of rows in products of float8 are multiples of it
+BLOCK = 128  # elements of a row, or rows and columns of a square, with one scale
 
 
 def absolute_maximum(x: Tensor, axis: str) -> Tensor:
@@ -17,30 +19,71 @@ def absolute_maximum(x: Tensor, axis: str) -> Tensor:
 
 
 def recorded(x: Tensor, amax: Tensor | None) -> Tensor:
-    """Return x; if amax is given, write the largest absolute value of x into it."""
+    """Return x; if amax is given, raise it to the largest absolute value of x."""
     if amax is not None:
-        amax.copy_(absolute_maximum(x.flatten(0, -2), "tensor"))
+        amax.copy_(torch.maximum(amax, absolute_maximum(x.flatten(0, -2), "tensor")))
     return x
 
 
-def float8_cast(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, straight: bool, transposed: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return x / scale, its transpose, and scale = amax / the largest number of the dtype.
+def scaled(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x / scale in dtype, and scale = amax / the largest number of the dtype.
 
     Micikevicius et al. 2022, arXiv:2209.05433, section 4.
+    """
+    largest, x = torch.finfo(dtype).max, x.float()
+    amax = amax.clamp(min=SMALLEST)
+    most = torch.full_like(amax, largest)  # a number would be divided with two roundings
+    # What is larger saturates, but an infinity becomes NaN.
+    return ((x * (most / amax)).clamp(-largest, largest) + x * 0).to(dtype), amax / most
 
-    Args: amax: of the shapes that `absolute_maximum` returns.
+
+def float8_cast(
+    x: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    straight: bool,
+    transposed: bool,
+    seen: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return x / scale, its transpose, and the scale; see `scaled`.
+
+    Args: amax: of the shapes that `absolute_maximum` returns; seen: a number (1, 1) that is raised
+        to the largest absolute value of x.
     Returns: (rows, columns) and (columns, rows up to a multiple of 16), each None if it was not
         asked for, and the scale in the shape of amax.
     """
-    largest = torch.finfo(dtype).max
-    amax = amax.clamp(min=SMALLEST)
-    most = torch.full_like(amax, largest)  # a number would be divided with two roundings
-    values = (x.float() * (most / amax)).clamp(-largest, largest).to(dtype)
+    recorded(x, seen)
+    values, scale = scaled(x, amax, dtype)
     turned = None
     if transposed:
         rows = -(-len(x) // MULTIPLE) * MULTIPLE
         turned = torch.zeros(x.shape[1], rows, dtype=dtype, device=x.device)
         turned[:, : len(x)] = values.t()
-    return values if straight else None, turned, amax / most
+    return values if straight else None, turned, scale
+
+
+def float8_cast_blocks(
+    x: Tensor, dtype: torch.dtype, square: bool, straight: bool, transposed: bool
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """Return x / scale and its transpose, each with the scales of its blocks, or None.
+
+    A block is 128 elements of a row of either result, or 128 x 128 if square; the last ones may be
+    shorter. DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
+
+    Returns: (rows up to a multiple of 16, columns) and scales (blocks of a row, rows), and the same
+        for the transpose; the scales of squares are (blocks of rows, blocks of columns).
+    """
+    made: list[tuple[Tensor, Tensor] | None] = []
+    for wanted, y in ((straight, x), (transposed, x.t())):
+        if not wanted:
+            made.append(None)
+            continue
+        y = F.pad(y, (0, -y.shape[1] % MULTIPLE, 0, -y.shape[0] % MULTIPLE))
+        rows, columns = y.shape
+        size = BLOCK if square else 1
+        tiles = F.pad(y, (0, -columns % BLOCK, 0, -rows % size))
+        tiles = tiles.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, size))
+        values, scale = scaled(tiles, tiles.abs().amax((1, 3), True).float(), dtype)
+        values, scale = values.flatten(0, 1).flatten(1)[:rows, :columns], scale[:, 0, :, 0]
+        made.append((values.contiguous(), scale if square else scale.t().contiguous()))
+    return made[0], made[1]

@@ -7,21 +7,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import cast, compute_dtype
-from ligermodels.kernels.reference.float8_cast import float8_cast, recorded
+from ligermodels.kernels.reference.float8_cast import float8_cast, recorded, scaled
 
 
-def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
+def glu_forward(
+    gate_up: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    direct: tuple[torch.dtype, Tensor] | None = None,
+) -> Tensor:
     """Return act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
 
     Args: activation: "silu", or the GELU of arXiv:1606.08415: "gelu_tanh" (approximation) or
-        "gelu" (erf); amax: float32 zeros (1, 1) that get the largest absolute value of the output.
+        "gelu" (erf); amax: float32 (1, 1) that is raised to the largest absolute value of the
+        output; direct: a float8 dtype to return, and the absolute value (1, 1) that fits into it.
     """
     gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return recorded(cast(gate * up, gate_up.dtype), amax)
+    y = recorded(cast(gate * up, gate_up.dtype), amax)
+    return y if direct is None else scaled(y, direct[1], direct[0])[0]
 
 
 def glu_backward(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.dispatch import cast, compute_dtype
-from ligermodels.kernels.reference.float8_cast import recorded
+from ligermodels.kernels.reference.float8_cast import recorded, scaled
 
 
 def rms_norm_forward(
@@ -15,6 +15,7 @@ def rms_norm_forward(
     options: NormOptions,
     out_dtype: torch.dtype,
     amax: Tensor | None = None,
+    limit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, then normalise: s = x + residual; y = (offset + weight) * s / sqrt(mean(s^2) + eps).
 
@@ -22,8 +23,9 @@ def rms_norm_forward(
     dtype before the product with the weight, like HF's Llama. "gemma" computes in float32 until the
     end.
 
-    Args: x, residual: (..., hidden); weight: (hidden); amax: float32 zeros (1, 1) that get the
-        largest absolute value of y.
+    Args: x, residual: (..., hidden); weight: (hidden); amax: float32 (1, 1) that is raised to the
+        largest absolute value of y; limit: if out_dtype is in float8, the absolute value (1, 1)
+        that fits into it.
     Returns: y (..., hidden) in out_dtype; s, which is x itself if residual is None; 1/rms (rows).
     """
     s = x if residual is None else x + residual
@@ -34,6 +36,9 @@ def rms_norm_forward(
     if options.casting_mode == "llama":
         normed = cast(cast(normed, s.dtype), dtype)
     y = normed * (cast(weight, dtype) + options.offset)
+    if limit is not None:
+        y = scaled(recorded(cast(y, s.dtype), amax), limit, out_dtype)[0]
+        return y, s, rstd.flatten()
     return recorded(cast(y, out_dtype), amax), s, rstd.flatten()
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
-from ligermodels.kernels.reference.float8_cast import MULTIPLE, SMALLEST
+from ligermodels.kernels.reference.float8_cast import BLOCK, MULTIPLE, SMALLEST
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
     _scaled,
@@ -20,6 +20,10 @@ AMAX_OF_COLUMNS = Launches(
     nvidia=((None, Launch(128, 8, rows=128)),), amd=((None, Launch(128, 8, rows=64)),)
 )
 CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
+# A tile is a block with one scale, or its rows and columns are.
+BLOCKS = Launches(
+    nvidia=((None, Launch(BLOCK, 8, rows=BLOCK)),), amd=((None, Launch(BLOCK, 8, rows=BLOCK)),)
+)
 # The transpose goes through shared memory, in square tiles.
 TRANSPOSE = Launches(
     nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
@@ -55,6 +59,7 @@ def float8_cast_kernel(
     values_ptr,
     turned_ptr,
     scale_ptr,
+    seen_ptr,
     rows,
     columns,
     padded,
@@ -64,7 +69,7 @@ def float8_cast_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one tile. values or turned may be None."""
+    """Each program handles one tile. values, turned and seen may be None."""
     row, column = _tile_of(columns, ROWS, BLOCK)
     inside = column < columns
     mask = (row < rows) & inside
@@ -78,6 +83,8 @@ def float8_cast_kernel(
         first = tl.program_id(0) < tl.cdiv(columns, BLOCK)
         amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
     x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
+    if seen_ptr is not None:
+        _record_amax(seen_ptr, x)
     scaled, scale = _scaled(x, amax, smallest, largest)
     if values_ptr is not None:
         values = scaled.to(values_ptr.dtype.element_ty)
@@ -91,6 +98,56 @@ def float8_cast_kernel(
         tl.store(scale_ptr + row, scale, mask=first & (row < rows))
     else:
         tl.store(scale_ptr + column, scale, mask=first & inside)
+
+
+@triton.jit
+def float8_cast_blocks_kernel(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    turned_ptr,
+    turned_scale_ptr,
+    rows,
+    columns,
+    padded,
+    smallest,
+    largest,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles one tile of blocks. values or turned may be None with their scales."""
+    row, column = _tile_of(columns, ROWS, BLOCK)
+    across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, ROWS)
+    block, tile = tl.program_id(0) % across, tl.program_id(0) // across
+    inside = column < columns
+    x = tl.load(x_ptr + row * columns + column, mask=(row < rows) & inside, other=0.0)
+    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)  # see `_record_amax`
+    if values_ptr is not None:
+        most = tl.max(bits, 1, keep_dims=True)
+        if SQUARE:
+            most = tl.max(most, 0, keep_dims=True)
+        amax = most.to(tl.float32, bitcast=True)
+        scaled, scale = _scaled(x, amax, smallest, largest)
+        values = scaled.to(values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row * columns + column, values, mask=(row < padded) & inside)
+        if SQUARE:
+            tl.store(scale_ptr + tile * across + block + tl.zeros_like(most), scale)
+        else:
+            tl.store(scale_ptr + block.to(tl.int64) * padded + row, scale, mask=row < padded)
+    if turned_ptr is not None:
+        most = tl.max(bits, 0, keep_dims=True)
+        if SQUARE:
+            most = tl.max(most, 1, keep_dims=True)
+        amax = most.to(tl.float32, bitcast=True)
+        _, scale = _scaled(amax, amax, smallest, largest)
+        amax = tl.trans(amax)
+        _store_turned(turned_ptr, x, amax, row, column, columns, padded, smallest, largest)
+        if SQUARE:
+            tl.store(turned_scale_ptr + block * down + tile + tl.zeros_like(most), scale)
+        else:
+            at = tile.to(tl.int64) * columns + column
+            tl.store(turned_scale_ptr + at, scale, mask=inside)
 
 
 def absolute_maximum(x: Tensor, axis: str) -> Tensor:
@@ -116,7 +173,12 @@ def absolute_maximum(x: Tensor, axis: str) -> Tensor:
 
 
 def float8_cast(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, straight: bool, transposed: bool
+    x: Tensor,
+    amax: Tensor,
+    dtype: torch.dtype,
+    straight: bool,
+    transposed: bool,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Launch the kernel for `reference.float8_cast`."""
     x = x.contiguous()
@@ -124,7 +186,7 @@ def float8_cast(
     padded = cdiv(rows, MULTIPLE) * MULTIPLE
     if transposed and x.element_size() > 2:
         # Triton 3.6 transposes a tile of float32 on its way to float8 wrongly on Hopper.
-        values = float8_cast(x, amax, dtype, True, False)[0] if straight else None
+        values = float8_cast(x, amax, dtype, True, False, seen)[0] if straight else None
         x_t = F.pad(x.t(), (0, padded - rows))
         turned, _, scale = float8_cast(x_t, amax.t().contiguous(), dtype, True, False)
         return values, turned, scale.t()
@@ -143,6 +205,7 @@ def float8_cast(
         values,
         turned,
         scale,
+        None if seen is None else seen.view(torch.int32),
         rows,
         columns,
         padded,
@@ -155,3 +218,42 @@ def float8_cast(
         num_stages=setting.num_stages,
     )
     return values, turned, scale
+
+
+def float8_cast_blocks(
+    x: Tensor, dtype: torch.dtype, square: bool, straight: bool, transposed: bool
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """Launch the kernel for `reference.float8_cast_blocks`."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    padded = cdiv(rows, MULTIPLE) * MULTIPLE
+    if transposed and x.element_size() > 2:  # as in `float8_cast`
+        made = float8_cast_blocks(x, dtype, square, True, False)[0] if straight else None
+        x_t = F.pad(x.t(), (0, padded - rows))
+        return made, float8_cast_blocks(x_t, dtype, square, True, False)[0]
+    setting = launch(BLOCKS, columns)
+    across, down = cdiv(columns, BLOCK), cdiv(rows, BLOCK)
+
+    def empty(wanted: bool, *shape: int, of: torch.dtype = dtype) -> Tensor | None:
+        return x.new_empty(shape, dtype=of) if wanted else None
+
+    scales = [(down, across), (across, down)] if square else [(across, padded), (down, columns)]
+    straight_made = empty(straight, padded, columns), empty(straight, *scales[0], of=torch.float32)
+    turned = empty(transposed, columns, padded), empty(transposed, *scales[1], of=torch.float32)
+    if x.numel():
+        float8_cast_blocks_kernel[(across * down,)](
+            x,
+            *straight_made,
+            *turned,
+            rows,
+            columns,
+            padded,
+            SMALLEST,
+            torch.finfo(dtype).max,
+            SQUARE=square,
+            ROWS=setting.rows,
+            BLOCK=setting.block,
+            num_warps=setting.num_warps,
+            num_stages=setting.num_stages,
+        )
+    return straight_made if straight else None, turned if transposed else None  # type: ignore[return-value]

@@ -28,14 +28,19 @@ def _tile_of(columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scaled(x, amax, smallest, largest):
-    """Return x / scale in float32, at most as large as the largest number, and the scale."""
+    """Return x / scale in float32, at most as large as the largest number, and the scale.
+
+    An infinity becomes NaN.
+    """
     # torch.compile passes Python floats as float64.
     smallest, largest = tl.cast(smallest, tl.float32), tl.cast(largest, tl.float32)
     amax = tl.maximum(amax, smallest, propagate_nan=tl.PropagateNan.ALL)
-    x = x.to(tl.float32) * tl.div_rn(largest, amax)
+    x = x.to(tl.float32)
+    zero = x * 0  # or NaN for an infinity, which must not saturate
+    x *= tl.div_rn(largest, amax)
     x = tl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
-    return x, tl.div_rn(amax, largest)
+    return x + zero, tl.div_rn(amax, largest)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, reusable
 from ligermodels.kernels.reference.float8_cast import SMALLEST
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
+    _scaled,
     _store_turned,
     _tile_of,
 )
@@ -54,19 +55,32 @@ def _block_of_row(width, BLOCK: tl.constexpr):
 
 @triton.jit
 def glu_forward_kernel(
-    gate_up_ptr, out_ptr, amax_ptr, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    amax_ptr,
+    limit_ptr,
+    width,
+    smallest,
+    largest,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Each program handles one block of one row. amax may be None."""
+    """Each program handles one block of one row.
+
+    amax may be None, and so may limit unless out is in float8.
+    """
     row, column = _block_of_row(width, BLOCK)
     mask = column < width
     at = row * 2 * width + column
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
     phi, _ = _gate(gate, ACTIVATION)
-    out = (gate * phi * up).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + column, out, mask=mask)
+    out = (gate * phi * up).to(gate_up_ptr.dtype.element_ty)
     if amax_ptr is not None:
         _record_amax(amax_ptr, out)
+    if limit_ptr is not None:
+        out, _ = _scaled(out, tl.load(limit_ptr), smallest, largest)
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -125,6 +139,8 @@ def glu_backward_turned_kernel(
 ):
     """The same for tiles of rows; the recomputed output is transposed and in float8.
 
+    amax may be None.
+
     A program reads its elements before it writes any, so grad_gate_up may be gate_up.
     """
     row, column = _tile_of(width, ROWS, BLOCK)
@@ -138,17 +154,24 @@ def glu_backward_turned_kernel(
     grad_gate, grad_up = grad_gate.to(dtype), grad_up.to(dtype)
     tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
     tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
-    _record_amax(amax_ptr, grad_gate)
-    _record_amax(amax_ptr, grad_up)
+    if amax_ptr is not None:
+        _record_amax(amax_ptr, grad_gate)
+        _record_amax(amax_ptr, grad_up)
     out, out_amax = out.to(dtype), tl.load(out_amax_ptr)
     _store_turned(turned_ptr, out, out_amax, row, column, width, padded, smallest, largest)
 
 
-def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) -> Tensor:
+def glu_forward(
+    gate_up: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    direct: tuple[torch.dtype, Tensor] | None = None,
+) -> Tensor:
     """Launch the kernel for `reference.glu_forward`."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    dtype, limit = direct or (gate_up.dtype, None)
+    out = gate_up.new_empty((*gate_up.shape[:-1], width), dtype=dtype)
     if out.numel() == 0:
         return out
     setting = launch(GLU, width)
@@ -156,7 +179,10 @@ def glu_forward(gate_up: Tensor, activation: str, amax: Tensor | None = None) ->
         gate_up,
         out,
         None if amax is None else amax.view(torch.int32),
+        limit,
         width,
+        SMALLEST,
+        torch.finfo(dtype).max if direct else 0.0,
         ACTIVATION=activation,
         BLOCK=setting.block,
         num_warps=setting.num_warps,
@@ -182,7 +208,6 @@ def glu_backward(
     if grad_output.numel() == 0:
         return grad_gate_up, out
     if turned is not None:
-        assert amax is not None
         values, out_amax = turned
         rows, setting = grad_output.numel() // width, launch(TURNED, width)
         glu_backward_turned_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
@@ -191,7 +216,7 @@ def glu_backward(
             grad_gate_up,
             values,
             out_amax,
-            amax.view(torch.int32),
+            None if amax is None else amax.view(torch.int32),
             rows,
             width,
             values.shape[1],

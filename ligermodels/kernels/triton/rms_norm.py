@@ -18,7 +18,8 @@ from ligermodels.kernels.launch import (
     num_programs,
     reusable,
 )
-from ligermodels.kernels.triton.float8_tile import _record_amax
+from ligermodels.kernels.reference.float8_cast import SMALLEST
+from ligermodels.kernels.triton.float8_tile import _record_amax, _scaled
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
     AMD_FORWARD,
@@ -63,15 +64,21 @@ def rms_norm_forward_kernel(
     sum_ptr,
     rstd_ptr,
     amax_ptr,
+    limit_ptr,
     rows,
     columns,
     eps,
     offset,
+    smallest,
+    largest,
     LLAMA: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles a tile of whole rows. The residual and amax may be None."""
+    """Each program handles a tile of whole rows.
+
+    The residual and amax may be None, and so may limit unless y is in float8.
+    """
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -91,10 +98,17 @@ def rms_norm_forward_kernel(
     if LLAMA:
         normed = normed.to(s.dtype).to(tl.float32)
     weight = _parameter(weight_ptr, column, columns, "") + offset
-    y = (normed * weight).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, y, mask=mask)
-    if amax_ptr is not None:
+    y = normed * weight
+    if limit_ptr is not None:
+        y = y.to(s.dtype)
         _record_amax(amax_ptr, y)
+        y, _ = _scaled(y, tl.load(limit_ptr), smallest, largest)
+        y = y.to(y_ptr.dtype.element_ty)
+    else:
+        y = y.to(y_ptr.dtype.element_ty)
+        if amax_ptr is not None:
+            _record_amax(amax_ptr, y)
+    tl.store(y_ptr + at, y, mask=mask)
 
 
 @triton.jit
@@ -186,6 +200,7 @@ def rms_norm_forward(
     options: NormOptions,
     out_dtype: torch.dtype,
     amax: Tensor | None = None,
+    limit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for `reference.rms_norm_forward`."""
     x = x.contiguous()
@@ -210,10 +225,13 @@ def rms_norm_forward(
         s,
         rstd,
         None if amax is None else amax.view(torch.int32),
+        limit,
         rows,
         columns,
         options.eps,
         options.offset,
+        SMALLEST,
+        0.0 if limit is None else torch.finfo(out_dtype).max,
         LLAMA=options.casting_mode == "llama",
         ROWS=setting.rows,
         BLOCK=setting.block,
