@@ -77,7 +77,8 @@ def _main(argv: list[str]) -> int:
         return 0
     except (LigerError, OSError, MemoryError, RuntimeError) as error:
         line, code = _described(error, module)
-        if not getattr(error, "is_repeated", False) and not report_error(line):
+        is_repeated = getattr(error, "is_repeated", False)
+        if not report_error(line, is_repeated=is_repeated) and not is_repeated:
             _say(line)
         return code
     return 0

@@ -29,13 +29,18 @@ def is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def report_error(line: str) -> bool:
-    """Leave an error for the process that has started this one to print; False if there is none."""
+def report_error(line: str, *, is_repeated: bool = False) -> bool:
+    """Leave an error for the process that has started this one to print; False if there is none.
+
+    Args: is_repeated: whether another process has the same error, and tells more of it. That one is
+        printed instead, unless it hangs and tells nothing.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _LAUNCHED not in os.environ or not file:
         return False
     with open(file, "w", encoding="utf-8") as out:
-        json.dump({"message": line, "timestamp": int(time.time())}, out)
+        told = {"message": line, "timestamp": int(time.time()), "is_repeated": is_repeated}
+        json.dump(told, out)
     return True
 
 
@@ -74,7 +79,8 @@ def run(gpus: int, max_restarts: int, argv: Sequence[str]) -> None:
 def _first(failures: Mapping[int, Any]) -> tuple[str, int]:
     """Return the line and the exit code of the failure that caused the others."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    told = [each for _, each in by_time if each.error_file_data["message"]]  # by `report_error`
+    told = [each for _, each in by_time if "is_repeated" in each.error_file_data]
+    told.sort(key=lambda each: each.error_file_data["is_repeated"])
     killed = [x for x in by_time if x[1].exitcode < 0 and x[1].signal_name() != "SIGTERM"]
     if told and (not killed or killed[0][1].timestamp - told[0].timestamp >= _PATIENCE):
         # The launcher itself has stopped the others, or this one before its own exit.

@@ -112,7 +112,7 @@ def barrier(where: str, signum: int | None, timeout: int) -> int | None:
     except RuntimeError as error:
         said = f"a rank hangs or was killed: {first_line(error)}"  # torch names it on rank 0 alone
         if rank():
-            said = f"rank 0 of {num_ranks()} did not answer within {timeout} seconds"
+            said = f"rank 0 of {num_ranks()} hangs: it did not answer within {timeout} seconds"
         found = RankError(f"{where}: {said}")
         found.is_repeated = rank() > 1
         if rank() == 1:
