@@ -98,6 +98,7 @@ class Float8Products(Products):
         self.by_tensor = recipe.scales == "tensor"
         self.e4m3, self.e5m2 = formats()
         self.limit = self._limit(X)
+        self.x: Float8 | None = None  # between the cast and the product
         # With one scale for a tensor, the transposed casts of backward need not find it again.
         self.x_amax: Tensor | None = None
         self.x_scale: Tensor | None = None
@@ -245,6 +246,12 @@ class Float8Products(Products):
 
 
 class _Float8Linear(torch.autograd.Function):
+    """Cast x, save what backward needs, and return a tensor of the output's shape without memory.
+
+    The product is an op of its own, which saves nothing. So a block that runs again for backward
+    stops before its last product.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -257,10 +264,10 @@ class _Float8Linear(torch.autograd.Function):
         ctx.products, ctx.dtype, ctx.shape = products, x.dtype, x.shape
         ctx.weight_dtype = weight.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        straight, turned = products.cast_x(x, keeps_x=needs_weight and not keeps_input)
+        products.x, turned = products.cast_x(x, keeps_x=needs_weight and not keeps_input)
         kept = x if needs_weight and keeps_input else None
         ctx.save_for_backward(weight if needs_x else None, kept, *(turned or (None, None)))
-        return products.product(straight, weight, bias, x.shape)
+        return x.new_empty(1, dtype=weight.dtype).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -279,6 +286,22 @@ class _Float8Linear(torch.autograd.Function):
             if needs_bias:
                 grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+class _Product(torch.autograd.Function):
+    """Compute the output; its gradient goes to `_Float8Linear` as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, empty: Tensor, weight: Tensor, bias: Tensor | None, products: Float8Products
+    ) -> Tensor:
+        x, products.x = products.x, None
+        assert x is not None
+        return products.product(x, weight, bias, empty.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_output, None, None, None
 
 
 def float8_linear(
@@ -308,7 +331,9 @@ def float8_linear(
         check_linear_bias("float8_linear", weight, bias)
     with without_autocast(x):
         products = Float8Products(recipe, casts, scales)
-        return _Float8Linear.apply(x, weight, bias, products, keeps_input)
+        empty = _Float8Linear.apply(x, weight, bias, products, keeps_input)
+        bias = None if bias is None else bias.detach()
+        return _Product.apply(empty, weight.detach(), bias, products)
 
 
 def float8_products(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ligermodels import CheckpointError, ConfigError, LigerLlama, LlamaConfig, M
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
 from ligermodels.float8 import Float8Linear
 from ligermodels.kernels import float8_linear as float8_linear_module
-from ligermodels.kernels.float8_cast import absolute_maximum
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_product
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
 from ligermodels.models.kernel_report import decoding_obstacle
 from tests.layers.saved import SavedBytes
@@ -187,13 +188,21 @@ def test_gradient_accumulation(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["no_gate_up", "attention", "input"])
-def test_recomputation(policy) -> None:
-    """Each policy computes the same gradients, bit for bit."""
+def test_recomputation(policy, monkeypatch) -> None:
+    """Each policy computes the same gradients, bit for bit, and no block's last product again."""
     model, ids = model_of(), tokens()
     float8.convert(model, filter=every)
     expected = gradients(model, ids)
     model.set_memory_plan(MemoryPlan.uniform(2, policy))
+    made = []
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(args)
+        return float8_product(*args, **options)
+
+    monkeypatch.setattr(float8_linear_module, "float8_product", counted)
     found = gradients(model, ids)
+    assert len(made) == 2 * (12 + (1 if policy == "no_gate_up" else 3))
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
