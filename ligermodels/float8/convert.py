@@ -163,6 +163,6 @@ def _check_device(weight: torch.Tensor, recipe: str) -> None:
     if capability < CAPABILITY or (blocks and (torch.version.hip or capability[0] != 9)):
         raise ConfigError(
             f"float8: {torch.cuda.get_device_name(weight.device)} has compute capability "
-            f"{capability[0]}.{capability[1]}; products in float8 need 8.9 (Ada) or more, and those "
-            "of recipe='blocks' 9.0 (Hopper)"
+            f"{capability[0]}.{capability[1]}; products in float8 need 8.9 (Ada) or more, and "
+            "those of recipe='blocks' 9.0 (Hopper)"
         )

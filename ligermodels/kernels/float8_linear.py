@@ -99,6 +99,7 @@ class Float8Products(Products):
         self.e4m3, self.e5m2 = formats()
         self.limit = self._limit(X)
         self.x: Float8 | None = None  # between the cast and the product
+        self.taken: tuple[Tensor, ...] | None = None  # see `take`
         # With one scale for a tensor, the transposed casts of backward need not find it again.
         self.x_amax: Tensor | None = None
         self.x_scale: Tensor | None = None
@@ -171,6 +172,24 @@ class Float8Products(Products):
         rows = -(-(grad_x.numel() // width) // MULTIPLE) * MULTIPLE
         return grad_x.new_empty((width, rows), dtype=self.e4m3), self.x_amax
 
+    def offer(self, output: Tensor) -> None:
+        if self.scales is not None:
+            vars(output)["_taker"] = self
+
+    def new_grad_operand(self, output: Tensor) -> tuple[Tensor, ...] | None:
+        limit, seen = self._limit(GRAD), self._seen(GRAD)
+        if limit is None or seen is None:
+            return None
+        width, dtype = output.shape[-1], self._grad_dtype()
+        rows = output.numel() // width
+        straight = output.new_empty((rows, width), dtype=dtype)
+        padded = -(-rows // MULTIPLE) * MULTIPLE
+        return straight, output.new_empty((width, padded), dtype=dtype), limit, seen
+
+    def take(self, grad: Tensor, operand: tuple[Tensor, ...]) -> None:
+        self.taken = operand
+        vars(grad)["_stands_for"] = operand, grad._version
+
     def hand_over(self, grad: Tensor, amax: Tensor | None) -> None:
         # The attribute stays on the tensor in autograd. A sum of gradients is another tensor, and
         # a hook that writes to this one changes its version.
@@ -178,8 +197,13 @@ class Float8Products(Products):
 
     def grad_operand(self, grad_output: Tensor, needs_x: bool, needs_weight: bool) -> Any:
         """Return grad_output straight and transposed, where the gradients need it."""
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
-        dtype = self.e5m2 if self.recipe.grad_e5m2 else self.e4m3
+        if self.taken is not None:
+            assert self.scales is not None
+            (straight, turned, *_), version = vars(grad_output)["_stands_for"]
+            assert straight is self.taken[0] and version == grad_output._version
+            self.taken, scale = None, self.scales.scale(GRAD)
+            return Float8(straight, scale), Float8(turned, scale)
+        rows, dtype = grad_output.reshape(-1, grad_output.shape[-1]), self._grad_dtype()
         wanted = {"straight": needs_x, "transposed": needs_weight}
         if self.recipe.scales == "blocks":
             return float8_cast_blocks(rows, dtype, square=False, **wanted)
@@ -197,6 +221,9 @@ class Float8Products(Products):
             amax = absolute_maximum(rows, "columns")
             _, turned = float8_cast(rows, amax, dtype, straight=False, transposed=True)
         return straight, turned
+
+    def _grad_dtype(self) -> torch.dtype:
+        return self.e5m2 if self.recipe.grad_e5m2 else self.e4m3
 
     def grad_x(self, operand: Any, weight: Tensor, shape: torch.Size) -> Tensor:
         grad = float8_product(operand[0], self._weight(weight, True), weight.dtype)

@@ -71,6 +71,16 @@ class Products:
         """
         return None
 
+    def offer(self, output: Tensor) -> None:
+        """Let the op that takes the output write its gradient with `new_grad_operand`."""
+
+    def new_grad_operand(self, output: Tensor) -> tuple[Tensor, ...] | None:
+        """Return where an op may write an output's gradient instead of a tensor, or None."""
+        return None
+
+    def take(self, grad: Tensor, operand: tuple[Tensor, ...]) -> None:
+        """Take the operand in place of a gradient, whose own values then mean nothing."""
+
     def hand_over(self, grad: Tensor, amax: Tensor | None) -> None:
         """Let the products that get this gradient know its amax."""
 
@@ -143,6 +153,8 @@ class _NormLinear(torch.autograd.Function):
         output = ctx.products.output(y, weight, bias, amax)
         ctx.save_for_backward(*saved, cos, sin)
         if heads is None:
+            if bias is None and any(ctx.needs_input_grad[:3]) and ctx.needs_input_grad[3]:
+                ctx.products.offer(output)
             return output, s
         if cos is not None and cos.shape[-1]:
             # Rotate in place, unless other code holds the new tensor.
@@ -314,6 +326,7 @@ class _GLULinear(torch.autograd.Function):
         ctx.ops = select("glu", gate_up)
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.activation, ctx.consume = activation, consume
+        ctx.taker = getattr(gate_up, "_taker", None)
         # A rounding to another dtype would change it.
         amax = ctx.products.new_amax(gate_up) if gate_up.dtype == weight.dtype else None
         keeps_y = ctx.needs_input_grad[1] and not ctx.needs_input_grad[0]
@@ -339,7 +352,10 @@ class _GLULinear(torch.autograd.Function):
                 amax = ctx.products.new_grad_amax(gate_up)
                 turned = ctx.products.new_turned(grad_y) if needs_grad[1] else None
                 recomputes = needs_grad[1] and turned is None
-                grad_gate_up, y = glu_backward(ctx, gate_up, grad_y, recomputes, amax, turned)
+                taker = None if turned is None else ctx.taker
+                grad_gate_up, y = glu_backward(
+                    ctx, gate_up, grad_y, recomputes, amax, turned, taker
+                )
                 y = turned if y is None else y
                 ctx.products.hand_over(grad_gate_up, amax)
                 del grad_y

@@ -31,13 +31,15 @@ def glu_backward(
     recompute_output: bool,
     amax: Tensor | None = None,
     turned: tuple[Tensor, Tensor] | None = None,
+    taker: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of gate_up, which may take its memory, and the output or None.
 
     The gradient overwrites gate_up if ctx.consume says that nobody else reads it. It does not if
     backward retains the graph, because the next backward needs gate_up again.
 
-    Args: as in `reference.glu.glu_backward`. ctx has the attributes ops, activation and consume.
+    Args: as in `reference.glu.glu_backward`. ctx has the attributes ops, activation and consume;
+        taker: the `Products` that may take the gradient as an operand. Then gate_up stands for it.
     """
     overwrite = (
         ctx.consume
@@ -45,12 +47,15 @@ def glu_backward(
         and not torch._C._autograd._get_current_graph_task_keep_graph()
     )
     gate_up = gate_up.detach()
+    operand = taker.new_grad_operand(gate_up) if overwrite and taker is not None else None
     grads = ctx.ops.glu_backward(
-        gate_up, grad_output, ctx.activation, recompute_output, overwrite, amax, turned
+        gate_up, grad_output, ctx.activation, recompute_output, overwrite, amax, turned, operand
     )
     if overwrite:
         # If another op has saved gate_up after all, autograd raises an error there.
         torch.autograd.graph.increment_version(gate_up)
+    if operand is not None:
+        taker.take(grads[0], operand)
     return grads
 
 

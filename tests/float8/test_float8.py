@@ -12,7 +12,7 @@ from ligermodels import CheckpointError, ConfigError, LigerLlama, LlamaConfig, M
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
 from ligermodels.float8 import Float8Linear
 from ligermodels.kernels import float8_linear as float8_linear_module
-from ligermodels.kernels.float8_cast import absolute_maximum, float8_product
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_product
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
 from ligermodels.models.kernel_report import decoding_obstacle
 from tests.layers.saved import SavedBytes
@@ -330,6 +330,34 @@ def test_delayed_scales() -> None:
         assert torch.equal(model(ids), exact(ids))
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj, layers"):
         float8.load_scales(exact, state)
+
+
+def test_operands_that_kernels_write_in_float8(monkeypatch) -> None:
+    """With known scales, a norm's and the activation's output, and the gradient of gate_up.
+
+    They have the bits that casts would have.
+    """
+    cast: list[tuple[int, ...]] = []
+
+    def counted(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        cast.append(x.shape)
+        return float8_cast(x, *args, **options)
+
+    monkeypatch.setattr(float8_linear_module, "float8_cast", counted)
+    found, products = [], float8_linear_module.Float8Products
+    for direct in (True, False):
+        model, ids = model_of(), tokens()
+        float8.convert(model, "delayed", filter=every)
+        step_of(model, ids)
+        if not direct:
+            monkeypatch.setattr(products, "offer", lambda *_: None)
+            monkeypatch.setattr(products, "direct", lambda *_: None)
+        cast.clear()
+        found.append(step_of(model, ids))
+        # Eight weights and their transposes are cast, and in each layer the x of o_proj, the turned
+        # x of three linears and three gradients.
+        assert len(cast) == 2 * 8 + 2 * (1 + 3 + 3) + (0 if direct else 2 * 4)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("policy", ["no_gate_up", "attention", "input"])

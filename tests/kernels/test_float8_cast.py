@@ -202,3 +202,15 @@ def test_the_activation_written_turned(place, rows, width) -> None:
     assert not values[:, rows:].float().any()
     if not INTERPRETING:  # forward and backward may round differently by one in float32
         assert steps_apart(values, cast.values) <= (place.device == "cuda")
+    # The gradient in float8, in both orientations, instead of a tensor.
+    limit, seen = amax / 4, torch.zeros_like(amax)
+    straight, across = float8_cast(found.flatten(0, -2), limit, E5M2, transposed=True)
+    operand = [torch.full_like(each.values.float(), 3.0).to(E5M2) for each in (straight, across)]
+    same, _ = ops.glu_backward(
+        gate_up, grad, "silu", False, True, None, turned, (*operand, limit, seen)
+    )
+    assert same is gate_up and torch.equal(seen, amax)
+    assert not operand[1][:, rows:].float().any()
+    if not INTERPRETING:
+        assert steps_apart(operand[0], straight.values) == 0
+        assert steps_apart(operand[1], across.values) == 0

@@ -39,16 +39,19 @@ def glu_backward(
     overwrite: bool,
     amax: Tensor | None = None,
     turned: tuple[Tensor, Tensor] | None = None,
+    operand: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of `glu_forward`; recompute its output if asked to.
 
     Args: overwrite: whether to write the gradient into gate_up instead of a new tensor; amax:
         float32 zeros (1, 1) that get the largest absolute value of the gradient; turned: where to
         write the output transposed and in float8 (intermediate, rows up to a multiple of 16), and
-        its amax.
-    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, and the output, rounded to
-        gate_up's dtype, in grad_output's dtype or None. The output may take the memory of
-        grad_output.
+        its amax; operand: where to write the gradient in float8 (rows, 2 * intermediate) and
+        transposed as the output, the absolute value that fits into it, and a number that is raised
+        to its largest absolute value.
+    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, or gate_up itself if operand is
+        given, and the output, rounded to gate_up's dtype, in grad_output's dtype or None. The
+        output may take the memory of grad_output.
     """
     dtype = compute_dtype(gate_up)
     gate, up = cast(gate_up, dtype).chunk(2, -1)
@@ -71,6 +74,13 @@ def glu_backward(
         values.copy_(made)  # type: ignore[arg-type]
         out = None
     parts = grad_gate, grad * activated
+    if operand is not None:
+        straight, across, limit, seen = operand
+        grad = cast(torch.cat(parts, -1), gate_up.dtype).flatten(0, -2)
+        both = float8_cast(grad, limit, straight.dtype, True, True, seen)
+        straight.copy_(both[0])  # type: ignore[arg-type]
+        across.copy_(both[1])  # type: ignore[arg-type]
+        return gate_up, out
     if overwrite:
         return recorded(torch.cat(parts, -1, out=gate_up), amax), out
     return recorded(cast(torch.cat(parts, -1), gate_up.dtype), amax), out

@@ -128,18 +128,23 @@ def glu_backward_turned_kernel(
     turned_ptr,
     out_amax_ptr,
     amax_ptr,
+    straight_ptr,
+    across_ptr,
+    limit_ptr,
     rows,
     width,
     padded,
     smallest,
     largest,
+    grad_largest,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The same for tiles of rows; the recomputed output is transposed and in float8.
 
-    amax may be None.
+    amax may be None. If straight and across are given, the gradient is in float8, there and
+    transposed, instead of in grad_gate_up.
 
     A program reads its elements before it writes any, so grad_gate_up may be gate_up.
     """
@@ -152,8 +157,19 @@ def glu_backward_turned_kernel(
     grad_gate, grad_up, out = _gradients(gate, up, grad.to(tl.float32), ACTIVATION)
     dtype = grad_gate_up_ptr.dtype.element_ty
     grad_gate, grad_up = grad_gate.to(dtype), grad_up.to(dtype)
-    tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
-    tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
+    if straight_ptr is None:
+        tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
+        tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
+    else:
+        limit, dtype8 = tl.load(limit_ptr), straight_ptr.dtype.element_ty
+        gate_8, _ = _scaled(grad_gate, limit, smallest, grad_largest)
+        up_8, _ = _scaled(grad_up, limit, smallest, grad_largest)
+        tl.store(straight_ptr + at, gate_8.to(dtype8), mask=mask)
+        tl.store(straight_ptr + at + width, up_8.to(dtype8), mask=mask)
+        sizes = width, padded, smallest, grad_largest
+        _store_turned(across_ptr, grad_gate, limit, row, column, *sizes)
+        half = tl.cast(width, tl.int64) * padded
+        _store_turned(across_ptr + half, grad_up, limit, row, column, *sizes)
     if amax_ptr is not None:
         _record_amax(amax_ptr, grad_gate)
         _record_amax(amax_ptr, grad_up)
@@ -199,6 +215,7 @@ def glu_backward(
     overwrite: bool,
     amax: Tensor | None = None,
     turned: tuple[Tensor, Tensor] | None = None,
+    operand: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel for `reference.glu_backward`."""
     gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
@@ -209,6 +226,7 @@ def glu_backward(
         return grad_gate_up, out
     if turned is not None:
         values, out_amax = turned
+        straight, across, limit, amax = (None, None, None, amax) if operand is None else operand
         rows, setting = grad_output.numel() // width, launch(TURNED, width)
         glu_backward_turned_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
             gate_up,
@@ -217,11 +235,15 @@ def glu_backward(
             values,
             out_amax,
             None if amax is None else amax.view(torch.int32),
+            straight,
+            across,
+            limit,
             rows,
             width,
             values.shape[1],
             SMALLEST,
             torch.finfo(values.dtype).max,
+            0.0 if straight is None else torch.finfo(straight.dtype).max,
             ACTIVATION=activation,
             ROWS=setting.rows,
             BLOCK=setting.block,
