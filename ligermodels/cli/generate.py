@@ -159,7 +159,7 @@ def generate_options(
     penalty = resolve_repetition_penalty(given.repetition_penalty, config)
     return {
         **({"do_sample": True, **asked} if samples else {}),
-        **({} if penalty != 1 or given.stop or heads is None else {"heads": heads}),
+        **({} if heads is None else {"heads": heads}),
         "max_new_tokens": given.max_new_tokens,
         "repetition_penalty": penalty,
         "stop_strings": given.stop,
@@ -174,7 +174,11 @@ def _answer_file(
     from ligermodels.training.evaluate import answers, count_answered, write_answers
 
     output = Path(given.output or "")
-    done = count_answered(output, groups)
+    apart = ("modules", "prompt", "input", "output", "max_batch", "heads", "stream", "device")
+    made_by = {name: x for name, x in vars(given).items() if name not in apart}
+    weights = [file.stat() for file in sorted(folder.glob("*.safetensors"))]
+    made_by["files"] = [[file.st_size, file.st_mtime_ns] for file in weights]
+    done = count_answered(output, groups, made_by)
     if done:
         print(f"{output}: {done:,} of {len(groups):,} prompts are answered", file=sys.stderr)
     if not (left := groups[done:]):

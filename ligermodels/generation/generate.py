@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ligermodels.errors import did_you_mean, short_repr
+from ligermodels.generation.cache_memory import check_room
 from ligermodels.generation.decode_step import (
     HostCopy,
     StepDecoder,
@@ -36,8 +37,6 @@ from ligermodels.text.streaming import Decoder, StopStrings, TextStream, until
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 # A cache has room for a multiple of so many tokens, so that it fits the next call, too.
 ROOM = 256
-# A row cannot be longer: no machine has the memory for its cache.
-MAX_NEW_TOKENS = 10**9
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -119,8 +118,8 @@ def generate(
             gave. callback then gets all tokens of a pass.
         draft_model: a small model with the same tokenizer that drafts tokens instead of heads.
         num_drafts: how many tokens draft_model drafts for each pass of the model, 4 by default.
-        max_new_tokens: the maximum number of new tokens, 64 by default, and at most 10^9.
-            Generation ends earlier if every row has stopped.
+        max_new_tokens: the maximum number of new tokens, 64 by default. Generation ends earlier if
+            every row has stopped, but the cache has room for all of them.
         do_sample: whether to draw tokens. The default is False, even if generation_config.json says
             otherwise.
         tokenizer: the tokenizer of the model, for stop_strings.
@@ -150,7 +149,7 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, an id is outside the vocabulary, padding is on the right, or
-            options contradict each other.
+            options contradict each other, or the cache needs more than the free memory.
         LigerError: the logits of a row hold NaN or infinity, so that there is no next token.
             On a CPU this comes before the token is passed on. On a GPU it comes one step later if
             there are stop tokens, else after the last token.
@@ -299,11 +298,7 @@ def _start(
         if heads is not None:
             raise ValueError("heads and draft_model: pass one of them")
         heads = DraftModel(draft_model, num_drafts)
-    if check_count("generate", "max_new_tokens", max_new_tokens, 1) > MAX_NEW_TOKENS:
-        raise ValueError(
-            f"max_new_tokens={short_repr(max_new_tokens)}: the number must be at most "
-            f"{MAX_NEW_TOKENS}"
-        )
+    check_count("generate", "max_new_tokens", max_new_tokens, 1)
     sampling, stops, pad = resolve_rule(model, **rule)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids and inputs_embeds: pass one of them")
@@ -313,6 +308,8 @@ def _start(
     assert input_ids is not None
     ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, pad, config.vocab_size)
     batch, prompt = ids_BS.shape
+    if cache is None:
+        check_room(model, batch, prompt + max_new_tokens)
     if prompt + max_new_tokens > config.max_position_embeddings:
         warnings.warn(
             f"{prompt} prompt tokens and {max_new_tokens} new tokens go beyond "

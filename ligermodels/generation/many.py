@@ -5,7 +5,6 @@ Shape legend: B rows of the batch.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ligermodels.generation.cache_memory import free_bytes, row_bytes
 from ligermodels.generation.decode_step import HostCopy, StepDecoder, can_decode
 from ligermodels.generation.generate import generate, stop_strings_of
 from ligermodels.generation.generation_config import resolve_rule
@@ -22,7 +22,6 @@ from ligermodels.generation.prefill import read_prompts
 from ligermodels.generation.prompts import batch_prompts
 from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
-from ligermodels.layers.attention import Attention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import Decoder, StopStrings
@@ -270,18 +269,10 @@ def _batch_size(
     Raises:
         ValueError: their cache needs more than the free memory.
     """
-    weight = model.head.weight
-    each = sum(
-        2 * layer.num_kv_heads * layer.head_dim * cache.sizes[layer.layer_index]
-        for layer in cast(nn.Module, model).modules()
-        if isinstance(layer, Attention) and layer.causal and layer.kv_from is None
-    )
-    each *= cache.uses * weight.element_size()
-    # float32 logits, and those of a rule that filters
-    each += 4 * 4 * model.config.vocab_size
-    free = _free_bytes(weight.device)
+    device = model.head.weight.device
+    each, free = row_bytes(model, cache), free_bytes(device)
     usable = int(CACHE_SHARE * free)
-    most = MOST_ROWS if weight.device.type == "cuda" else MOST_ROWS_ON_CPU
+    most = MOST_ROWS if device.type == "cuda" else MOST_ROWS_ON_CPU
     batch = min(rows, asked or max(num_samples, min(most, usable // each)))
     if batch * each > usable:
         raise ValueError(
@@ -291,12 +282,3 @@ def _batch_size(
             "max_new_tokens, or leave out the longest prompts"
         )
     return batch
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 2**40  # not known on this system

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessorList,
     MaxLengthCriteria,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -19,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-# The attribute and our name of what each processor does, in the order of `Sampling`.
+# The attribute and our name of what each processor does, in the order of `Sampling`. Other
+# processors, or in another order, run between the steps.
 _RULE = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -48,8 +50,7 @@ def native_options(
     """
     kinds, pad = [type(each) for each in processors], config._pad_token_tensor
     if (
-        kinds != [kind for kind in _RULE if kind in kinds]
-        or {type(each) for each in criteria} - {MaxLengthCriteria, EosTokenCriteria}
+        {type(each) for each in criteria} - {MaxLengthCriteria, EosTokenCriteria}
         or config.return_dict_in_generate
         or config.prefill_chunk_size is not None
         or config.is_assistant
@@ -59,12 +60,15 @@ def native_options(
         or (pad is not None and pad < 0)
     ):
         return None
-    rule = {_RULE[type(x)][1]: getattr(x, _RULE[type(x)][0]) for x in processors}
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     # transformers' penalty also counts padding, or leaves out what an attribute says.
     ignores = any(getattr(x, "prompt_ignore_length", None) is not None for x in processors)
-    if ignores or ("repetition_penalty" in rule and mask is not None) or not all(rule.values()):
-        return None
+    counts = RepetitionPenaltyLogitsProcessor in kinds and mask is not None
+    rule: dict[str, Any] = {"logits_processor": LogitsProcessorList(processors)}
+    if kinds == [kind for kind in _RULE if kind in kinds] and not (ignores or counts):
+        found = {_RULE[type(x)][1]: getattr(x, _RULE[type(x)][0]) for x in processors}
+        if all(found.values()) and (config.do_sample or found.keys() <= {"repetition_penalty"}):
+            rule = found
     if not _are_usual(torch.ones_like(input_ids) if mask is None else mask.long(), positions):
         return None
     ends = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.converters.files import read_json_if_present, write_json
+from ligermodels.errors import ConfigError, LigerError, short_repr
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import text_after
@@ -205,14 +206,28 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-def count_answered(output: Path, groups: Sequence[Group]) -> int:
+def count_answered(output: Path, groups: Sequence[Group], made_by: dict[str, Any]) -> int:
     """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
 
+    Args: made_by: what the answers depend on, by name. It is written into a file beside a new file
+        of answers.
     Raises:
-        LigerError: a line is not the answer to the prompt that has its place.
+        LigerError: a line is not the answer to the prompt that has its place, or the answers were
+            made by something else.
     """
+    beside = output.with_name(f"{output.name}.options.json")
     if not output.exists():
+        write_json(beside, made_by)
         return 0
+    before = read_json_if_present(beside, LigerError) or {}
+    made_by = json.loads(json.dumps(made_by))  # A tuple comes back as a list.
+    if others := [name for name in made_by if before.get(name) != made_by[name]]:
+        was, now = ({name: x.get(name) for name in others} for x in (before, made_by))
+        raise LigerError(
+            f"{output}: the answers in it were made with {short_repr(was)}, and not with "
+            f"{short_repr(now)}, as {beside.name} says; give another file for the answers, or "
+            "remove this one"
+        )
     count = size = 0
     with open(output, "r+b") as file:
         for line in file:

@@ -29,7 +29,7 @@ def test_generate_continues_a_prompt_streaming_or_not(call, checkpoint):
 
 
 def test_generate_uses_heads_that_the_folder_holds(call, checkpoint, monkeypatch, tmp_path):
-    """Only without a penalty; the greedy text is the same."""
+    """The greedy text is the same, also with a penalty and a stop."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     model = AutoLiger.from_hf(folder)
     save_heads(MedusaHeads(model.head, 2), folder)
@@ -39,9 +39,10 @@ def test_generate_uses_heads_that_the_folder_holds(call, checkpoint, monkeypatch
         GENERATE, "drafted_passes", lambda *a, **b: used.append(a) or passes(*a, **b)
     )
     base = ["generate", folder, "the cat", "--max-new-tokens", "8", "--device", "cpu"]
-    plain = call(*base, "--no-heads")
-    assert not used and call(*base) == plain and len(used) == 1
-    assert call(*base, "--repetition-penalty", "1.2")[0] == 0 and len(used) == 1
+    for options in ((), ("--repetition-penalty", "1.2", "--stop", "xyz")):
+        used.clear()
+        plain = call(*base, *options, "--no-heads")
+        assert not used and call(*base, *options) == plain and len(used) == 1
     assert call(*base, "--seed", "1")[0] == 0 and len(used) == 2
 
 
@@ -130,6 +131,8 @@ def test_generate_refuses_what_it_cannot_continue(call, checkpoint, tmp_path, mo
     del settings["chat_template"]
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
     assert_one_line(call("generate", bare, "hi", "--chat", "--device", "cpu"), "no chat template")
+    most = ["--device", "cpu", "--max-new-tokens", str(10**12)]
+    assert_one_line(call(*base[:2], "cat", *most), "generate: 1 rows of", "GiB are free")
     code, _, err = call(*base[:2], "cat", "--device", "cpu", "--max-new-tokens", "300")
     assert code == 0 and "max_position_embeddings" in err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
@@ -172,6 +175,11 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
         code, _, err = call(*command)
         assert code == 0 and output.read_bytes() == whole
         assert err == (f"{output}: {said} of 3 prompts are answered\n" if said else "")
+    others = f"{output}: the answers in it were made with {{'seed': None}}, and not with {{'seed': 5}}"
+    assert_one_line(call(*command, "--seed", "5"), others)
+    other_model = make_checkpoint(tmp_path / "other")
+    assert_one_line(call("generate", other_model, *command[2:]), f"'model': '{checkpoint}'")
+    assert output.read_bytes() == whole
     prompts.write_text(prompts.read_text().replace("a dog", "a cow"))
     assert_one_line(call(*command), f"{output}:3: this line is not an answer to prompt 3")
     assert output.read_bytes() == whole

@@ -67,9 +67,11 @@ def test_the_balance_of_experts_is_not_left_out() -> None:
         ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "min_p": 0.1}, True),
         ({"do_sample": True, "num_return_sequences": 3, "eos_token_id": [5, 40, 77]}, True),
         ({"attention_mask": None, "repetition_penalty": 1.3}, True),
-        ({"repetition_penalty": 1.3}, False),  # transformers' counts padding
-        ({"do_sample": True, "typical_p": 0.5}, False),
-        ({"guidance_scale": 1.5}, False),
+        ({"repetition_penalty": 1.3}, True),  # transformers' counts padding
+        ({"min_new_tokens": 4, "eos_token_id": [*range(80)]}, True),
+        ({"do_sample": True, "typical_p": 0.5, "no_repeat_ngram_size": 2}, True),
+        ({"logits_processor": [transformers.TemperatureLogitsWarper(2.0)]}, True),
+        ({"guidance_scale": 1.5}, True),
         ({"prefill_chunk_size": 4}, False),
         ({"past_key_values": transformers.DynamicCache}, False),
         ({"stopping_criteria": [lambda ids, _: torch.ones(len(ids)).bool()]}, False),

@@ -1,0 +1,51 @@
+"""The memory of a KV cache, counted before it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from ligermodels.generation.models import LanguageModel
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.models.base import kept_for_generation
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def row_bytes(model: LanguageModel, cache: KVCache) -> int:
+    """Return the bytes of a row: its keys and values, and float32 logits with their filters."""
+    each = sum(
+        2 * layer.num_kv_heads * layer.head_dim * cache.sizes[layer.layer_index]
+        for layer in cast(nn.Module, model).modules()
+        if isinstance(layer, Attention) and layer.causal and layer.kv_from is None
+    )
+    return each * cache.uses * model.head.weight.element_size() + 4 * 4 * model.config.vocab_size
+
+
+def check_room(model: LanguageModel, rows: int, tokens: int) -> None:
+    """Raise ValueError if a cache for rows of so many tokens needs more than the free memory."""
+    need = rows * row_bytes(model, KVCache.of(cast(nn.Module, model), 1, tokens))
+    kept = kept_for_generation.get(cast(nn.Module, model))  # The new cache takes its place.
+    buffers = [] if kept is None else [*kept.cache.keys, *kept.cache.values]
+    free = free_bytes(model.head.weight.device) + sum(x.nbytes for x in buffers if x is not None)
+    if need > free:
+        raise ValueError(
+            f"generate: {rows} rows of {tokens} tokens need {need / 2**30:,.2f} GiB for their "
+            f"cache, and {free / 2**30:,.2f} GiB are free; lower max_new_tokens, or pass fewer "
+            "prompts at a time"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that a cache may take on a device."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    if _MEMINFO.exists():
+        line = next(x for x in _MEMINFO.read_text().splitlines() if x.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return 2**40  # not known on this system
