@@ -4,9 +4,10 @@ The model has the shapes of Llama-3-8B, random weights, bf16 parameters and bf16
 GPU of 80 GB it has 16 layers instead of 32. Each row runs in its own process. The time is the
 median of the steps, and the memory is the peak of allocated bytes. --profile lists the kernels of
 one block, forward and backward, beside the time that their bytes or operations take at least;
---step-profile those of a training step; --casts times casts and products of the block's sizes.
-torchao's rows compile each block, as its documentation asks for, in this library's model and in
-transformers' with Liger's loss. --tiny runs everything on a small model.
+--step-profile those of a training step; --gradients compares with float64's; --casts times casts
+and products of the block's sizes. torchao's rows compile each block, as its documentation asks for,
+in this library's model and in transformers' with Liger's loss. --tiny runs everything on a small
+model.
 """
 
 import argparse
@@ -236,6 +237,54 @@ def kind_sums(kernels: list[dict[str, Any]], rows: list[str]) -> list[dict[str, 
     return sums
 
 
+def gradient_errors(tiny: bool) -> list[dict[str, Any]]:
+    """Return how far the gradients of two layers are from float64's, in norm, for each kind.
+
+    The delayed scales are those of a step with the same tokens.
+    """
+    import copy
+
+    from ligermodels import LigerLlama, LlamaConfig, float8
+
+    device = "cpu" if tiny else "cuda"
+    changes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
+    changes |= {"num_key_value_heads": 4}
+    sizes = {"num_hidden_layers": 2, "vocab_size": 2048} | (changes if tiny else {})
+    torch.manual_seed(0)
+    with torch.device(device):
+        start = LigerLlama(LlamaConfig.preset("llama-3-8b", **sizes)).bfloat16()
+    ids = torch.randint(2048, (1, 512 if tiny else 4096), device=device)
+
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return {name: weight.grad.double() for name, weight in model.named_parameters()}
+
+    exact = gradients(copy.deepcopy(start).double())
+    found = []
+    for row in (BF16, *RECIPES, *TORCHAO):
+        model = copy.deepcopy(start)
+        if row in RECIPES:
+            float8.convert(model, row, filter=lambda name, linear: True)
+            if row == "delayed":
+                gradients(model)
+                torch.optim.SGD(model.parameters(), lr=0.0).step()
+        elif row in TORCHAO:
+            try:
+                from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            except ImportError:
+                continue
+            recipe = Float8LinearConfig.from_recipe_name(row.split()[-1])
+            object.__setattr__(recipe, "emulate", tiny)
+            convert_to_float8_training(model.layers, config=recipe)
+        kinds: dict[str, list[float]] = {}
+        for name, grad in gradients(model).items():
+            off = float((grad - exact[name]).norm() / exact[name].norm())
+            kinds.setdefault(name.removesuffix(".weight").rpartition(".")[2], []).append(off)
+        found.append({"row": row} | {kind: max(errors) for kind, errors in kinds.items()})
+    return found
+
+
 def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
     """Return the times of the casts and products of a block's sizes."""
     from benchmarks.common import device_time
@@ -322,6 +371,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--step-profile", action="store_true")
     parser.add_argument("--casts", action="store_true")
+    parser.add_argument("--gradients", action="store_true", help="beside those of float64")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
     parser.add_argument("--only", nargs=3, metavar=("ROW", "BATCH", "SEQ"))
     arguments = parser.parse_args()
@@ -366,6 +416,9 @@ def main() -> None:
                 result[key] += other_process(option, "--only", row, str(batch), str(seq)) or []
     if arguments.casts:
         result["casts"] = casts(64 if tiny else 8192, tiny)
+    if arguments.gradients:
+        result["gradient errors"] = found = gradient_errors(tiny)
+        print(table(found, list(found[0])))
     write("float8.json", result, arguments.out)
     if arguments.casts:
         print(table(result["casts"], ["size", "op", "ms", "rate"]))
