@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,11 @@ def work(runs: list[tuple[str, int]], until: float, scale: Scale, path: Any, out
         except FileExistsError:
             continue
         began = time.time()
-        found = train(arm, seed, scale, path, device)
+        try:
+            found = train(arm, seed, scale, path, device)
+        except Exception:  # the other arms go on
+            traceback.print_exc()
+            continue
         took[arm] = time.time() - began
         (out / f"{arm}-{seed}.json").write_text(json.dumps(found))
         print(arm, seed, found["held_out"], found["tokens/s"], f"{took[arm]:.0f} s", flush=True)

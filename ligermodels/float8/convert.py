@@ -123,6 +123,12 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
             linear.cast_once(False)
 
 
+def casts_bytes(model: nn.Module) -> int:
+    """Return the bytes of the casts that `weights_cast_once` keeps."""
+    linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    return 2 * sum(linear.weight.numel() for linear in linears)
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the names and the plain linears of the blocks."""
     layers = getattr(model, "layers", None)
@@ -151,7 +157,7 @@ def _reason(
 
 
 def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
+    return name.removesuffix(".base_layer").rpartition(".")[2]  # that of an adapter
 
 
 def _check_device(weight: torch.Tensor, recipe: str) -> None:

@@ -34,6 +34,7 @@ from ligermodels.converters.safetensors_file import (
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, first_line
+from ligermodels.float8.convert import convert
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
@@ -136,6 +137,7 @@ class HFModel(nn.Module):
         device: torch.device | str = "cpu",
         revision: str | None = None,
         allow_nonfinite: bool = False,
+        float8: str | None = None,
         **hub_options: Unpack[HubOptions],
     ) -> Self:
         """Load an HF checkpoint.
@@ -149,11 +151,13 @@ class HFModel(nn.Module):
                 each rank its part of the parameters and reads only that.
             revision: branch, tag or commit of a hub id.
             allow_nonfinite: whether to accept NaN and infinite weights.
+            float8: a recipe of `ligermodels.float8.convert`, by which the linears of the layers
+                compute. The parameters are the same as without it.
             hub_options: token, cache_dir and local_files_only: see `HubOptions`.
         Raises:
             ValueError: dtype is not a dtype that parameters can have, or there is no such device.
             ConfigError: config.json is damaged, belongs to another family, or needs a feature that
-                is not implemented.
+                is not implemented; or no linear can run in float8.
             CheckpointError: weights are missing, unexpected, mis-shaped, damaged or quantised,
                 a tokenizer or generation file is damaged, or the repository does not exist or
                 denies access. Names and shapes are checked before anything large is allocated.
@@ -219,6 +223,8 @@ class HFModel(nn.Module):
             generation_config=generation_config,
             unread=None if reads_now else checkpoint,
         )
+        if float8 is not None:
+            convert(model, float8)
         return model
 
     def compute_buffers(self, device: torch.device | str | None = None) -> None:

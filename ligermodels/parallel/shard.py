@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.float8 import Float8Linear
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.context import context_parallel
@@ -125,6 +126,9 @@ def shard(
             layer.set_modules_to_forward_prefetch(ahead)
     if on_meta:
         model.to_empty(device=device_of(mesh))
+        for module in model.modules():
+            if isinstance(module, Float8Linear):
+                module.use(module.recipe)  # its buffer has no values
         read_slices(model)
     return model
 

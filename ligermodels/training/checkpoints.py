@@ -6,9 +6,9 @@ in any layout, can read what another wrote. Besides, `facts.json` holds the id o
 SHA-256 of each file. It is written last, and a flipped bit is found before anything is computed
 with it.
 
-A checkpoint holds `model.NAME` for each trained weight, and `optimizer.KEY.NAME` for what the
-optimizer keeps for it. Frozen weights are not in it, because a resumed run loads them from the
-model that it began with.
+A checkpoint holds `model.NAME` for each trained weight, `optimizer.KEY.NAME` for what the optimizer
+keeps for it, and `float8.NAME` for the delayed scales of a linear. Frozen weights are not in it,
+because a resumed run loads them from the model that it began with.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ligermodels.converters.files import names_if_present, read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
+from ligermodels.float8 import load_scales, scales
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.parallel.layout import local_slices, local_tensor, splits_of
 from ligermodels.parallel.ranks import (
@@ -47,6 +48,7 @@ from ligermodels.training.run_dir import PART, file_hash, writing
 
 FACTS = "facts.json"
 _NAME = re.compile(r"step-(\d{8,18})")
+_SCALES = "float8."
 _METADATA = ".metadata"  # the name that torch.distributed.checkpoint gives it
 # What the pickle of a folder of tensors names. A pickle can call whatever it names.
 _PICKLED = {
@@ -159,7 +161,9 @@ class Checkpoints:
                             )
             with _quiet(CheckpointError, f"{folder}: cannot be read"):
                 reader, alone = _Reader(folder), not is_distributed()
-                dcp.load(sharded_state(model, optimizer), storage_reader=reader, no_dist=alone)
+                state = sharded_state(model, optimizer)
+                dcp.load(state, storage_reader=reader, no_dist=alone)
+            load_scales(model, {name: state[_SCALES + name] for name in scales(model)})
         except CheckpointError as error:
             raise CheckpointError(
                 f"{first_line(error)}; remove the folder {folder} to resume from an earlier "
@@ -257,7 +261,7 @@ def sharded_state(
         if rank() and split is None and not is_sharded(tensor):  # rank 0 stores it
             parts = [replace(part, is_copy=True) for part in parts]
         state[key] = SlicedTensor(shape, tensor.dtype, parts)
-    return state
+    return state | {_SCALES + name: rows for name, rows in scales(model).items()}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -39,6 +39,7 @@ from ligermodels.training.options import (
 
 PRECISIONS = ("float32", "bf16-mixed", "bf16")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
+FLOAT8_RECIPES = ("tensorwise", "delayed", "rowwise", "blocks")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # what a resumed run does not take over
@@ -55,6 +56,8 @@ class ModelOptions(Options):
         train_only: the only parameters or modules that are trained, as for freeze
         precision: bf16-mixed keeps float32 weights and computes in bfloat16; bf16 also keeps the
             weights in bfloat16 (default: bf16-mixed on a GPU, float32 on a CPU)
+        float8: let the linears of the layers multiply in float8, by this recipe (docs/float8.md);
+            needs a GPU of the generation Ada, Hopper or a later one
         device: cpu or cuda (default: cuda if there is a GPU)
         compile: run the model through torch.compile
     """
@@ -64,6 +67,7 @@ class ModelOptions(Options):
     freeze: list[str] | None = option(None, metavar="NAME")
     train_only: list[str] | None = option(None, metavar="NAME")
     precision: str | None = option(None, choices=PRECISIONS)
+    float8: str | None = option(None, choices=FLOAT8_RECIPES)
     device: str | None = free_option(None)
     compile: bool = option(False)
 
@@ -308,6 +312,11 @@ class FinetuneConfig:
             raise ConfigError(
                 "context_parallel: this cannot be combined with lora_r, which holds a whole model "
                 "and whole rows on each GPU; leave one out"
+            )
+        if self.model.float8 is not None and self.adapter.load_in is not None:
+            raise ConfigError(
+                "float8 and load_in: weights of 4 or 8 bits are multiplied in another dtype; leave "
+                "one out"
             )
         self.loss.check(self)
 

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
-from ligermodels import __version__
+from ligermodels import __version__, float8
 from ligermodels.adapters.adapted_model import export_adapter, merged
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, DataError, LigerError, SaveError, first_line, short_repr
@@ -155,6 +155,8 @@ class Run:
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
         whole = self.objective.whole_model or config.adapter.lora_r is not None
         self.shards = is_distributed() and not whole
+        # Gathered weights are new ones for each batch.
+        self.casts_once = not self.shards
 
     def run(self) -> FinetuneResult:
         self._go_on_after_restart()
@@ -190,7 +192,10 @@ class Run:
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         objective, ranks = self.objective, self.ranks
-        trainer = Trainer(trained, config, rows, eval_rows, self.device, objective, ranks)
+        trainer = Trainer(
+            *(trained, config, rows, eval_rows, self.device, objective, ranks),
+            casts_once=self.casts_once,
+        )
         with self.interrupts.held():
             with error_on_all_ranks():
                 self._start(source, base, others, rows, saved)
@@ -356,6 +361,8 @@ class Run:
                 f"{source}: vocab_size: the tokenizer makes token {highest}, but the model has "
                 f"only {model.config.vocab_size} tokens; use a tokenizer that fits this model"
             )
+        if (linears := float8.report(model)) is not None:
+            self._note(f"linears: {linears}")
         limit = model.config.max_position_embeddings
         if rows.width > limit:
             self._note(
@@ -402,7 +409,7 @@ class Run:
             model.activation_checkpointing_enable()
             return
         if saved and (saved["settings"]["memory"], saved["ranks"]) == (budget, num_row_ranks()):
-            plan = saved["memory_plan"]
+            plan, self.casts_once = saved["memory_plan"], saved.get("casts_once", True)
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
             return
         if budget == "auto" and self.device.type != "cuda":
@@ -415,16 +422,21 @@ class Run:
         usual = "auto" if on_gpu and self.objective.keeps_tensors else "off"
         if (budget or usual) == "off":
             return
+        accumulates = config.schedule.gradient_accumulation_steps > 1
         run = planner(
             model,
             budget or usual,
             precision=self.precision,
-            accumulates=config.schedule.gradient_accumulation_steps > 1,
+            accumulates=accumulates,
             optimizer_bytes=make_optimizer(trained, config.optimizer),
             step_module=self.objective.planned_step(trained, rows),
         )
         run.budget = max(0, run.budget - held)
-        plan = run.plan(*self.objective.largest_batch(rows))
+        largest, casts = self.objective.largest_batch(rows), float8.casts_bytes(model)
+        if accumulates and casts and self.casts_once:
+            self.casts_once = run.least_bytes(*largest) + casts <= run.budget
+            run.budget -= casts if self.casts_once else 0
+        plan = run.plan(*largest)
         model.set_memory_plan(plan)
         self._note(f"memory: {summary(plan)}")
 
@@ -452,6 +464,7 @@ class Run:
             **inputs,
             "files": {os.path.realpath(file): file_hash(file) for file in files},
             "memory_plan": None if plan is None else plan.to_dict(),
+            "casts_once": self.casts_once,
             "ranks": self.ranks,
             "launch": processes.launch_id(),
         }

@@ -58,7 +58,9 @@ def load_model(
     dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
     # The linears that are kept in few bits are converted one by one.
     place = torch.device("meta" if meta else "cpu" if adapter.load_in else device)
-    model: DecoderModel = AutoLiger.from_hf(source, dtype=dtype, device=place)
+    model: DecoderModel = AutoLiger.from_hf(
+        source, dtype=dtype, device=place, float8=options.float8
+    )
     weights = None if meta else weights_hash(model)
     if adapter.lora_r is not None:
         if adapter.load_in is not None:

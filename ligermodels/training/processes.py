@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self
 
 from ligermodels.errors import ConfigError, LigerError, first_line
+from ligermodels.float8 import Float8Linear
 from ligermodels.losses import Mean
 from ligermodels.parallel.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
 
@@ -171,6 +172,16 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         dist.all_reduce(every)
         for grad, mean in zip(mine, (every / num_ranks()).split([grad.numel() for grad in mine])):
             grad.copy_(mean.view_as(grad))
+
+
+def share_scales(model: nn.Module) -> None:
+    """Let all ranks make delayed scales of float8 from the largest values that any of them saw."""
+    linears = [each for each in model.modules() if isinstance(each, Float8Linear)]
+    seen = [each.delayed[2] for each in linears if each.recipe.delayed]
+    if seen and is_distributed():
+        every = torch.stack(seen)  # the bits of numbers that are not negative have their order
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        torch._foreach_copy_(seen, [*every])
 
 
 class Interrupted(KeyboardInterrupt):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ligermodels import float8
 from ligermodels.adapters import LoraLinear
 from ligermodels.errors import LigerError, SaveError
 from ligermodels.layers import HeadOutput
@@ -39,6 +41,7 @@ from ligermodels.training.processes import (
     average_gradients,
     num_row_ranks,
     partition,
+    share_scales,
     summed,
     summed_output,
 )
@@ -62,7 +65,8 @@ class Trainer:
 
     `objective` says what the run minimises. `ranks` is the number of processes that the run was
     started with, by default of those that run now: a step has so many times the batches of the
-    objective, and the ranks that run now share them out.
+    objective, and the ranks that run now share them out. `casts_once` is whether float8 linears
+    keep their casts of the weights for all batches of a step.
     """
 
     model: torch.nn.Module
@@ -72,6 +76,7 @@ class Trainer:
     device: torch.device
     objective: Objective
     ranks: int | None = None
+    casts_once: bool = True
 
     def __post_init__(self) -> None:
         options, schedule = self.config.model, self.config.schedule
@@ -133,11 +138,14 @@ class Trainer:
         # The gradients of ranks are averaged, not summed.
         normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
-        for batch in batches:
-            part, found = self._loss(batch, normalizers)
-            part.backward()
-            loss += part.detach()
-            metrics = _sums(metrics, found)
+        casts_once = self.casts_once and len(batches) > 1
+        with float8.weights_cast_once(self.model) if casts_once else nullcontext():
+            for batch in batches:
+                part, found = self._loss(batch, normalizers)
+                part.backward()
+                loss += part.detach()
+                metrics = _sums(metrics, found)
+        share_scales(self.model)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if not self.is_sharded:
             average_gradients(parameters)
