@@ -4,7 +4,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -37,14 +37,29 @@ from ligermodels.errors import CheckpointError, SaveError, short_repr
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class Float8Export(NamedTuple):
+    """Which native parameters an export holds in float8, where their sizes are multiples of 128.
+
+    `cast` returns e4m3 values (out, in) and the float32 scales (out / 128, in / 128).
+    """
+
+    names: Collection[str]
+    cast: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 class _HFTensor(NamedTuple):
-    """A tensor of an export, with the bytes of a constant or the native rows that fill it."""
+    """A tensor of an export, with the bytes of a constant or the native rows that fill it.
+
+    The rows have the dtype `held`, and `cast` makes of them what is written, if it is given.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     parts: list[tuple[Entry, Span]]
     data: bytes = b""
+    held: torch.dtype | None = None
+    cast: Callable[[Tensor], Tensor] | None = None
 
     @property
     def itemsize(self) -> int:
@@ -64,6 +79,7 @@ def save(
     allow_nonfinite: bool = False,
     overwrite: bool = True,
     write_added: Callable[[Path], None] | None = None,
+    float8: Float8Export | None = None,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
@@ -82,6 +98,7 @@ def save(
         overwrite: whether to replace files of a checkpoint that are in `folder`.
         write_added: writes files of ADDED_WEIGHTS into the new folder, if there are any. With it,
             those in `folder` do not stay.
+        float8: which weights are written in float8.
     Raises:
         SaveError: the disk is full, there is no permission, `folder` is a file or has a volume
             mounted in it, or a value is not finite. The old content of `folder` is unchanged.
@@ -101,7 +118,9 @@ def save(
                 "but an export holds only float64, float32, float16 and bfloat16"
             )
         nbytes = prod(shape) * dtype.itemsize
-        tensors[name] = _HFTensor(_DTYPE_NAMES[dtype], shape, nbytes, parts)
+        tensors[name] = _HFTensor(_DTYPE_NAMES[dtype], shape, nbytes, parts, held=dtype)
+    if float8 is not None:
+        config_dict = {**config_dict, "quantization_config": _cast_weights(tensors, float8)}
     for name, x in (constants or {}).items():
         tensors[name] = _HFTensor(x.dtype, x.shape, len(x.data), [], x.data)
     brings_added = write_added is not None
@@ -112,6 +131,34 @@ def save(
         _write_files(fresh, source_files)
         if write_added is not None:
             write_added(fresh)
+
+
+def _cast_weights(tensors: dict[str, _HFTensor], float8: Float8Export) -> dict[str, Any]:
+    """Let weights be written in float8, and return the config of transformers' quantizer.
+
+    https://huggingface.co/docs/transformers/quantization/finegrained_fp8
+    """
+    plain = []
+    for name, tensor in [*tensors.items()]:
+        shape, parts = tensor.shape, tensor.parts
+        if len(shape) != 2 or not name.endswith(".weight"):
+            continue
+        if len(parts) != 1 or parts[0][0].name not in float8.names or any(n % 128 for n in shape):
+            plain.append(name.removesuffix(".weight"))
+            continue
+        blocks = shape[0] // 128, shape[1] // 128
+        tensors[name] = tensor._replace(
+            dtype="F8_E4M3", nbytes=prod(shape), cast=lambda x: float8.cast(x)[0]
+        )
+        tensors[f"{name}_scale_inv"] = tensor._replace(
+            dtype="F32", shape=blocks, nbytes=4 * prod(blocks), cast=lambda x: float8.cast(x)[1]
+        )
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": plain,
+    }
 
 
 def save_adapter(
@@ -295,9 +342,7 @@ def _write_shard(
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    pieces = _rows(
-        [(*part, DTYPES[x.dtype]) for x in tensors.values() for part in x.parts], get_tensor
-    )
+    pieces = _rows([(*part, x.held) for x in tensors.values() for part in x.parts], get_tensor)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -308,12 +353,13 @@ def _write_shard(
                         f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
                         "infinite values; pass allow_nonfinite=True to save them"
                     )
-                file.write(rows.reshape(-1).view(torch.uint8).numpy().data)
+                made = rows if tensor.cast is None else tensor.cast(rows)
+                file.write(made.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
 
 
 def _rows(
-    parts: list[tuple[Entry, Span, torch.dtype]], get_tensor: Callable[[str], Tensor]
+    parts: list[tuple[Entry, Span, torch.dtype | None]], get_tensor: Callable[[str], Tensor]
 ) -> Iterator[tuple[Tensor, Entry, Span]]:
     """Yield the rows of each part on the CPU; get a parameter once for its consecutive parts."""
     held, tensor = None, torch.empty(0)

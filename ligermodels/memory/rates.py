@@ -93,7 +93,8 @@ AttentionPass = tuple[AttentionKind, Literal["forward", "backward"]]
 class Work:
     """The operations and the transferred bytes of one pass."""
 
-    product_flops: int = 0  # of matrix products, two for each multiplication and addition
+    # Of matrix products, two for each multiplication and addition; one if they are in float8.
+    product_flops: int = 0
     # FLOP of attention over the query-key pairs that the mask leaves, by its kind and the pass.
     attention: Counter[AttentionPass] = field(default_factory=Counter)
     moved_bytes: int = 0  # read and written by all other ops

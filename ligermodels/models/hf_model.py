@@ -34,7 +34,8 @@ from ligermodels.converters.safetensors_file import (
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, first_line
-from ligermodels.float8.convert import convert
+from ligermodels.float8 import Float8Linear, convert
+from ligermodels.kernels.reference.float8_cast import float8_cast_blocks
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
@@ -254,6 +255,7 @@ class HFModel(nn.Module):
         allow_nonfinite: bool = False,
         overwrite: bool = True,
         write_heads: Callable[[Path], None] | None = None,
+        float8: bool = False,
     ) -> None:
         """Write an HF checkpoint, in the format that transformers writes and reads.
 
@@ -273,8 +275,13 @@ class HFModel(nn.Module):
             overwrite: whether to replace files of a checkpoint that are in the folder.
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
                 into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
+            float8: whether to write the weights of the linears that compute in float8 in e4m3, with
+                a scale for each 128 x 128 of them: transformers' `FineGrainedFP8Config`, which
+                vLLM reads, too. A weight with other sizes stays as it is. `from_hf` here does not
+                read such a checkpoint.
         Raises:
-            ConfigError: max_shard_size is not a number of bytes, or the weight map is wrong.
+            ConfigError: max_shard_size is not a number of bytes, the weight map is wrong, or
+                float8 is asked for and no linear computes in it.
             SaveError: the disk is full or not writable, the config was changed after the model was
                 built, a weight is NaN or infinite, a head is tied to an embedding that is no
                 longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
@@ -282,6 +289,15 @@ class HFModel(nn.Module):
                 old content of the folder is unchanged.
         """
         shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
+        stored = None
+        if float8:
+            names = {f"{n}.weight" for n, m in self.named_modules() if isinstance(m, Float8Linear)}
+            if not names:
+                raise ConfigError(
+                    "save_hf: float8=True, but no linear computes in float8; call "
+                    "ligermodels.float8.convert(model) first"
+                )
+            stored = export.Float8Export(names, _float8_blocks)
         layout = layout_of(self)
         if layout is not None:
             layout.reshard(self)
@@ -302,6 +318,7 @@ class HFModel(nn.Module):
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
                 write_added=write_heads,
+                float8=stored,
             )
 
         if layout is None:
@@ -451,3 +468,10 @@ def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if found not in names.values():
         raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
     return found
+
+
+def _float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight in e4m3, and the scales of its squares of 128."""
+    made, _ = float8_cast_blocks(weight, torch.float8_e4m3fn, True, True, False)
+    assert made is not None
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from ligermodels.float8 import Float8Linear
 from ligermodels.kernels import float8_linear as float8_linear_module
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_product
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
+from ligermodels.kernels.reference.float8_cast import scaled
+from ligermodels.layers.recompute import POLICIES
+from ligermodels.memory.simulate import simulate
 from ligermodels.models.kernel_report import decoding_obstacle
 from tests.layers.saved import SavedBytes
+from tests.memory.step_bytes import error_of_prediction
 
 SIZES = {
     "vocab_size": 96,
@@ -403,3 +408,42 @@ def test_delayed_scales_of_unusual_steps() -> None:
     scaled_step(1.0)
     assert all(grad.isnan().any() for grad in scaled_step(float("nan")))
     assert all(error(*pair) < 0.15 for pair in zip(scaled_step(1.0), exact))
+
+
+def test_float8_checkpoint(tmp_path: Path) -> None:
+    """transformers reads it, and finds the weights as blocks in e4m3 round them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2}
+    model = model_of(**sizes, num_key_value_heads=1)
+    with pytest.raises(ConfigError, match="no linear computes in float8"):
+        model.save_hf(tmp_path, float8=True)
+    float8.convert(model, filter=lambda name, linear: not name.startswith("layers.1.mlp"))
+    model.save_hf(tmp_path, float8=True, max_shard_size="200kB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.save_hf(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    found = dict(theirs.named_parameters())
+    for name, weight in plain.named_parameters():
+        if name.endswith("proj.weight") and not name.startswith("model.layers.1.mlp"):
+            blocks = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            values, scales = scaled(
+                blocks, blocks.abs().amax((1, 3), True).float(), torch.float8_e4m3fn
+            )
+            weight = (values.float() * scales).flatten(0, 1).flatten(1).bfloat16()
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_predicted_memory(recipe) -> None:
+    """A plan knows what float8 linears keep, and that their products take half of the time."""
+    model = model_of(torch.float32, **WIDE if recipe == "blocks" else {})
+    device = torch.device("cuda")
+    flops = [simulate(model, 1, 64, device=device).work("forward").product_flops]
+    float8.convert(model, recipe, filter=every)
+    flops.append(simulate(model, 1, 64, device=device).work("forward").product_flops)
+    head = 2 * 64 * model.head.weight.numel()
+    assert flops[1] - head == (flops[0] - head) / 2
+    for policy in POLICIES:
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
+        assert abs(error_of_prediction(model, seq=16)) < 0.005
