@@ -1,10 +1,10 @@
 """The checkpoints of a run: the trained weights and the optimizer's state, after a step.
 
-A checkpoint is a folder `step-00000100` that torch.distributed.checkpoint writes, for one process
-and for many: each rank writes the parts of the tensors that it holds, so that any number of ranks,
-in any layout, can read what another wrote. Besides, `facts.json` holds the id of the run and the
-SHA-256 of each file. It is written last, and a flipped bit is found before anything is computed
-with it.
+A checkpoint is a folder `step-00000100` of safetensors files that torch.distributed.checkpoint
+writes, for one process and for many: each rank writes the parts of the tensors that it holds, so
+that any number of ranks, in any layout, can read what another wrote. Besides, `facts.json` holds
+the id of the run and the SHA-256 of each file. It is written last, and a flipped bit is found
+before anything is computed with it.
 
 A checkpoint holds `model.NAME` for each trained weight, `optimizer.KEY.NAME` for what the optimizer
 keeps for it, and `float8.NAME` for the delayed scales of a linear. Frozen weights are not in it,
@@ -16,19 +16,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ligermodels.converters.files import names_if_present, read_json, sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
@@ -49,19 +47,8 @@ from ligermodels.training.run_dir import PART, file_hash, writing
 FACTS = "facts.json"
 _NAME = re.compile(r"step-(\d{8,18})")
 _SCALES = "float8."
-_METADATA = ".metadata"  # the name that torch.distributed.checkpoint gives it
-# What the pickle of a folder of tensors names. A pickle can call whatever it names.
-_PICKLED = {
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # since Python 3.13
-    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if type(x) is torch.dtype)},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    },
-}
+# The size of the tensors in a file, of all ranks together: a file is made in the host's memory.
+_FILE_BYTES = 2**31
 
 
 class Checkpoints:
@@ -108,22 +95,22 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
         with _quiet(SaveError, f"{folder}: cannot be written"):
-            dcp.save(
-                sharded_state(model, optimizer),
-                storage_writer=dcp.FileSystemWriter(aside, sync_files=False),
-                no_dist=not is_distributed(),
-            )
+            state = sharded_state(model, optimizer)
+            ends = accumulate(tensor.nbytes for tensor in state.values())
+            files = {name: 1 + end // _FILE_BYTES for name, end in zip(state, ends)}
+            writer = dcp.HuggingFaceStorageWriter(str(aside), files, save_distributed=True)
+            dcp.save(state, storage_writer=writer, no_dist=not is_distributed())
         with error_on_all_ranks(SaveError), writing(folder):
-            own = (f"__{rank()}_",) if rank() else ("__0_", ".")
+            own = f"shard-{rank() + 1:05d}-"
             mine = [name for name in sorted(os.listdir(aside)) if name.startswith(own)]
-            # torch flushes its index before the last bytes have left Python's buffer.
+            # torch flushes a file before the last bytes have left Python's buffer.
             for name in mine:
                 sync_file(aside / name)
             hashes = {name: file_hash(aside / name) for name in mine}
-        files = {name: value for each in gathered(hashes) for name, value in each.items()}
+        every = {name: value for each in gathered(hashes) for name, value in each.items()}
         with error_on_all_ranks(SaveError), writing(folder):
             if rank() == 0:
-                facts = {"run": self.run_id, "files": files}
+                facts = {"run": self.run_id, "files": every}
                 (aside / FACTS).write_text(json.dumps(facts, indent=2))
                 sync_file(aside / FACTS)
                 sync_folder(aside)
@@ -160,7 +147,7 @@ class Checkpoints:
                                 f"{folder / name}: the content does not match its checksum"
                             )
             with _quiet(CheckpointError, f"{folder}: cannot be read"):
-                reader, alone = _Reader(folder), not is_distributed()
+                reader, alone = dcp.HuggingFaceStorageReader(str(folder)), not is_distributed()
                 state = sharded_state(model, optimizer)
                 dcp.load(state, storage_reader=reader, no_dist=alone)
             load_scales(model, {name: state[_SCALES + name] for name in scales(model)})
@@ -262,36 +249,6 @@ def sharded_state(
             parts = [replace(part, is_copy=True) for part in parts]
         state[key] = SlicedTensor(shape, tensor.dtype, parts)
     return state | {_SCALES + name: rows for name, rows in scales(model).items()}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _PICKLED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensors need")
-        return super().find_class(module, name)
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads a folder, and runs no code that its files name.
-
-    PyTorch's reader takes any pickle, and reads whichever files the pickle names.
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        file = Path(self.path) / _METADATA
-        try:
-            with open(file, "rb") as opened:
-                found = _Unpickler(opened).load()
-            places = {info.relative_path for info in found.storage_data.values()}
-            found.storage_meta = found.storage_meta or StorageMeta()
-        except Exception as error:  # a pickle can raise anything
-            raise CheckpointError(
-                f"{file}: the file cannot be read: {first_line(error)}"
-            ) from error
-        if odd := sorted(places - facts_of(Path(self.path))[1].keys()):
-            raise CheckpointError(f"{file}: it names {odd[0]!r}, which is no file of this folder")
-        found.storage_meta.load_id = self.load_id
-        return found
 
 
 @contextlib.contextmanager
