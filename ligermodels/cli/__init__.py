@@ -52,8 +52,6 @@ def _main(argv: list[str]) -> int:
     # With expandable segments, the GPU's memory does not run out because it lies in pieces.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # torch's profiler (--profile) writes its own lines on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     for output in (sys.stdout, sys.stderr):
         if hasattr(output, "reconfigure"):
             # If the terminal's encoding lacks a character, print a question mark and no traceback.

@@ -240,7 +240,6 @@ class OutputOptions(Options):
         sample_prompts: texts that the model continues at evaluations, in DIR/samples.jsonl
         sample_tokens: most tokens of such a continuation
         sample_chat: take each of these texts as the message of a user, for the chat template
-        profile: profile three steps, into DIR/profile: a trace and a table of the slowest ops
         push_to_hub: repository on the hub that gets the export; made if needed
         hub_private_repo: create that repository as a private one
         export_dtype: dtype of the export (default: that of the trained weights)
@@ -257,7 +256,6 @@ class OutputOptions(Options):
     sample_prompts: list[str] | None = free_option(None, metavar="TEXT")
     sample_tokens: int = free_option(64, at_least=1)
     sample_chat: bool = free_option(False)
-    profile: bool = free_option(False)
     push_to_hub: str | None = free_option(None, metavar="OWNER/NAME")
     hub_private_repo: bool = free_option(False)
     export_dtype: str | None = free_option(None, choices=EXPORT_DTYPES)

@@ -210,17 +210,12 @@ class Run:
                 folder = self.run_dir.path / "reference"
                 self.objective.prepare(self.model, trainer.call, every, folder, fingerprint(base))
                 first = trainer.restore(self.checkpoints)
-                steps = trainer.total_steps - first if output.profile and rank() == 0 else 0
-                with (
-                    reports.logged(self.run_dir, openers, self._settings(), first),
-                    reports.profiled(self.run_dir.path / "profile", steps) as after_step,
-                ):
+                with reports.logged(self.run_dir, openers, self._settings(), first):
                     trainer.train(
                         self.run_dir,
                         self.checkpoints,
                         check=check,
                         sample=self._sampling(sampler, trainer),
-                        after_step=after_step,
                         progress=self.progress,
                     )
                 check()

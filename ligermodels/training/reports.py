@@ -1,4 +1,4 @@
-"""Reports of a run: metrics for loggers, samples, a profile, its result, and an upload."""
+"""Reports of a run: metrics for loggers, samples, its result, and an upload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import OutputOptions
-from ligermodels.training.run_dir import Metrics, RunDir, writing
+from ligermodels.training.run_dir import Metrics, RunDir
 
 
 def logger_openers(names: list[str]) -> list[Any]:
@@ -68,40 +68,6 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
     finally:
         run_dir.listener = None
         each(lambda logger: logger.close())
-
-
-@contextlib.contextmanager
-def profiled(folder: Path, steps: int) -> Iterator[Callable[[], None]]:
-    """Profile the steps 3 to 5 within the context; yield what is to be called after each step.
-
-    If fewer steps than five follow, the first three of them are profiled. `trace.json.gz` is for
-    https://ui.perfetto.dev, and `table.txt` has the ops that take most time.
-
-    Args: steps: the number of steps that follow; 0 to profile nothing.
-    Raises:
-        SaveError: the files cannot be written.
-    """
-    if steps < 1:
-        yield lambda: None
-        return
-    on_gpu = torch.cuda.is_available()
-
-    def write(profiler: torch.profiler.profile) -> None:
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-            order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-            table = profiler.key_averages().table(sort_by=order, row_limit=40)
-            (folder / "table.txt").write_text(table, encoding="utf-8")
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    skipped = int(steps >= 5)
-    schedule = torch.profiler.schedule(wait=skipped, warmup=skipped, active=min(3, steps), repeat=1)
-    with torch.profiler.profile(
-        activities=activities, schedule=schedule, on_trace_ready=write
-    ) as profiler:
-        yield profiler.step
 
 
 class Sampler:

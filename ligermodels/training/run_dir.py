@@ -8,7 +8,6 @@
     reference/      log-probabilities of the reference model
     model/          the export
     loss.png        the loss curve
-    profile/        a trace of some steps
     tensorboard/    event files of TensorBoard
 
 A run begins in an empty folder, and with run.json that is its own. A file is written beside its
@@ -49,7 +48,7 @@ LOCK_FILE = ".lock"
 # What a new run in the folder removes.
 OWNED = (
     *("run.yaml", "metrics.jsonl", "samples.jsonl", CHECKPOINTS, "reference", "model", "loss.png"),
-    *("profile", "tensorboard", "wandb_id"),
+    *("tensorboard", "wandb_id"),
 )
 PART = ".part"  # the end of the name of a file that is not whole
 

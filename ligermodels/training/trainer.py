@@ -264,15 +264,13 @@ class Trainer:
         *,
         check: Callable[[], None] = lambda: None,
         sample: Callable[[int], None] = lambda step: None,
-        after_step: Callable[[], None] = lambda: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
         Args: check is called between two steps and two batches of an evaluation, and may raise to
             stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
-            if it had not been stopped. sample is called with the step at each evaluation, and
-            after_step after each optimizer step.
+            if it had not been stopped. sample is called with the step at each evaluation.
         Raises:
             CheckpointError: the metrics cannot be read.
             LigerError: a loss or a weight is no longer finite.
@@ -306,7 +304,6 @@ class Trainer:
                 started = time.perf_counter()
                 made = self.step(self.done, self.micro_batches(self.done))
                 self.done += 1
-                after_step()
                 seconds = time.perf_counter() - started
                 self._waiting.append({"step": self.done, **made, "seconds": seconds})
                 output = self.config.output

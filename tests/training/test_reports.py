@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
-import torch
 from huggingface_hub import RepoUrl
 
 from ligermodels import AutoLiger
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import OutputOptions
-from ligermodels.training.reports import Sampler, logged, logger_openers, profiled, push
+from ligermodels.training.reports import Sampler, logged, logger_openers, push
 from ligermodels.training.run_dir import RunDir
 from tests.training.tiny_run import forget, make_checkpoint, run, same, tensors
 
@@ -37,28 +35,6 @@ class Remembers:
 
 
 opened: list[Remembers] = []
-
-
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize("steps", [7, 4, 1])
-def test_a_profile_has_three_steps_or_all(tmp_path: Path, steps: int) -> None:
-    with profiled(tmp_path / "profile", steps) as after_step:
-        for _ in range(steps):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-            after_step()
-    with gzip.open(tmp_path / "profile" / "trace.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    assert sum(each["name"] == "aten::mm" for each in events) == min(3, steps)
-    assert "aten::mm" in (tmp_path / "profile" / "table.txt").read_text()
-
-
-def test_a_run_is_profiled(checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    done = run(checkpoint, text, tmp_path / "run", max_steps=6, profile=True)
-    assert (done.output_dir / "profile" / "trace.json.gz").is_file()
-    with profiled(tmp_path / "none", 0) as after_step:
-        after_step()
-    run(checkpoint, text, tmp_path / "run", max_steps=1, overwrite_output_dir=True)
-    assert not (done.output_dir / "profile").exists()
 
 
 def test_samples_that_cannot_be_made_are_refused_before_a_run_begins(
