@@ -1,11 +1,10 @@
 """Seconds of a GRPO step by part: sampling, rewards, the reference, the loss and the optimizer.
 
-`python -m benchmarks.grpo --before` needs a GPU of 80 GB and about two minutes. The weights of
+`python -m benchmarks.grpo` needs a GPU of 80 GB and about two minutes. The weights of
 Llama-3.2-1B are random, in bfloat16. A step samples completions that all have their whole length,
-with `generate_many`, and trains on them in micro-batches. "before" samples as this project did
-without CUDA graphs: `generate` launches each kernel, for as many completions at a time as a
-micro-batch has, and the host looks at each token. The first step, which compiles kernels, is not
-counted. Each part ends with a wait for the device.
+with `generate_many`, and trains on them in micro-batches. The first step, which compiles kernels,
+is not counted. Each part ends with a wait for the device. The stored row "before" is of an older
+version, which sampled without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +25,6 @@ from ligermodels.models.auto import families
 from ligermodels.training import grpo
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document, Group
-from ligermodels.training.grpo import GRPOObjective
 from ligermodels.training.trainer import Trainer
 
 
@@ -105,17 +101,6 @@ def trainer_of(given: argparse.Namespace) -> Trainer:
     return trainer
 
 
-@contextmanager
-def as_before() -> Iterator[None]:
-    """Let steps of decoding be launches without a graph, for a micro-batch at a time."""
-    generation = import_module("ligermodels.generation.generate")
-    with (
-        patch.object(generation, "can_decode", lambda *_: False),
-        patch.object(GRPOObjective, "samples_in_step", True),
-    ):
-        yield
-
-
 def measure(trainer: Trainer, steps: int) -> dict[str, float]:
     """Return the mean seconds of a step and of its parts, and metrics of the last step."""
     parts, objective, metrics = Parts(trainer.device), trainer.objective, {}
@@ -153,15 +138,11 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.04, help="0 for no reference model")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--before", action="store_true", help="also sample as it was before")
     given = parser.parse_args()
     trainer = trainer_of(given)
     measure(trainer, 1)  # compiles kernels
     rows = {"now": measure(trainer, given.steps)}
-    if given.before:
-        with as_before():
-            rows["before"] = measure(trainer, 1)
-    sizes = {name: x for name, x in vars(given).items() if name not in ("out", "before")}
+    sizes = {name: x for name, x in vars(given).items() if name != "out"}
     for name, row in rows.items():
         print(name, {part: round(x, 6) for part, x in row.items()}, flush=True)
     write("grpo.json", {"environment": environment(), "sizes": sizes, "rows": rows}, given.out)

@@ -1,6 +1,7 @@
 """GRPO with the model's own `generate_many` as the sampler: sample, reward, and one step.
 
-Each process samples and trains in turns, with one set of weights. The sampler's log-probabilities
+Each process samples and trains in turns, with one set of weights. Where the model is sharded, each
+samples with a whole copy, which gets the weights before it samples. The sampler's log-probabilities
 are compared with those that the loss is computed from.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -38,20 +38,16 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import reshard
-from ligermodels.parallel.ranks import error_on_all_ranks, gathered, num_ranks, rank
+from ligermodels.parallel.layout import reshard, whole_tensor
+from ligermodels.parallel.ranks import error_on_all_ranks, gathered, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Document, Group, read_prompts
 from ligermodels.training.losses import GRPO
+from ligermodels.training.model import frozen_dtype
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.preferences import bytes_here, reference_copy, reference_log_probs
 from ligermodels.training.run_dir import file_hash
-
-
-class _AllEnded(Exception):
-    """Every row has ended, so no further token is needed."""
-
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -60,26 +56,27 @@ class Sample(NamedTuple):
     """A sampled completion.
 
     `document` holds the prompt, too, `ended` says whether the completion ended itself, and
-    `log_probs` (new,) are the sampler's log-probabilities, or None if it has none.
+    `log_probs` (new,) are the sampler's log-probabilities.
     """
 
     document: Document
     ended: bool
-    log_probs: Tensor | None
+    log_probs: Tensor
 
 
 class SampledModel(nn.Module):
-    """A model that samples before each step: what a step runs, for the memory plan.
+    """A model before whose step completions are sampled: what a step runs, for the memory plan.
 
     Sampling takes the most bytes when the cache has its whole length, and prompts are read or a
     step is computed. For a step with several batches, the plan also counts the gradients, which do
     not exist yet.
 
     Args:
+        sampler: the model that samples, by default the same one.
         longest: the tokens of the longest prompt.
         new: how many are sampled at most.
-        rows, num_samples: the completions that `generate_many` samples together, and those of them
-            that have the same prompt. Without rows, `generate` samples those of a batch.
+        rows, num_samples: the completions that are sampled together, and those of them that have
+            the same prompt.
     """
 
     def __init__(
@@ -87,37 +84,28 @@ class SampledModel(nn.Module):
         model: DecoderModel,
         longest: int,
         new: int,
-        rows: int | None = None,
-        num_samples: int = 1,
+        rows: int,
+        num_samples: int,
+        sampler: DecoderModel | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.longest, self.new = model, longest, new
+        self.model, self.sampler, self.longest, self.new = model, sampler or model, longest, new
         self.rows, self.num_samples = rows, num_samples
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
         """Sample with a cache for the completions; then return the head's output."""
-        prompts = input_ids[:, : self.longest]
-        with torch.no_grad(), without_autocast(prompts):
-            if self.rows is None:
-                self._generate(prompts)
-            else:
-                self._generate_many(prompts, self.rows)
+        prompt = input_ids[0, : self.longest]
+        with torch.no_grad(), without_autocast(prompt):
+            self._generate(prompt)
         return self.model(input_ids, **inputs)
 
-    def _generate(self, prompts: Tensor) -> None:
-        model, (batch, length) = self.model, prompts.shape
-        cache = KVCache.of(model, batch, length + self.new - 1)
-        mask = torch.ones_like(prompts)  # prompts of several lengths are padded
-        hidden = model(prompts, attention_mask=mask, cache=cache)
-        model.head(hidden[:, -1:], prompts[:, -1:])  # gathers its weight, if that is sharded
-
-    def _generate_many(self, prompts: Tensor, rows: int) -> None:
-        model, places = self.model, range(0, rows, self.num_samples)
-        cache = KVCache.of(model, rows, prompts.shape[1] + self.new - 1)
-        prefill(model, cache, places, [prompts[0]] * len(places))
+    def _generate(self, prompt: Tensor) -> None:
+        model, places = self.sampler, range(0, self.rows, self.num_samples)
+        cache = KVCache.of(model, self.rows, len(prompt) + self.new - 1)
+        prefill(model, cache, places, [prompt] * len(places))
         rule, vocab_size = Sampling(do_sample=True, temperature=0.5), model.config.vocab_size
         sampler = Sampler(
-            rule, rows, vocab_size, prompts.device, stops=[0], pad=0, with_log_probs=True
+            rule, self.rows, vocab_size, prompt.device, stops=[0], pad=0, with_log_probs=True
         )
         StepDecoder(model, cache, sampler, captures=False).run()
 
@@ -134,6 +122,7 @@ class GRPOObjective(Objective):
     tokenizer: Tokenizer
     columns: dict[str, None]  # the keys of all records, in order, without "prompt"
     model: DecoderModel
+    sampler: DecoderModel  # the model, or if that is sharded, a whole copy
     reference_model: nn.Module | None = None
 
     def open(self, tokenizer: Tokenizer) -> None:
@@ -154,8 +143,13 @@ class GRPOObjective(Objective):
         return GroupedRows(sources[0], room, needs_targets=False)
 
     def load(self, model: DecoderModel) -> int:
-        """Copy the reference model, if the loss has one."""
-        self.model = model
+        """Copy what samples, if the model is sharded, and the reference model, if there is one."""
+        self.model = self.sampler = model
+        if any(map(is_sharded, model.parameters())):
+            dtype = frozen_dtype(self.config.model.precision or "float32")
+            device = model.rotary_emb.inv_freq.device
+            copied = type(model).from_hf(str(model.source.folder), dtype=dtype, device=device)
+            self.sampler = copied.requires_grad_(False).eval()
         if not self.options.beta:
             return 0
         usual = "bfloat16" if self.config.adapter.lora_r is None else "adapters-off"
@@ -167,9 +161,9 @@ class GRPOObjective(Objective):
     def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
         """Return the model, which samples before a step."""
         longest = max(each.width for each in rows)
-        together = None if self.samples_in_step else self.generation_batch_size
         new, count = self.options.max_completion_length, self.options.num_generations
-        return SampledModel(self.model, longest, new, together, count)
+        together = self.generation_batch_size
+        return SampledModel(self.model, longest, new, together, count, self.sampler)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -190,11 +184,6 @@ class GRPOObjective(Objective):
         """The prompts of a step; `schedule.batch_size` counts completions."""
         completions = self.config.schedule.batch_size * super().batches_per_step
         return completions // self.options.num_generations
-
-    @property
-    def samples_in_step(self) -> bool:
-        """Whether the ranks must compute each sampled token together: the model is sharded."""
-        return any(map(is_sharded, self.model.parameters()))
 
     @property
     def generation_batch_size(self) -> int:
@@ -229,7 +218,9 @@ class GRPOObjective(Objective):
                 **vars(rows),
                 mask=mask,
                 groups=tuple(groups[part]),
-                sampling_log_probs=_on_mask(samples[part], mask),
+                sampling_log_probs=torch.zeros(mask.shape).masked_scatter(
+                    mask, torch.cat([sample.log_probs for sample in samples[part]])
+                ),
                 advantages=advantages[part],
             )
             made.append(batch if start < counted else batch.uncounted())
@@ -256,8 +247,9 @@ class GRPOObjective(Objective):
         self, call: Call, batch: GroupBatch, normalizer: Tensor
     ) -> LossOutput:
         """Return the loss of a micro-batch, and its metrics. The samples are from this policy."""
-        assert batch.advantages is not None
+        assert batch.advantages is not None and batch.sampling_log_probs is not None
         advantages, reference = batch.advantages, batch.ref_log_probs
+        sampled = batch.sampling_log_probs
         options = self.options.formula_options(grpo_loss) | {"normalizer": normalizer}
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
@@ -267,9 +259,8 @@ class GRPOObjective(Objective):
             loss, metrics = grpo_loss(
                 log_probs, advantages[rows], mask, ref_log_probs=ref, **options
             )
-            if batch.sampling_log_probs is not None:
-                difference = (log_probs - batch.sampling_log_probs[rows]).abs()
-                metrics["sampling/sampling_logp_difference/mean"] = mean_of(difference, mask)
+            difference = (log_probs - sampled[rows]).abs()
+            metrics["sampling/sampling_logp_difference/mean"] = mean_of(difference, mask)
             return LossOutput(loss, metrics | token_metrics(mask, entropy=tokens.entropy))
 
         share = self._count(batch) / normalizer
@@ -283,25 +274,30 @@ class GRPOObjective(Objective):
     @torch.no_grad()
     def _sample(self, groups: list[Group]) -> list[Sample]:
         """Return a completion of each group; those of a prompt follow each other."""
-        model, count = self.model, self.options.num_generations
+        model, count = self.sampler, self.options.num_generations
+        if model is not self.model:
+            reshard(self.model)
+            for name, weight in self.model.named_parameters():
+                model.get_parameter(name).copy_(whole_tensor(weight))
         ends = resolve_eos_token_ids(None, model.source.generation_config, model.config)
         prompts = [group.documents[0].ids.tolist() for group in groups]
-        seed = int(torch.randint(2**48, ()))  # the same on all ranks
+        seed = int(torch.randint(2**48, ())) + rank()
         was_training = model.training
         model.eval()
-        found: Sequence[tuple[Tensor, Tensor | None]]
-        if self.samples_in_step:
-            found = self._sample_in_step(prompts, ends, seed)
-        else:
-            found = list(
-                model.generate_many(
-                    prompts[::count],
-                    max_batch=self.generation_batch_size,
-                    num_samples=count,
-                    return_log_probs=True,
-                    **self._rule(ends, seed + rank()),
-                )
+        found = list(
+            model.generate_many(
+                prompts[::count],
+                max_new_tokens=self.options.max_completion_length,
+                max_batch=self.generation_batch_size,
+                num_samples=count,
+                return_log_probs=True,
+                do_sample=True,
+                temperature=self.options.temperature,
+                repetition_penalty=1.0,
+                eos_token_id=ends,
+                generator=torch.Generator(model.rotary_emb.inv_freq.device).manual_seed(seed),
             )
+        )
         model.train(was_training)
         samples = []
         for prompt, (tokens, log_probs) in zip(prompts, found):
@@ -310,54 +306,6 @@ class GRPOObjective(Objective):
             document = Document(ids, mask, divisible=False)
             samples.append(Sample(document, int(ids[-1]) in ends, log_probs))
         return samples
-
-    def _rule(self, ends: list[int], seed: int) -> dict[str, Any]:
-        """Return the options with which completions are sampled."""
-        device = self.model.rotary_emb.inv_freq.device
-        return {
-            "max_new_tokens": self.options.max_completion_length,
-            "do_sample": True,
-            "temperature": self.options.temperature,
-            "repetition_penalty": 1.0,
-            "eos_token_id": ends,
-            "generator": torch.Generator(device).manual_seed(seed),
-        }
-
-    def _sample_in_step(
-        self, prompts: list[list[int]], ends: list[int], seed: int
-    ) -> list[tuple[Tensor, None]]:
-        """Sample with a sharded model: its ranks compute each token together."""
-        model, size = self.model, self.config.schedule.batch_size
-        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        found: list[tuple[Tensor, None]] = []
-        if callable(unshard := getattr(model.head, "unshard", None)):
-            unshard()  # else its weight would be gathered for each token
-        for i in range(max(gathered(len(parts)))):
-            # A rank that has fewer parts repeats its last one, because the others need it.
-            some = parts[min(i, len(parts) - 1)]
-            rows = self._completions(some, ends, seed + i * num_ranks() + rank())
-            for row in rows.tolist() if i < len(parts) else ():
-                stop = next((i for i, token in enumerate(row) if token in ends), len(row))
-                found.append((torch.tensor(row[: stop + 1]), None))
-        reshard(model)
-        return found
-
-    def _completions(self, prompts: list[list[int]], ends: list[int], seed: int) -> Tensor:
-        """Return sampled tokens (prompts, new), until every row of every rank has ended."""
-        device = self.model.rotary_emb.inv_freq.device
-        stops, over = torch.tensor(ends, device=device), torch.zeros((), device=device)
-        columns: list[Tensor] = []
-
-        def step(tokens: Tensor) -> None:
-            nonlocal over
-            columns.append(tokens)
-            over = over + torch.isin(tokens, stops)
-            if all(gathered(bool((over > 0).all()))):
-                raise _AllEnded
-
-        with suppress(_AllEnded):
-            self.model.generate(prompts, callback=step, **self._rule([], seed))
-        return torch.stack(columns, 1)
 
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
         """Return the reward of each completion: (completions) float64, NaN for None.
@@ -428,14 +376,6 @@ class GRPOObjective(Objective):
             "completions/mean_length": mean_of(lengths),
             "completions/clipped_ratio": mean_of(cut_off),
         }
-
-
-def _on_mask(samples: list[Sample], mask: Tensor) -> Tensor | None:
-    """Return the sampler's log-probabilities where the mask is true, 0 elsewhere, if it has any."""
-    found = [sample.log_probs for sample in samples if sample.log_probs is not None]
-    if not found:
-        return None
-    return torch.zeros(mask.shape).masked_scatter(mask, torch.cat(found))
 
 
 def load_reward(name: str) -> tuple[Reward, str | None]:

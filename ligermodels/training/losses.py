@@ -218,8 +218,7 @@ class GRPO(Loss, name="grpo"):
         num_generations: completions that are sampled for a prompt
         max_completion_length: most tokens of a sampled completion
         generation_batch_size: completions that a process samples together, at least those of a
-            prompt, whose cache must fit into memory (default: those of a step, at most 64; a
-            sharded model samples batch_size)
+            prompt, whose cache must fit into memory (default: those of a step, at most 64)
         temperature: temperature of the samples
         epsilon_high: how far above 1 ratios are clipped; for cispo the largest ratio
     """

@@ -13,9 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import release_memory
 from ligermodels import ConfigError, LigerLlama, shard
-from ligermodels.generation import generate, generate_many
+from ligermodels.generation import generate_many
 from ligermodels.heads.medusa import MedusaHeads, MedusaModel
-from ligermodels.layers.kv_cache import KVCache
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.rates import gpu_bytes
@@ -84,21 +83,27 @@ class Sampling(nn.Module):
         self.counted, self.model = counted, counted.model
 
     def forward(self, ids: torch.Tensor, **inputs: Any) -> Any:
-        counted, model = self.counted, self.model
-        assert counted.rows is not None
+        counted, model = self.counted, self.counted.sampler
         prompts = [ids[0, : counted.longest]] * (counted.rows // counted.num_samples)
         options = {"do_sample": True, "temperature": 0.5, "return_log_probs": True}
         options |= {"eos_token_id": [*range(model.config.vocab_size)]}
         rows = {"max_batch": counted.rows, "num_samples": counted.num_samples}
         for _ in generate_many(model, prompts, counted.new, **rows, **options):
             pass
-        return model(ids, **inputs)
+        return self.model(ids, **inputs)
+
+
+def run_of(step: nn.Module) -> nn.Module:
+    """Return what a run does where the plan counts `step`."""
+    return Sampling(step) if isinstance(step, SampledModel) else step
 
 
 STEPS = {
     "teacher": taught,
-    "sampling": lambda model: SampledModel(model, 8, 4000),
-    "sampling of many": lambda model: SampledModel(model, 8, 4000, rows=6, num_samples=3),
+    "sampling": lambda model: SampledModel(model, 8, 4000, 6, 3),
+    "sampling with a copy": lambda model: SampledModel(
+        model, 8, 4000, 6, 3, LigerLlama(tiny_config())
+    ),
     "heads": lambda model: MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False),
 }
 
@@ -115,7 +120,7 @@ def test_what_else_a_step_runs_counts(name: str, policy: str) -> None:
     others = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
     for x in (*model.parameters(), *model.buffers()):
         others.pop(id(x))
-    wrapped = Sampling(step_module) if name == "sampling of many" else step_module
+    wrapped = run_of(step_module)
     error = error_of_prediction(model, 24, wrapped=wrapped, held=others, step_module=step_module)
     assert abs(error) < 0.002
     alone = error_of_prediction(model, 24, wrapped=wrapped, held=others)
@@ -135,23 +140,15 @@ def test_what_else_a_step_runs_counts_on_a_gpu(name: str) -> None:
     if name == "teacher":
         teacher = LigerLlama(config).to(device, torch.bfloat16)
         step = TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=1.0))
-    elif name == "sampling":
-        step = SampledModel(model, 512, 500_000)
-    elif name == "sampling of many":
-        step = SampledModel(model, 512, 100_000, rows=16, num_samples=4)
+    elif name.startswith("sampling"):
+        other = LigerLlama(config).to(device, torch.bfloat16) if "copy" in name else None
+        step = SampledModel(model, 512, 100_000, 16, 4, other)
     else:
         step = MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False)
     ids = torch.randint(32000, (4, 2048), device=device)
 
     def run() -> None:
-        if name != "sampling":
-            called = Sampling(step) if name == "sampling of many" else step
-            return called(ids, labels=ids).loss.backward()
-        cache = KVCache.of(model, 4, 512 + 500_000 - 1)
-        options = {"max_new_tokens": 1, "do_sample": True, "eos_token_id": []}
-        generate(model, ids[:, :512], cache=cache, **options)
-        del cache
-        model(ids, labels=ids).loss.backward()
+        run_of(step)(ids, labels=ids).loss.backward()
 
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
@@ -167,7 +164,7 @@ def test_what_else_a_step_runs_counts_beside_shards() -> None:
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        for make in (STEPS["teacher"], STEPS["sampling"]):
+        for make in (STEPS["teacher"], STEPS["sampling with a copy"]):
             model = LigerLlama(tiny_config(tie_word_embeddings=False))
             shard(model, init_device_mesh("cpu", (4,)))
             step_module = make(model)
@@ -175,7 +172,7 @@ def test_what_else_a_step_runs_counts_beside_shards() -> None:
             held = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
             held = {key: x for key, x in held.items() if key not in ours}
             error = error_of_prediction(
-                model, 24, wrapped=step_module, held=held, step_module=step_module
+                model, 24, wrapped=run_of(step_module), held=held, step_module=step_module
             )
             assert abs(error) < 0.002
     finally:
@@ -195,4 +192,4 @@ def test_the_bytes_of_a_teacher_and_of_samples_decide_what_fits() -> None:
     assert least(beside) > least() + sum(x.nbytes for x in beside.teacher.parameters())
     # The cache of two rows: keys and values of 2 layers, 2 heads, 16 numbers of 2 bytes.
     cache = 2 * 2 * 2 * 2 * 16 * 2 * (64 + 2**19)
-    assert least(SampledModel(given, 64, 2**19)) > cache > 2 * least()
+    assert least(SampledModel(given, 64, 2**19, 2, 1)) > cache > 2 * least()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from ligermodels.parallel.ranks import rank
 from ligermodels.training import finetune as stages
 from ligermodels.training import processes
 from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.data import Document, Group
 from ligermodels.training.finetune import finetune
-from ligermodels.training.grpo import GRPOObjective
+from ligermodels.training.grpo import GRPOObjective, Sample
 from ligermodels.training.processes import (
     Interrupted,
     RankError,
@@ -133,8 +135,8 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     finetune(
         pairs(tmp_path, "dpo even alone", "dpo", gradient_accumulation_steps=2), progress=False
     )
-    with pytest.MonkeyPatch.context() as patch:  # It samples as the ranks of a sharded model do.
-        patch.setattr(GRPOObjective, "samples_in_step", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOObjective, "_sample", drawn)
         finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
     shutil.copytree(tmp_path / "dpo even alone", tmp_path / "dpo copy alone")
     adapted = options(tmp_path, "adapted alone", gradient_accumulation_steps=2, **LORA)
@@ -158,8 +160,6 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             logged = metrics(one)
             assert logged.keys() == metrics(two).keys()
             for key, values in metrics(two).items():
-                if loss == "grpo" and key.startswith(("eval_", "targets")):
-                    continue  # each rank samples its own part of an evaluation
                 assert values == pytest.approx(logged[key], rel=1e-4, abs=1e-5), key
             expected_of_one = weights(one)
             for key, value in weights(two).items():
@@ -302,11 +302,24 @@ def no_rewards(completions: list[str], **_: Any) -> list[None]:
     return [None for _ in completions]
 
 
+def drawn(objective: GRPOObjective, groups: list[Group]) -> list[Sample]:
+    """Return completions that depend on the prompts alone, and not on which rank samples them."""
+    samples = []
+    for i, group in enumerate(groups):
+        prompt = group.documents[0].ids
+        generator = torch.Generator().manual_seed(int(prompt.sum()) * 4 + i % 4)
+        new = torch.randint(97, 123, (6,), generator=generator).numpy()
+        ids = np.concatenate([prompt, new.astype(np.int32)])
+        document = Document(ids, np.arange(len(ids)) >= len(prompt), divisible=False)
+        samples.append(Sample(document, True, torch.zeros(6)))
+    return samples
+
+
 def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     """Return a run whose steps sample four completions of each of two prompts."""
     sampling = {"num_generations": 4, "max_completion_length": 6, "reward_function": REWARDS}
     common = {"batch_size": 4, "beta": 0.1, "reference": "float32", "max_steps": 2}
-    common |= {"eval_steps": 2}
+    common |= {"eval_steps": 2, "max_eval_rows": 3}
     return pairs(folder, name, "grpo", **{"save_steps": 0} | sampling | common | changes)
 
 
@@ -327,23 +340,28 @@ def trained_heads(number: int, folder: Path) -> dict[str, float]:
 
 
 def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
-    """A frozen copy gives what the file gives, and two ranks sample and learn as one does."""
+    """A copy gives what the file gives; two ranks learn as one does, and sample on policy."""
     root = folder.parent
     copied = {"reference": "float32", "gradient_accumulation_steps": 1, "save_steps": 0}
-    config = grpo(root, "grpo two", gradient_accumulation_steps=1, max_eval_rows=3)
-    results = [finetune(pairs(root, "dpo copy two", "dpo", **copied), progress=False)]
-    results += [finetune(config, progress=False)]
+    config = grpo(root, "grpo two", gradient_accumulation_steps=1)
+    finetune(pairs(root, "dpo copy two", "dpo", **copied), progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOObjective, "_sample", drawn)
+        finetune(config, progress=False)
     finetune(taught(root, "taught two"), progress=False)
-    once = {"gradient_accumulation_steps": 1, "max_steps": 1}
+    once = {"gradient_accumulation_steps": 1, "max_steps": 3}
     reward = f"{__name__}:rewards_of_rank_0"
     some = finetune(grpo(root, "grpo some", reward_function=reward, **once), progress=False)
+    key = "sampling/sampling_logp_difference/mean"
+    differences = [each[key] for each in some.metrics if key in each]
+    assert len(differences) == 3
     with pytest.raises(LigerError, match="no completion of this step has a reward") as caught:
         reward = f"{__name__}:no_rewards"
         finetune(grpo(root, "grpo none", reward_function=reward, **once), progress=False)
     assert caught.value.is_repeated == (number > 0)
     of_some = next(each["reward"] for each in some.metrics if "reward" in each)
     return {
-        "rewards": float(not 0 <= results[1].eval_after["eval_reward"] <= 1),
+        "weights of the sampler": float(max(differences) > 1e-5),
         "rewards of rank 0": abs(of_some - 1.5),
     }
 
