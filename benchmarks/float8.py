@@ -1,13 +1,13 @@
 """Float8 linears beside bfloat16 and torchao on one GPU: python -m benchmarks.float8
 
 The model has the shapes of Llama-3-8B, random weights, bf16 parameters and bf16 AdamW states. On a
-GPU of 80 GB it has 16 layers instead of 32. Each row runs in its own process. The time is the
-median of the steps, and the memory is the peak of allocated bytes. --profile lists the kernels of
-one block, forward and backward, beside the time that their bytes or operations take at least;
---step-profile those of a training step; --gradients compares with float64's; --casts times casts
-and products of the block's sizes. torchao's rows compile each block, as its documentation asks for,
-in this library's model and in transformers' with Liger's loss. --tiny runs everything on a small
-model.
+GPU of 80 GB it has 16 layers instead of 32. Each row runs in its own process, or with --together
+all in one, which starts faster. The time is the median of the steps, and the memory is the peak of
+allocated bytes. --profile lists the kernels of one block, forward and backward, beside the time
+that their bytes or operations take at least; --step-profile those of a training step; --gradients
+compares with float64's; --casts times casts and products of the block's sizes. torchao's rows
+compile each block, as its documentation asks for, in this library's model and in transformers' with
+Liger's loss. --tiny runs everything on a small model.
 """
 
 import argparse
@@ -16,12 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import environment, table, write
+from benchmarks.common import environment, release_memory, table, write
 
 BF16, COMPILED = "bfloat16", "bfloat16, compiled blocks"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blocks")
@@ -36,6 +37,7 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
+PROFILES = {"--profile": "kernels", "--step-profile": "step_kernels"}
 # Parts of kernels' names -> what the kernels compute. The first that fits counts.
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn", "attention"),
@@ -368,8 +370,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--workloads", type=int, default=2, choices=(1, 2), help="how many")
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--step-profile", action="store_true")
+    for option, key in PROFILES.items():
+        parser.add_argument(option, dest=key, action="store_true")
+    parser.add_argument("--together", action="store_true", help="all rows in this process")
     parser.add_argument("--casts", action="store_true")
     parser.add_argument("--gradients", action="store_true", help="beside those of float64")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
@@ -381,19 +384,32 @@ def main() -> None:
     if layers is None:
         large = not tiny and torch.cuda.get_device_properties(0).total_memory > 100 * 2**30
         layers = 2 if tiny else 32 if large else 16
+
+    def run(option: str, row: str, batch: int, seq: int) -> Any:
+        if option == "--profile":
+            return profile_row(row, batch, seq, device, tiny)
+        words = (row, batch, seq, layers, arguments.steps, device, tiny)
+        return step_row(*words, option == "--step-profile")
+
     if arguments.only:
         row, batch, seq = arguments.only[0], *map(int, arguments.only[1:])
-        if arguments.profile:
-            print(json.dumps(profile_row(row, batch, seq, device, tiny)))
-        else:
-            words = (row, batch, seq, layers, arguments.steps, device, tiny)
-            print(json.dumps(step_row(*words, arguments.step_profile)))
+        options = [option for option in PROFILES if arguments.__dict__[PROFILES[option]]]
+        print(json.dumps(run(options[0] if options else "", row, batch, seq)))
         return
     workloads = ((1, 32), (2, 16)) if tiny else WORKLOADS[: arguments.workloads]
     command = [sys.executable, "-m", "benchmarks.float8", "--steps", str(arguments.steps)]
     command += ["--layers", str(layers), *(["--tiny"] if tiny else [])]
 
-    def other_process(*words: str) -> Any:
+    def measure(option: str, row: str, batch: int, seq: int) -> Any:
+        if arguments.together:
+            try:
+                return run(option, row, batch, seq)
+            except RuntimeError:
+                traceback.print_exc()
+                return None
+            finally:
+                release_memory()
+        words = [option] * bool(option) + ["--only", row, str(batch), str(seq)]
         done = subprocess.run([*command, *words], capture_output=True, text=True)
         print(done.stderr[-1500 if done.returncode else -200 :], file=sys.stderr)
         return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
@@ -402,18 +418,18 @@ def main() -> None:
     if not arguments.no_steps:
         for batch, seq in workloads:
             for row in arguments.rows:
-                made = other_process("--only", row, str(batch), str(seq))
+                made = measure("", row, batch, seq)
                 result["steps"].append(
                     made or {"row": row, "batch x seq": f"{batch} x {seq}", "ms": "failed"}
                 )
                 print(result["steps"][-1], flush=True)
                 write("float8.json", result, arguments.out)
     batch, seq = workloads[0]
-    for key, option in (("kernels", "--profile"), ("step_kernels", "--step-profile")):
-        if getattr(arguments, option[2:].replace("-", "_")):
+    for option, key in PROFILES.items():
+        if arguments.__dict__[key]:
             result[key] = []
             for row in arguments.rows:
-                result[key] += other_process(option, "--only", row, str(batch), str(seq)) or []
+                result[key] += measure(option, row, batch, seq) or []
     if arguments.casts:
         result["casts"] = casts(64 if tiny else 8192, tiny)
     if arguments.gradients:
@@ -422,7 +438,7 @@ def main() -> None:
     write("float8.json", result, arguments.out)
     if arguments.casts:
         print(table(result["casts"], ["size", "op", "ms", "rate"]))
-    profiles = [key for key in ("kernels", "step_kernels") if result.get(key)]
+    profiles = [key for key in PROFILES.values() if result.get(key)]
     for key in profiles:
         for row in arguments.rows:
             kernels = [each for each in result[key] if each["row"] == row][:30]

@@ -28,8 +28,8 @@ def _move_on(*_: Any) -> None:
 def _move(linears: list[Float8Linear]) -> None:
     """Make the largest values of this step the limits of the next one."""
     states = torch.stack([linear.delayed for linear in linears])
-    limits, scales, seen = states[:, :3].view(torch.float32).unbind(1)
-    states[:, 3] += (limits > 0) & ~(seen <= limits)
+    scales, limits, seen, _ = states.view(torch.float32).unbind(2)
+    states[:, :, 3] += (limits > 0) & ~(seen <= limits)
     # A step without a gradient, or with a NaN, says nothing about the next one.
     fits = seen.isfinite() & (seen > 0)
     most = seen * HEADROOM
@@ -60,8 +60,8 @@ def follow_optimizers() -> None:
 def scales(model: nn.Module) -> dict[str, Tensor]:
     """Return the delayed scales of a model, for `load_scales` when its run is resumed.
 
-    Returns: by the name of each linear an int32 (4, 3): for x, the weight and the gradient the bits
-        of the largest value that fits, of the scale and of the largest value since the last step,
+    Returns: by the name of each linear an int32 (3, 4): for x, the weight and the gradient the bits
+        of the scale, of the largest value that fits and of the largest value since the last step,
         and in how many steps a value did not fit. It is empty without delayed scales.
     """
     return {name: linear.delayed.clone() for name, linear in _linears(model).items()}
@@ -82,12 +82,12 @@ def load_scales(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, linear in linears.items():
         linear.delayed.copy_(state[name])
         linear.known_scales = [None] * 3
-        linear.know_scales((linear.delayed[0] > 0).tolist())
+        linear.know_scales((linear.delayed[:, 1] > 0).tolist())
 
 
 def overflows(model: nn.Module) -> dict[str, list[int]]:
     """Return by linear in how many steps a value of x, the weight and the gradient saturated."""
-    return {name: linear.delayed[3].tolist() for name, linear in _linears(model).items()}
+    return {name: linear.delayed[:, 3].tolist() for name, linear in _linears(model).items()}
 
 
 def _linears(model: nn.Module) -> dict[str, Float8Linear]:

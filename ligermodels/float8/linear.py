@@ -36,7 +36,7 @@ class Float8Linear(FusableLinear):
 
     recipe: Recipe = RECIPES["tensorwise"]
     input_is_kept = False
-    # With delayed scales an int32 (4, 3): the bits of `Scales.rows`, and counts of overflows. It is
+    # With delayed scales an int32 (3, 4): the bits of `Scales.rows`, and counts of overflows. It is
     # a buffer that is not in the state dict, in a dtype that `model.to(dtype)` does not change.
     delayed: Tensor
     # The weight's version and its casts, within `float8.weights_cast_once`.
@@ -59,7 +59,7 @@ class Float8Linear(FusableLinear):
         """Compute with this recipe from now on."""
         self.recipe = recipe
         if recipe.delayed:
-            zeros = torch.zeros(4, 3, dtype=torch.int32, device=self.weight.device)
+            zeros = torch.zeros(3, 4, dtype=torch.int32, device=self.weight.device)
             self.register_buffer("delayed", zeros, persistent=False)
             self.known_scales: list[bool | None] = [None] * 3
 
@@ -72,7 +72,7 @@ class Float8Linear(FusableLinear):
         if not self.recipe.delayed or not torch.is_grad_enabled():
             return None
         waiting.add(self)
-        return Scales(self.delayed[:3].view(torch.float32), self.known_scales)
+        return Scales(self.delayed.view(torch.float32), self.known_scales)
 
     def cast_once(self, enabled: bool) -> None:
         """Keep the weight's casts from now on, or forget them and keep none."""

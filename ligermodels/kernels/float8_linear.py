@@ -54,8 +54,8 @@ X, WEIGHT, GRAD = range(3)  # the operands
 class Scales:
     """The scales of one linear's operands x, weight and gradient, from the step before.
 
-    Args: rows: float32 (3, 3): for each operand the absolute value that fits into float8, the
-        scale, and the largest absolute value since then, which the kernels record.
+    Args: rows: float32 (3, 4): for each operand the scale, which must begin a multiple of 16 bytes,
+        the absolute value that fits into float8, and the largest one since, which kernels record.
         known: for each operand whether the scale is known; None means that it was not needed yet.
     """
 
@@ -67,15 +67,15 @@ class Scales:
         if not self.known[operand]:
             self.known[operand] = False
             return None
-        return self.rows[0, operand].view(1, 1)
+        return self.rows[operand, 1].view(1, 1)
 
     def scale(self, operand: int) -> Tensor:
         """Return the scale (1, 1) that belongs to the limit."""
-        return self.rows[1, operand].view(1, 1)
+        return self.rows[operand, 0].view(1, 1)
 
     def seen(self, operand: int) -> Tensor:
         """Return the number (1, 1) that records the largest absolute value."""
-        return self.rows[2, operand].view(1, 1)
+        return self.rows[operand, 2].view(1, 1)
 
 
 class Float8Products(Products):

@@ -177,7 +177,7 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
 def share_scales(model: nn.Module) -> None:
     """Let all ranks make delayed scales of float8 from the largest values that any of them saw."""
     linears = [each for each in model.modules() if isinstance(each, Float8Linear)]
-    seen = [each.delayed[2] for each in linears if each.recipe.delayed]
+    seen = [each.delayed[:, 2] for each in linears if each.recipe.delayed]
     if seen and is_distributed():
         every = torch.stack(seen)  # the bits of numbers that are not negative have their order
         dist.all_reduce(every, dist.ReduceOp.MAX)

@@ -386,11 +386,11 @@ def test_delayed_scales_of_unusual_steps() -> None:
     for _ in range(2):  # a scale of zeros would be no scale
         assert not any(grad.any() for grad in step_of(model, ids, ignored))
     exact = step_of(model, ids)
-    before = {name: rows[:2].clone() for name, rows in float8.scales(model).items()}
+    before = {name: rows[2, :2].clone() for name, rows in float8.scales(model).items()}
     assert all(error(*pair) < 0.03 for pair in zip(step_of(model, ids), exact))
     step_of(model, ids, ignored)
     for name, rows in float8.scales(model).items():
-        assert torch.equal(rows[:2, 2], before[name][:, 2]), name
+        assert torch.equal(rows[2, :2], before[name]), name
 
     def scaled_step(factor: float) -> list[torch.Tensor]:
         model.zero_grad()

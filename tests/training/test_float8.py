@@ -55,7 +55,7 @@ def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, changes) -> No
     if changes["float8"] == "delayed":  # with the scales of its last step
         model, _ = load_checkpoint(killed, 3)
         if "lora_r" not in changes:
-            assert all(rows[0].all() for rows in float8.scales(model).values())
+            assert all(rows[:, :2].all() for rows in float8.scales(model).values())
 
 
 def test_weights_are_cast_once_for_a_step(checkpoint, text, tmp_path, monkeypatch) -> None:

@@ -49,8 +49,8 @@ def glu_backward(
         its amax; operand: where to write the gradient in float8 (rows, 2 * intermediate) and
         transposed as the output, the absolute value that fits into it, and a number that is raised
         to its largest absolute value.
-    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, or gate_up itself if operand is
-        given, and the output, rounded to gate_up's dtype, in grad_output's dtype or None. The
+    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, or gate_up itself if operand
+        is given, and the output, rounded to gate_up's dtype, in grad_output's dtype or None. The
         output may take the memory of grad_output.
     """
     dtype = compute_dtype(gate_up)

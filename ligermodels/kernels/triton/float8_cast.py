@@ -17,12 +17,15 @@ from ligermodels.kernels.triton.float8_tile import (
 
 AMAX = Launches(nvidia=((None, Launch(512, 8, rows=16)),), amd=((None, Launch(512, 4, rows=16)),))
 AMAX_OF_COLUMNS = Launches(
-    nvidia=((None, Launch(128, 8, rows=128)),), amd=((None, Launch(128, 8, rows=64)),)
+    nvidia=((None, Launch(64, 8, rows=256)),), amd=((None, Launch(128, 8, rows=64)),)
 )
 CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
-# A tile is a block with one scale, or its rows and columns are.
+# A tile is a block with one scale, or its rows are blocks, or its columns.
 BLOCKS = Launches(
     nvidia=((None, Launch(BLOCK, 8, rows=BLOCK)),), amd=((None, Launch(BLOCK, 8, rows=BLOCK)),)
+)
+BLOCKS_TURNED = Launches(
+    nvidia=((None, Launch(64, 8, rows=BLOCK)),), amd=((None, Launch(64, 8, rows=BLOCK)),)
 )
 # The transpose goes through shared memory, in square tiles.
 TRANSPOSE = Launches(
@@ -105,49 +108,41 @@ def float8_cast_blocks_kernel(
     x_ptr,
     values_ptr,
     scale_ptr,
-    turned_ptr,
-    turned_scale_ptr,
     rows,
     columns,
     padded,
     smallest,
     largest,
     SQUARE: tl.constexpr,
+    TURNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one tile of blocks. values or turned may be None with their scales."""
+    """Each program handles one tile, whose rows, or columns if turned, are blocks."""
     row, column = _tile_of(columns, ROWS, BLOCK)
     across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, ROWS)
     block, tile = tl.program_id(0) % across, tl.program_id(0) // across
     inside = column < columns
     x = tl.load(x_ptr + row * columns + column, mask=(row < rows) & inside, other=0.0)
     bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)  # see `_record_amax`
-    if values_ptr is not None:
-        most = tl.max(bits, 1, keep_dims=True)
-        if SQUARE:
-            most = tl.max(most, 0, keep_dims=True)
-        amax = most.to(tl.float32, bitcast=True)
-        scaled, scale = _scaled(x, amax, smallest, largest)
-        values = scaled.to(values_ptr.dtype.element_ty)
-        tl.store(values_ptr + row * columns + column, values, mask=(row < padded) & inside)
-        if SQUARE:
-            tl.store(scale_ptr + tile * across + block + tl.zeros_like(most), scale)
-        else:
-            tl.store(scale_ptr + block.to(tl.int64) * padded + row, scale, mask=row < padded)
-    if turned_ptr is not None:
-        most = tl.max(bits, 0, keep_dims=True)
-        if SQUARE:
-            most = tl.max(most, 1, keep_dims=True)
-        amax = most.to(tl.float32, bitcast=True)
-        _, scale = _scaled(amax, amax, smallest, largest)
+    most = tl.max(bits, 0 if TURNED else 1, keep_dims=True)
+    if SQUARE:
+        most = tl.max(most, 1 if TURNED else 0, keep_dims=True)
+    amax = most.to(tl.float32, bitcast=True)
+    _, scale = _scaled(amax, amax, smallest, largest)
+    if SQUARE:
+        at = block * down + tile if TURNED else tile * across + block
+        tl.store(scale_ptr + at + tl.zeros_like(most), scale)
+    elif TURNED:
+        tl.store(scale_ptr + tile.to(tl.int64) * columns + column, scale, mask=inside)
+    else:
+        tl.store(scale_ptr + block.to(tl.int64) * padded + row, scale, mask=row < padded)
+    if TURNED:
         amax = tl.trans(amax)
-        _store_turned(turned_ptr, x, amax, row, column, columns, padded, smallest, largest)
-        if SQUARE:
-            tl.store(turned_scale_ptr + block * down + tile + tl.zeros_like(most), scale)
-        else:
-            at = tile.to(tl.int64) * columns + column
-            tl.store(turned_scale_ptr + at, scale, mask=inside)
+        _store_turned(values_ptr, x, amax, row, column, columns, padded, smallest, largest)
+    else:
+        values = _scaled(x, amax, smallest, largest)[0].to(values_ptr.dtype.element_ty)
+        tl.store(values_ptr + row * columns + column, values, mask=(row < padded) & inside)
 
 
 def absolute_maximum(x: Tensor, axis: str) -> Tensor:
@@ -228,32 +223,38 @@ def float8_cast_blocks(
     rows, columns = x.shape
     padded = cdiv(rows, MULTIPLE) * MULTIPLE
     if transposed and x.element_size() > 2:  # as in `float8_cast`
-        made = float8_cast_blocks(x, dtype, square, True, False)[0] if straight else None
+        first = float8_cast_blocks(x, dtype, square, True, False)[0] if straight else None
         x_t = F.pad(x.t(), (0, padded - rows))
-        return made, float8_cast_blocks(x_t, dtype, square, True, False)[0]
-    setting = launch(BLOCKS, columns)
-    across, down = cdiv(columns, BLOCK), cdiv(rows, BLOCK)
-
-    def empty(wanted: bool, *shape: int, of: torch.dtype = dtype) -> Tensor | None:
-        return x.new_empty(shape, dtype=of) if wanted else None
-
-    scales = [(down, across), (across, down)] if square else [(across, padded), (down, columns)]
-    straight_made = empty(straight, padded, columns), empty(straight, *scales[0], of=torch.float32)
-    turned = empty(transposed, columns, padded), empty(transposed, *scales[1], of=torch.float32)
-    if x.numel():
-        float8_cast_blocks_kernel[(across * down,)](
-            x,
-            *straight_made,
-            *turned,
-            rows,
-            columns,
-            padded,
-            SMALLEST,
-            torch.finfo(dtype).max,
-            SQUARE=square,
-            ROWS=setting.rows,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
-        )
-    return straight_made if straight else None, turned if transposed else None  # type: ignore[return-value]
+        return first, float8_cast_blocks(x_t, dtype, square, True, False)[0]
+    made: list[tuple[Tensor, Tensor] | None] = []
+    for turned, wanted in enumerate((straight, transposed)):
+        if not wanted:
+            made.append(None)
+            continue
+        # One launch for both took longer than two: each of its tiles has 128 x 128 elements.
+        setting = launch(BLOCKS_TURNED if turned and not square else BLOCKS, columns)
+        across, down = cdiv(columns, BLOCK), cdiv(rows, BLOCK)
+        shape = (columns, padded) if turned else (padded, columns)
+        blocks = ((across, down) if turned else (down, across)) if square else None
+        if blocks is None:
+            blocks = (down, columns) if turned else (across, padded)
+        values, scale = x.new_empty(shape, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
+        if x.numel():
+            float8_cast_blocks_kernel[(down * cdiv(columns, setting.block),)](
+                x,
+                values,
+                scale,
+                rows,
+                columns,
+                padded,
+                SMALLEST,
+                torch.finfo(dtype).max,
+                SQUARE=square,
+                TURNED=bool(turned),
+                ROWS=setting.rows,
+                BLOCK=setting.block,
+                num_warps=setting.num_warps,
+                num_stages=setting.num_stages,
+            )
+        made.append((values, scale))
+    return made[0], made[1]

@@ -17,7 +17,7 @@ from ligermodels.kernels.triton.float8_tile import (
 # Both kernels use these configs. HIP counts the threads of a launch in 32 bits. On AMD, eight
 # elements for each lane make that enough for 2^35 elements.
 GLU = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
-TURNED = Launches(nvidia=((None, Launch(64, 8, rows=128)),), amd=((None, Launch(64, 8, rows=64)),))
+TURNED = Launches(nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 8, rows=64)),))
 
 
 @triton.jit
