@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ligermodels.adapters.adapter_config import has_end
 from ligermodels.adapters.lora import LoraLinear
 from ligermodels.adapters.peft_format import adapter_of_hf, linears
-from ligermodels.adapters.quantized import QuantizedLinear
+from ligermodels.adapters.quantized import Bits, QuantizedLinear
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
 from ligermodels.errors import CheckpointError, ConfigError, short_repr
@@ -69,13 +69,14 @@ def add_adapters(
         )
 
 
-def quantize(model: DecoderModel, bits: int, device: torch.device) -> None:
-    """Move a model to a device, with weights of 4 or 8 bits in all linears of the layers.
+def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
+    """Move a model to a device, with weights of 4 bits, 8 bits or in float8 in the layers' linears.
 
     The device never holds more than one of them unconverted.
 
     Raises:
-        ConfigError: a linear has an odd number of inputs, which 4 bits do not allow.
+        ConfigError: a linear has an odd number of inputs, which 4 bits do not allow, or sizes that
+            are no multiples of 16 for float8; or the GPU does not multiply float8.
     """
     linears = [name for name, each in model.layers.named_modules() if type(each) is nn.Linear]
     for name in linears:

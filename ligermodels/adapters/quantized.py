@@ -1,22 +1,33 @@
 """Frozen linears with 8-bit or 4-bit weights, for models that train adapters or serve as reference.
 
 The weight is converted back for each product, in forward and again in backward. Nothing of its
-full size is kept.
+full size is kept. Weights in float8 are multiplied as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.float8.convert import check_device
+from ligermodels.float8.linear import obstacle
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.dispatch import autocast_dtype, cast
+from ligermodels.kernels.float8_cast import (
+    Float8,
+    absolute_maximum,
+    float8_cast,
+    float8_product,
+    formats,
+)
 
-BITS = (4, 8)
+FLOAT8: Literal["float8"] = "float8"
+Bits = int | Literal["float8"]
+BITS = (4, 8, FLOAT8)
 BLOCK = 64  # neighbouring 4-bit values of a row that share a scale
 _ROWS = 4096  # so many rows are converted at once
 # NormalFloat4: quantiles of a normal distribution, divided by the largest. arXiv:2305.14314, E.
@@ -33,17 +44,18 @@ class QuantizedLinear(nn.Module):
 
     With 8 bits, each row of the weight has a scale and values from -127 to 127. With 4 bits, each
     block of 64 values of a row has a scale, and each value is one of the 16 of NormalFloat4
-    (arXiv:2305.14314): 4.25 bits for each weight.
+    (arXiv:2305.14314): 4.25 bits for each weight. With "float8", the weight is in e4m3 with one
+    scale, and the products run in float8 (see `ligermodels.float8`).
 
     Args:
         linear: the layer to convert. Its weight may be on another device.
-        bits: 4 or 8.
+        bits: 4, 8 or "float8".
         device: where the new layer belongs; by default, where the weight is.
         dtype: of the scales with 8 bits, and of the bias; by default, that of the weight.
 
     Attributes:
-        codes: (out, in) int8, or (out, in / 2) uint8; see `kernels.dequantize`.
-        scales: (out, 1), or (out, in / 64) bfloat16.
+        codes: (out, in) int8 or float8, or (out, in / 2) uint8; see `kernels.dequantize`.
+        scales: (out, 1), (out, in / 64) bfloat16, or for float8 (1, 1) float32.
     """
 
     codes: Tensor
@@ -55,14 +67,14 @@ class QuantizedLinear(nn.Module):
     def __init__(
         self,
         linear: nn.Linear,
-        bits: int = 4,
+        bits: Bits = 4,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if bits not in BITS:
-            raise ConfigError(f"QuantizedLinear: bits={bits}; expected 4 or 8")
+            raise ConfigError(f"QuantizedLinear: bits={bits!r}; expected 4, 8 or 'float8'")
         self.in_features, self.out_features, self.bits = (
             linear.in_features,
             linear.out_features,
@@ -75,12 +87,18 @@ class QuantizedLinear(nn.Module):
             )
         weight = linear.weight.detach()
         device, dtype = device or weight.device, dtype or weight.dtype
+        if bits == FLOAT8:
+            check_device(torch.device(device))
+            if (reason := obstacle(linear)) is not None:
+                raise ConfigError(f"QuantizedLinear: bits='float8': {reason}")
         rows = weight.split(_ROWS)
         levels = torch.tensor(NF4, device=device) if bits == 4 else None
-        made = [
-            _to_8_bits(part.to(device)) if levels is None else _to_4_bits(part.to(device), levels)
-            for part in rows
-        ]
+        if bits == FLOAT8:
+            made = [_to_float8(weight.to(device), formats()[0])]
+        elif levels is None:
+            made = [_to_8_bits(part.to(device)) for part in rows]
+        else:
+            made = [_to_4_bits(part.to(device), levels) for part in rows]
         self.register_buffer("codes", torch.cat([codes for codes, _ in made]))
         scales = torch.cat([scales for _, scales in made])
         self.register_buffer("scales", scales.to(dtype) if bits == 8 else scales)
@@ -97,7 +115,8 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs (..., out) for x (..., in), in the dtype of x or of autocast."""
         x = cast(x, autocast_dtype(x) or x.dtype)
-        out: Tensor = _FrozenLinear.apply(x, self.codes, self.scales, self.levels)
+        kind = _Float8Linear if self.bits == FLOAT8 else _FrozenLinear
+        out: Tensor = kind.apply(x, self.codes, self.scales, self.levels)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -125,6 +144,34 @@ class _FrozenLinear(torch.autograd.Function):
             return grad @ dequantize(codes, scales, levels, grad.dtype), None, None, None
         scaled = grad * scales[:, 0].to(grad.dtype)
         return scaled @ codes.to(grad.dtype), None, None, None
+
+
+class _Float8Linear(torch.autograd.Function):
+    """Multiply in float8, forward and backward. The scales come from the operands themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, levels: None) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        straight = Float8(*_to_float8(x.flatten(0, -2), codes.dtype))
+        out = float8_product(straight, Float8(codes, scales), x.dtype, fast=True)
+        # An adapter adds to it in place, which autograd forbids for a view.
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], len(codes)))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        straight = Float8(*_to_float8(grad.flatten(0, -2), formats()[1]))
+        turned = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+        dx = float8_product(straight, Float8(turned, scales), grad.dtype)
+        return dx.view(*grad.shape[:-1], len(turned)), None, None, None
+
+
+def _to_float8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x in float8, and its only scale (1, 1) in float32."""
+    x = x.contiguous()
+    straight, _ = float8_cast(x, absolute_maximum(x), dtype)
+    assert straight is not None
+    return straight.values, straight.scale
 
 
 def _to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def convert(
     }
     converted, left = [], {}
     for name, linear in _linears(model):
-        _check_device(linear.weight, recipe)
+        check_device(linear.weight.device, recipe)
         if linear.weight.dtype == torch.float16:
             raise ConfigError(
                 f"float8: {name} is in float16, in which small gradients vanish before they are "
@@ -160,15 +160,20 @@ def _kind(name: str) -> str:
     return name.removesuffix(".base_layer").rpartition(".")[2]  # that of an adapter
 
 
-def _check_device(weight: torch.Tensor, recipe: str) -> None:
-    """Raise ConfigError if a weight is on a GPU that does not multiply float8 by this recipe."""
+def check_device(device: torch.device, recipe: str = "tensorwise") -> None:
+    """Raise ConfigError if a GPU does not multiply float8 by this recipe.
+
+    Weights on the meta device are for the present GPU.
+    """
     blocks = RECIPES[recipe].scales == "blocks"
-    if not weight.is_cuda or (torch.version.hip and not blocks):
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda")
+    if device.type != "cuda" or (torch.version.hip and not blocks):
         return
-    capability = torch.cuda.get_device_capability(weight.device)
+    capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY or (blocks and (torch.version.hip or capability[0] != 9)):
         raise ConfigError(
-            f"float8: {torch.cuda.get_device_name(weight.device)} has compute capability "
+            f"float8: {torch.cuda.get_device_name(device)} has compute capability "
             f"{capability[0]}.{capability[1]}; products in float8 need 8.9 (Ada) or more, and "
             "those of recipe='blocks' 9.0 (Hopper)"
         )

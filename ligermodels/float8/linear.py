@@ -97,7 +97,7 @@ class Float8Linear(FusableLinear):
         return f"{super().extra_repr()}, float8={name!r}"
 
 
-def obstacle(linear: torch.nn.Linear, recipe: Recipe) -> str | None:
+def obstacle(linear: torch.nn.Linear, recipe: Recipe = RECIPES["tensorwise"]) -> str | None:
     """Return why the products of a linear cannot run in float8, or None if they can."""
     weight = linear.weight
     if type(weight) not in (torch.nn.Parameter, Tensor):

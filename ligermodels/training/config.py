@@ -119,8 +119,8 @@ class AdapterOptions(Options):
         lora_dropout: rate at which inputs of the adapters are dropped
         lora_targets: the linears that get an adapter, such as q_proj v_proj (default: all of the
             layers)
-        load_in: with adapters, keep the frozen weights of the layers in so few bits: 4bit (NF4) or
-            8bit
+        load_in: with adapters, keep the frozen weights of the layers in so few bits: 4bit (NF4),
+            8bit, or float8, in which they are also multiplied
         export: with adapters, export the model with the adapters added, or the adapters alone for
             PEFT
     """
@@ -129,7 +129,7 @@ class AdapterOptions(Options):
     lora_alpha: float | None = option(None, more_than=0, needs="lora_r")
     lora_dropout: float = option(0.0, at_least=0, less_than=1, needs="lora_r")
     lora_targets: list[str] | None = option(None, metavar="NAME", needs="lora_r")
-    load_in: str | None = option(None, choices=("4bit", "8bit"), needs="lora_r")
+    load_in: str | None = option(None, choices=("4bit", "8bit", "float8"), needs="lora_r")
     export: str = free_option("merged", choices=("merged", "adapter"), needs="lora_r")
 
 
@@ -313,8 +313,8 @@ class FinetuneConfig:
             )
         if self.model.float8 is not None and self.adapter.load_in is not None:
             raise ConfigError(
-                "float8 and load_in: weights of 4 or 8 bits are multiplied in another dtype; leave "
-                "one out"
+                "float8 and load_in: weights of few bits are not multiplied by a recipe; leave one "
+                "out, or give load_in float8 alone"
             )
         self.loss.check(self)
 

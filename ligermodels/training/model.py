@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
+from ligermodels.adapters.quantized import FLOAT8
 from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files, is_adapter
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
@@ -64,7 +65,7 @@ def load_model(
     weights = None if meta else weights_hash(model)
     if adapter.lora_r is not None:
         if adapter.load_in is not None:
-            quantize(model, int(adapter.load_in[0]), device)
+            quantize(model, {"4bit": 4, "8bit": 8}.get(adapter.load_in, FLOAT8), device)
         add_adapters(
             model,
             adapter.lora_r,

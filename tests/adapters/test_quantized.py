@@ -62,8 +62,23 @@ def test_nothing_of_the_size_of_the_weight_is_kept(bits) -> None:
     assert kept and all(x.data_ptr() in own for x in kept)
 
 
+def test_products_in_float8() -> None:
+    exact = nn.Linear(96, 48)
+    layer = QuantizedLinear(exact, "float8")
+    assert layer.codes.dtype.itemsize == 1 and layer.scales.shape == (1, 1)
+    x = torch.randn(2, 5, 96, requires_grad=True)
+    pairs = [(layer(x), exact(x))]
+    grad = torch.randn(2, 5, 48)
+    pairs.append(tuple(torch.autograd.grad(y, x, grad)[0] for y in pairs[0]))
+    for ours, theirs in pairs:
+        assert ours.shape == theirs.shape and (ours - theirs).norm() < 0.07 * theirs.norm()
+    assert not torch.equal(*pairs[0])
+
+
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="bits=3; expected 4 or 8"):
+    with pytest.raises(ValueError, match="bits=3; expected 4, 8 or 'float8'"):
         QuantizedLinear(linear(), 3)
+    with pytest.raises(ValueError, match="'float8': 100 to 24 are not multiples of 16"):
+        QuantizedLinear(linear(100), "float8")
     with pytest.raises(ValueError, match="in_features=7 is odd"):
         QuantizedLinear(linear(7), 4)

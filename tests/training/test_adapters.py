@@ -63,7 +63,7 @@ def test_a_checkpoint_holds_the_adapters_and_their_optimizer_alone(finished):
     assert names and all(".lora_" in name for name in names)
 
 
-@pytest.mark.parametrize("load_in", [None, "4bit", "8bit"])
+@pytest.mark.parametrize("load_in", [None, "4bit", "8bit", "float8"])
 def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, load_in):
     options = {"max_steps": 4, "save_steps": 2, "load_in": load_in, **LORA, **RATE}
     whole = run(checkpoint, text, tmp_path / "whole", **options)
@@ -166,7 +166,7 @@ def test_the_values_of_new_adapters_follow_from_the_seed(checkpoint):
     assert states[0].equal(states[1]) and not states[0].equal(states[2])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, "float8"])
 def test_quantised_models_train_and_are_merged_into_the_checkpoints_weights(checkpoint, bits):
     exact = AutoLiger.from_hf(checkpoint)
     model = AutoLiger.from_hf(checkpoint)
