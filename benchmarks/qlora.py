@@ -1,6 +1,7 @@
 """QLoRA of Llama-3-8B on one GPU, beside PEFT and TRL on transformers: python -m benchmarks.qlora
 
-The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. Each linear has a
+The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. Other rows of ours
+have these weights in 8 bits, in float8 or in bf16. Each linear has a
 LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
 process; all of them import at once, and then wait for their turn on the GPU. The time is the median
 of the steps, and the memory is the peak of allocated bytes. --dequantize times the
@@ -44,6 +45,9 @@ ROWS: dict[str, tuple[str, str]] = {
     "ligermodels, --memory 12.5GiB": (OURS, "12.5GiB"),
     "unsloth": (UNSLOTH, "unsloth"),
     "unsloth, every block recomputed on the GPU": (UNSLOTH, "blocks"),
+    "ligermodels float8": (OURS, "auto"),
+    "ligermodels bfloat16": (OURS, "auto"),
+    "ligermodels bfloat16, products in float8": (OURS, "auto"),
 }
 # Unsloth replaces parts of the others when it is imported, and asks to be the first.
 UNSLOTH_FIRST = "import unsloth; from benchmarks import qlora; qlora.main()"
@@ -72,10 +76,16 @@ def native(device: str, tiny: bool) -> Any:
 
 
 def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: bool) -> Any:
+    from ligermodels import float8
     from ligermodels.adapters.adapted_model import add_adapters, quantize
 
     model = native(device, tiny)
-    quantize(model, 8 if "8bit" in row else 4, torch.device(device))
+    if "products" in row:
+        float8.convert(model, filter=(lambda name, linear: True) if tiny else None)
+    elif "bfloat16" not in row:
+        kinds: dict[str, Any] = {"8bit": 8, "float8": "float8"}
+        bits = next((bits for kind, bits in kinds.items() if kind in row), 4)
+        quantize(model, bits, torch.device(device))
     add_adapters(model, 16, 32.0)
     if recomputes == "blocks":
         model.activation_checkpointing_enable()

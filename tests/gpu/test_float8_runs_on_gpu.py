@@ -1,0 +1,87 @@
+"""Float8 on a GPU beside what it meets: memory plans, frozen weights, decoding and runs."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+
+from ligermodels import MemoryPlan, float8
+from ligermodels.adapters import QuantizedLinear, add_adapters, quantize
+from ligermodels.memory.simulate import simulate
+from tests.gpu.test_float8_on_gpu import model_of, normal, pytestmark
+from tests.training.tiny_run import forget, make_checkpoint, make_text, run, same, tensors
+
+__all__ = ["pytestmark"]
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blocks", "adapters"])
+def test_predicted_memory(recipe) -> None:
+    """Of a plan: within 0.5%."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, ids = model_of(3), torch.randint(2048, (1, 4096), device="cuda")
+    if recipe == "adapters":
+        quantize(model, "float8", CUDA)
+        add_adapters(model, 16, 32.0, dtype=torch.bfloat16)
+    else:
+        float8.convert(model, recipe)
+    found = {}
+    for policy in ("all", "no_gate_up", "attention", "input"):
+        model.set_memory_plan(MemoryPlan.uniform(3, policy))
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats()
+            model(ids, labels=ids).loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.0).step()  # scales move on
+        peak = torch.cuda.max_memory_allocated()
+        model.zero_grad(set_to_none=True)
+        found[policy] = simulate(model, 1, 4096, device=CUDA).peak_bytes / peak
+    assert all(0.995 < ratio < 1.005 for ratio in found.values()), found
+
+
+def test_frozen_weights() -> None:
+    """Output and gradient are as near as e4m3 allows, and decoding runs in a graph."""
+    linear = torch.nn.Linear(4096, 6144, device="cuda", dtype=torch.bfloat16)
+    frozen = QuantizedLinear(linear, "float8")
+    x = normal(1000, 4096).requires_grad_()
+    grad = normal(1000, 6144, seed=1)
+    for ours, theirs in zip(*([y(x)] for y in (frozen, linear))):
+        assert (ours - theirs).norm() < 0.06 * theirs.norm()
+        one, other = (torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs))
+        assert (one - other).norm() < 0.07 * other.norm()
+    model = model_of().eval()
+    prompt = torch.randint(2048, (2, 33), device="cuda")
+    with torch.no_grad():
+        exact = model(prompt)
+        quantize(model, "float8", CUDA)
+        found = model(prompt)
+    assert (found - exact).norm() < 0.2 * exact.norm()
+    assert model.kernels()["decoding"].startswith("CUDA graph"), model.kernels()
+    tokens = model.generate(prompt, max_new_tokens=8)
+    with torch.no_grad():
+        logits = model.head.logits(model(tokens[:, :-1]))[:, 32:]
+    best = logits.topk(2).values
+    chosen = logits.gather(2, tokens[:, 33:, None])[..., 0]
+    assert (chosen >= best[..., 1] - 0.05).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"float8": "tensorwise"}, {"float8": "delayed"}, {"load_in": "float8", "lora_r": 4}],
+    ids=str,
+)
+def test_a_run(changes, tmp_path, monkeypatch) -> None:
+    """It learns, and a resumed run is the same."""
+    monkeypatch.setattr(sys.modules[float8.convert.__module__], "SMALL", 16)
+    base, text = make_checkpoint(tmp_path / "base"), make_text(tmp_path / "text.txt")
+    changes = {**changes, "device": "cuda", "save_steps": 3, "gradient_accumulation_steps": 2}
+    whole = run(base, text, tmp_path / "whole", **changes)
+    assert whole.perplexity_after < 0.97 * whole.perplexity_before
+    run(base, text, tmp_path / "killed", **changes)
+    forget(tmp_path / "killed", 6)
+    again = run(base, text, tmp_path / "killed", **changes, resume=True)
+    assert same(tensors(whole.model_dir), tensors(again.model_dir))
