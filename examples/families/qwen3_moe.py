@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from experts import Experts, balance_loss
 from torch import Tensor, nn
 
 import ligermodels as lm
+from ligermodels.layers import Experts, Router, load_balancing_loss
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ def weight_map(config: Qwen3MoeConfig) -> lm.WeightMap:
         each = [f"{hf}.experts.{i}" for i in range(count)]
         gate_up = [(f"{expert}.{p}_proj.weight", inner) for expert in each for p in ("gate", "up")]
         down = [(f"{expert}.down_proj.weight", hidden) for expert in each]
-        yield from lm.linear_entries(f"{name}.gate", hidden, (f"{hf}.gate", count))
+        yield from lm.linear_entries(f"{name}.router", hidden, (f"{hf}.gate", count))
         yield lm.packed_entry(f"{name}.gate_up_proj", (hidden,), *gate_up)
         yield lm.packed_entry(f"{name}.down_proj", (inner,), *down)
 
@@ -73,12 +73,10 @@ class LigerQwen3Moe(lm.LigerQwen3):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a block of Qwen3 with experts. It returns what its MLP returns."""
         config, block = self.config, super().make_block(layer_index)
-        block.mlp = Experts(
-            *(config.hidden_size, config.moe_intermediate_size),
-            *(config.num_experts, config.num_experts_per_tok),
-            normalize=config.norm_topk_prob,
-            activation=config.activation,
-        )
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        top_k = config.num_experts_per_tok
+        router = Router(hidden, config.num_experts, top_k, normalize=config.norm_topk_prob)
+        block.mlp = Experts(router, hidden, inner, config.activation)
         return block
 
     def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
@@ -86,5 +84,5 @@ class LigerQwen3Moe(lm.LigerQwen3):
         config = self.config
         if not config.output_router_logits:
             return None
-        loss = balance_loss(extras, config.num_experts_per_tok, attention_mask)
+        loss = load_balancing_loss(extras, config.num_experts_per_tok, attention_mask)
         return config.router_aux_loss_coef * loss

@@ -6,6 +6,7 @@ supported.
 
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.divergence import linear_divergence
+from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
@@ -17,11 +18,13 @@ from ligermodels.kernels.linear_cross_entropy.groups import linear_group_loss
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
+from ligermodels.kernels.routing import routing
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "expert_mlp",
     "geglu",
     "glu",
     "glu_linear",
@@ -35,6 +38,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "routing",
     "split_qkv",
     "swiglu",
 ]

@@ -24,6 +24,15 @@ class NormOptions(NamedTuple):
     casting_mode: str
 
 
+class Routing(NamedTuple):
+    """The options of `routing`, which explains each; eps is added to a sum of scores."""
+
+    score: str
+    normalize: bool
+    scale: float
+    eps: float
+
+
 def check_floating(op: str, name: str, x: Tensor) -> None:
     """Raise if x has integers or 8-bit floats, because no op supports them."""
     if x.dtype not in FLOATING:
@@ -150,6 +159,52 @@ def check_glu(op: str, gate_up: Tensor, activation: str) -> None:
             f"{op}: gate_up {tuple(gate_up.shape)} needs an even last dimension; expected "
             "(..., 2 * intermediate)"
         )
+    check_activation(op, activation)
+
+
+def check_expert_mlp(
+    op: str,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str,
+) -> None:
+    """Raise if the tensors of a mixture of experts do not fit each other."""
+    check_floating(op, "x", x)
+    check_floating(op, "weights", weights)
+    shapes = (
+        f"x {tuple(x.shape)}, gate_up_weight {tuple(gate_up.shape)} and down_weight "
+        f"{tuple(down.shape)}"
+    )
+    if down.dim() != 3 or x.shape[1:] != down.shape[1:2]:
+        raise ValueError(
+            f"{op}: {shapes} do not fit; expected (tokens, hidden), (experts, 2 * inner, hidden) "
+            "and (experts, hidden, inner)"
+        )
+    count, hidden, inner = down.shape
+    if gate_up.shape != (count, 2 * inner, hidden):
+        raise ValueError(
+            f"{op}: {shapes} do not fit; expected gate_up_weight {(count, 2 * inner, hidden)}"
+        )
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"{op}: x is {x.dtype}, gate_up_weight {gate_up.dtype} and down_weight {down.dtype}; "
+            "expected one dtype"
+        )
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: experts are {experts.dtype}; expected torch.int32 or torch.int64")
+    if weights.dim() != 2 or weights.shape != experts.shape or len(weights) != len(x):
+        raise ValueError(
+            f"{op}: weights {tuple(weights.shape)} and experts {tuple(experts.shape)} do not fit x "
+            f"{tuple(x.shape)}; expected ({len(x)}, top_k) for both"
+        )
+    check_activation(op, activation)
+
+
+def check_activation(op: str, activation: str) -> None:
+    """Raise if no gated MLP has this activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"{op}: activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}"

@@ -22,6 +22,7 @@ class Launch(NamedTuple):
     pieces: int = 1  # how many times `block` elements a program reads at once
     prefetch: bool = False  # whether the backward of a norm loads 16-bit rows one tile ahead
     reload: bool = False  # whether it reads a row twice instead of keeping it in registers
+    depth: int = 1  # elements of the summed dimension that a product reads at once
 
 
 # (largest row length, launch config): the first entry that fits is used; None is any length.

@@ -5,6 +5,7 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import ScaledEmbedding
+from ligermodels.layers.experts import Experts, Router, load_balancing_loss, router_z_loss
 from ligermodels.layers.fusion import PreNormed, pre_norm
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionMask",
     "CrossAttention",
     "DecoderBlock",
+    "Experts",
     "GatedMLP",
     "HeadOutput",
     "KVCache",
@@ -26,7 +28,10 @@ __all__ = [
     "PreNormed",
     "RMSNorm",
     "RotaryEmbedding",
+    "Router",
     "SandwichBlock",
     "ScaledEmbedding",
+    "load_balancing_loss",
     "pre_norm",
+    "router_z_loss",
 ]

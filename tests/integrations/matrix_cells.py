@@ -354,8 +354,8 @@ CELLS = [
             trl(f"{name}Trainer", {"prompt": PROMPTS}, ONLINE, ONLINE_KEYS, **REWARDED),
             bound,
         )
-        # The terms of RLOO's loss have size 1 and cancel, here to 0.05. Its ratio is that of a whole
-        # completion, whose log-probability sums the rounding of six tokens.
+        # The terms of RLOO's loss have size 1 and cancel, here to 0.05. Its ratio is that of a
+        # whole completion, whose log-probability sums the rounding of six tokens.
         for name, bound in {"GRPO": 1e-5, "RLOO": 5e-5}.items()
     ),
     Cell("TRL", "distillation", "losses", distillation),

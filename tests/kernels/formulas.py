@@ -226,3 +226,37 @@ def linear_divergence(
         return each if reduction == "none" else each.sum()
     count = each.numel() if mask is None else int(mask.sum())
     return each.sum() / (given("normalizer") or max(count, 1))
+
+
+def routing(
+    logits: Tensor,
+    top_k: int,
+    score: str = "softmax",
+    normalize: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    wide = widened(logits)
+    scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
+    choice = scores if bias is None else scores + bias
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(-1, experts)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale, experts.to(torch.int32)
+
+
+def expert_mlp(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    out = torch.zeros((), dtype=weights.dtype, device=x.device)
+    for expert, (up, down) in enumerate(zip(gate_up_weight, down_weight)):
+        weight = (weights * (experts == expert)).sum(-1, keepdim=True)
+        y = glu(x @ up.T, activation) @ down.T
+        out = out + weight * y
+    return out.to(y.dtype)

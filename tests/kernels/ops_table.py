@@ -192,6 +192,36 @@ def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> I
     }
 
 
+def routing(leading: tuple[int, ...], experts: int, biased: bool = False, **options: Any) -> Inputs:
+    rows = torch.Size(leading).numel()
+    bias = {"bias": random(experts, seed=16, scale=0.3)} if biased else {}
+    logits = random(rows, experts, seed=15, scale=2.0)
+    return {"logits": logits, "top_k": min(experts, 3), **bias, **options}
+
+
+def expert_mlp(
+    leading: tuple[int, ...],
+    width: int,
+    hidden: int = 24,
+    experts: int = 5,
+    top_k: int = 2,
+    **options: Any,
+) -> Inputs:
+    """Make inputs of which the first expert has no token, and the last ones have most."""
+    rows = torch.Size(leading).numel()
+    scores = random(rows, experts, seed=17)
+    scores = scores + torch.linspace(0, 2, experts, device=scores.device)
+    scores[:, 0] = -9
+    return {
+        "x": random(rows, hidden, seed=18),
+        "gate_up_weight": random(experts, 2 * width, hidden, seed=19, scale=hidden**-0.5),
+        "down_weight": random(experts, hidden, width, seed=21, scale=width**-0.5),
+        "weights": scores.softmax(-1).topk(top_k).values,
+        "experts": scores.topk(top_k).indices.int(),
+        **options,
+    }
+
+
 def each(name: str, *values: int) -> tuple[Inputs, ...]:
     """Return one size for each value of the named argument."""
     return tuple({name: value} for value in values)
@@ -367,6 +397,34 @@ CASES = {
         {"of each token": {"reduction": "none", "masked": True, "softcap": 4.0}},
         constant=TEACHER,
         flags=DIVERGENCE_FLAGS,
+    ),
+    **cases(
+        "routing",
+        routing,
+        each("experts", 8, 64, 128, 256, 512),
+        {
+            "normalized": {"normalize": True, "scale": 2.5},
+            "of sigmoids": {"score": "sigmoid", "normalize": True, "biased": True},
+        },
+        constant=("bias",),
+        flags=({"normalize": True}, {"score": "sigmoid", "normalize": True, "biased": True}),
+    ),
+    **cases(
+        "expert_mlp",
+        expert_mlp,
+        tuple(
+            # Some are odd: those do not fit torch's grouped products.
+            {"width": width, "hidden": hidden, "experts": experts, "top_k": top_k}
+            for width, hidden, experts, top_k in (
+                (64, 64, 8, 2),
+                (96, 60, 32, 4),
+                (192, 60, 256, 8),
+                (60, 32, 512, 8),
+                (2048, 60, 8, 2),
+                (60, 128, 128, 8),
+            )
+        ),
+        {"with gelu_tanh": {"activation": "gelu_tanh"}},
     ),
 }
 FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()

@@ -75,8 +75,8 @@ CROSS_ENTROPY_SPILL = 16
 # Sixteen strides of unknown divisibility need more scalar registers than exist. They spill to
 # vector registers, not to memory.
 AMD_SCALAR_SPILL = 12
-# So do the masks of several queries, each of which sees other keys.
-AMD_MASK_SPILL = 16
+# So do the masks of several queries, each of which sees other keys, on AMD and on sm_100.
+MASK_SPILL = 16
 # LayerNorm of rows of 33 to 64 elements, which no model has. The compiler keeps values needlessly.
 AMD_SHORT_ROW_SPILL = 64
 
@@ -87,13 +87,15 @@ def allowed_amd_spill(launch: Recorded) -> int:
     if name == "qk_norm_rope_backward_kernel" and not launch.attributes:
         return AMD_SCALAR_SPILL
     if name == "decode_attention_kernel" and launch.constants["QUERIES"] > 1:
-        return AMD_MASK_SPILL
+        return MASK_SPILL
     short = name == "layer_norm_forward_kernel" and launch.constants["BLOCK"] == 64
     return AMD_SHORT_ROW_SPILL if short else 0
 
 
 def allowed_spill(launch: Recorded) -> int:
     """Return how many bytes a thread may spill on NVIDIA."""
+    if launch.kernel.__name__ == "decode_attention_kernel" and launch.constants["QUERIES"] > 1:
+        return MASK_SPILL
     if launch.kernel.__name__ == "cross_entropy_kernel":
         given = ("log_prob_ptr" in launch.pointers, "class_weights_ptr" in launch.pointers)
         options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])

@@ -1,0 +1,101 @@
+"""The MLPs of a mixture of experts: grouped products, and the sum over each token's experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.checks import check_expert_mlp
+from ligermodels.kernels.dispatch import apply, autocast_dtype, refuse_double_backward, select
+
+_OP = "expert_mlp"
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        activation: str,
+    ) -> Tensor:
+        ops = ctx.ops = select(_OP, x)
+        order, place, starts = select("routing", x).sort_by_expert(experts, len(down_weight))
+        rows = x[order // experts.shape[1]]
+        gate_up = ops.expert_linear(rows, gate_up_weight.mT, starts)
+        del rows
+        made = select("glu", x).glu_forward(gate_up, activation)
+        y = ops.expert_linear(made, down_weight.mT, starts)
+        ctx.save_for_backward(
+            x, gate_up_weight, down_weight, weights, gate_up, order, place, starts
+        )
+        ctx.activation = activation
+        return ops.expert_sum(y, place, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(_OP)
+        x, gate_up_weight, down_weight, weights, gate_up, order, place, starts = ctx.saved_tensors
+        needs_x, needs_gate_up, needs_down, needs_weights = ctx.needs_input_grad[:4]
+        ops, token = ctx.ops, order // weights.shape[1]
+        # Nobody else has gate_up, but the next backward needs it if the graph is retained.
+        overwrite = (
+            not torch.compiler.is_compiling()
+            and not torch._C._autograd._get_current_graph_task_keep_graph()
+        )
+        grads: list[Tensor | None] = [None] * 6
+        grad_rows = grad_output[token]
+        grad_made = ops.expert_linear(grad_rows, down_weight, starts)
+        grad_gate_up, made, grad_weights = ops.expert_glu_backward(
+            gate_up.detach(), grad_made, weights, order, ctx.activation, overwrite
+        )
+        del gate_up, grad_made
+        if needs_weights:
+            grads[3] = grad_weights[place]
+        if needs_down:
+            grads[2] = ops.expert_linear_weight_gradient(grad_rows, made, starts)
+        del grad_rows, made
+        if needs_gate_up:
+            grads[1] = ops.expert_linear_weight_gradient(grad_gate_up, x[token], starts)
+        if needs_x:
+            rows = ops.expert_linear(grad_gate_up, gate_up_weight, starts)
+            grads[0] = ops.expert_sum(rows, place, None)
+        return tuple(grads)
+
+
+def expert_mlp(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """Return each token's weighted sum of the gated MLPs of its experts.
+
+    Backward keeps x, gate and up of each pair of a token and an expert, and the order of the pairs:
+    as much as a dense MLP with as many active parameters. Every sum has a fixed order. No tensor is
+    as large as tokens times experts, and the host waits for nothing.
+
+    Args:
+        x: (tokens, hidden).
+        gate_up_weight: (experts, 2 * inner, hidden), the gate's rows first, in x's dtype. Under
+            autocast, all three are cast.
+        down_weight: (experts, hidden, inner).
+        weights: (tokens, top_k) floating point, the weight of each chosen expert.
+        experts: (tokens, top_k) int32 or int64, each token's experts. Those of `routing` differ;
+            one that is named twice counts twice.
+        activation: of the gate: "silu", "gelu_tanh" or "gelu".
+    Returns: (tokens, hidden) in x's dtype. The products are rounded once each, and their sum once.
+    Raises: ValueError if the shapes, dtypes or the activation are wrong.
+    Source: arXiv:2101.03961, with the gated MLP of arXiv:2002.05202.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, gate_up_weight, down_weight = (t.to(dtype) for t in (x, gate_up_weight, down_weight))
+    check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation)
+    experts = experts.to(torch.int32)
+    return apply(_ExpertMLP, x, gate_up_weight, down_weight, weights, experts, activation)

@@ -1,0 +1,301 @@
+"""Linears of each row's expert, the backward of their activation, and sums over a token's rows.
+
+The grid of a linear is for the worst case, in which each expert has a part of a tile of rows. A
+program finds its expert from the first rows of all experts, which stay on the device.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import real_device
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.triton.glu import _gradients
+
+# A tile has `rows` rows and `block` columns, and reads `depth` elements of the summed dimension at
+# once. The tables of LINEAR are by the bytes of an element.
+LINEAR = Launches(
+    nvidia=((2, Launch(128, 8, 3, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=32))),
+    amd=((2, Launch(64, 4, rows=128, depth=32)), (None, Launch(32, 4, rows=64, depth=16))),
+)
+GLU_BACKWARD = Launches(
+    nvidia=((1024, Launch(0, 4)), (None, Launch(1024, 4))),
+    amd=((1024, Launch(0, 2)), (None, Launch(1024, 2))),
+)
+SUM = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
+
+
+@triton.jit
+def _tile_of_expert(starts_ptr, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Return the expert of a tile of rows (at least `experts` if none), its first row and end."""
+    expert = tl.arange(0, EXPERTS)
+    first = tl.load(starts_ptr + expert, mask=expert < experts, other=0)
+    end = tl.load(starts_ptr + expert + 1, mask=expert < experts, other=0)
+    tiles = tl.cdiv(end - first, ROWS)
+    upto = tl.cumsum(tiles, 0)
+    found = tl.sum((upto <= tile).to(tl.int32), 0)
+    mine = expert == found
+    row = tl.sum(tl.where(mine, first + (tile - upto + tiles).to(tl.int64) * ROWS, 0), 0)
+    return found, row, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def expert_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    starts_ptr,
+    out_ptr,
+    experts,
+    width,
+    depth,
+    weight_expert,
+    weight_depth,
+    weight_column,
+    EVEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program handles a tile of an expert's rows and a block of columns."""
+    blocks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    expert, first, end = _tile_of_expert(starts_ptr, program // blocks, experts, ROWS, EXPERTS)
+    if expert < experts:
+        row = first + tl.arange(0, ROWS)
+        column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        # Rows and columns outside read some inside, which is faster than a mask.
+        a_row = tl.minimum(row, end - 1).to(tl.int64) * depth
+        b_column = (column % width).to(tl.int64) * weight_column
+        b_ptr = weight_ptr + expert.to(tl.int64) * weight_expert
+        out = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, depth, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            a_at = x_ptr + a_row[:, None] + at[None, :]
+            b_at = b_ptr + b_column[None, :] + at[:, None] * weight_depth
+            if EVEN:
+                a, b = tl.load(a_at), tl.load(b_at)
+            else:
+                a = tl.load(a_at, mask=at[None, :] < depth, other=0.0)
+                b = tl.load(b_at, mask=at[:, None] < depth, other=0.0)
+            out = tl.dot(a, b, out, input_precision="ieee")
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expert_linear_weight_gradient_kernel(
+    left_ptr,
+    right_ptr,
+    starts_ptr,
+    out_ptr,
+    height,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program handles a tile of one expert's gradient, and loops over the expert's rows."""
+    blocks = tl.cdiv(width, BLOCK)
+    tiles = tl.cdiv(height, ROWS).to(tl.int64) * blocks
+    program = tl.program_id(0)
+    expert, tile = program // tiles, program % tiles
+    row = tile // blocks * ROWS + tl.arange(0, ROWS)
+    column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    out = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(start, end, DEPTH):
+        at = first + tl.arange(0, DEPTH)
+        # A row of another expert may hold an infinity, which a zero of the left would make NaN.
+        left_at = at.to(tl.int64)[:, None] * height + (row % height)[None, :]
+        left = tl.load(left_ptr + left_at, mask=(at < end)[:, None], other=0.0)
+        right_at = at.to(tl.int64)[:, None] * width + (column % width)[None, :]
+        right = tl.load(right_ptr + right_at, mask=(at < end)[:, None], other=0.0)
+        out = tl.dot(tl.trans(left), right, out, input_precision="ieee")
+    at = (expert.to(tl.int64) * height + row[:, None]) * width + column[None, :]
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expert_glu_backward_kernel(
+    gate_up_ptr,
+    grad_ptr,
+    weights_ptr,
+    order_ptr,
+    grad_gate_up_ptr,
+    out_ptr,
+    grad_weights_ptr,
+    inner,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles one row, a block after the other, so that its sum has a fixed order."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights_ptr + tl.load(order_ptr + row)).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, inner, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = column < inner
+        at = row * 2 * inner + column
+        gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + at + inner, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * inner + column, mask=mask, other=0.0).to(tl.float32)
+        grad_gate, grad_up, out = _gradients(gate, up, grad * weight, ACTIVATION)
+        tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), mask=mask)
+        tl.store(grad_gate_up_ptr + at + inner, grad_up.to(dtype), mask=mask)
+        out = out.to(dtype).to(tl.float32)  # as forward rounded it
+        tl.store(out_ptr + row * inner + column, (out * weight).to(dtype), mask=mask)
+        total += grad * out
+    grad_weight = tl.sum(total, 0).to(grad_weights_ptr.dtype.element_ty)
+    tl.store(grad_weights_ptr + row, grad_weight)
+
+
+@triton.jit
+def expert_sum_kernel(
+    y_ptr, place_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Each program handles a block of one token's row. weights may be None."""
+    blocks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    token = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(place_ptr + token * TOP_K + k).to(tl.int64)
+        each = tl.load(y_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            each *= tl.load(weights_ptr + token * TOP_K + k).to(tl.float32)
+        total += each
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * width + column, out, mask=column < width)
+
+
+def _torch_is_faster(x: Tensor, *widths: int) -> bool:
+    """Return whether torch's grouped products serve rows like x and these widths, and are faster.
+
+    On an H100 they reach 460 to 720 TFLOP/s with bf16, 1.05 to 1.7 times as much as the kernels
+    here. They need rows of whole 16 bytes. Before Hopper, they wait for the host.
+    """
+    if x.dtype != torch.bfloat16 or torch.version.hip or any(width % 8 for width in widths):
+        return False
+    if not torch.cuda.is_available():  # the GPU is simulated
+        return True
+    return torch.cuda.get_device_properties(real_device(x.device)).major in (9, 10)
+
+
+def _options(setting: Launch) -> dict[str, int]:
+    """Return the options of a product's tile and its launch."""
+    return {
+        "ROWS": setting.rows,
+        "BLOCK": setting.block,
+        "DEPTH": setting.depth,
+        "num_warps": setting.num_warps,
+        "num_stages": setting.num_stages,
+    }
+
+
+def _tiles(rows: int, experts: int, width: int, setting: Launch) -> tuple[int]:
+    """Return the grid: the most tiles that the rows of the experts can have, times the blocks."""
+    most = cdiv(rows - min(rows, experts), setting.rows) + min(rows, experts)
+    return (most * cdiv(width, setting.block),)
+
+
+def _padded(experts: int) -> int:
+    return 1 << (experts - 1).bit_length()
+
+
+def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """Launch the product for `reference.expert_linear`."""
+    x = x.contiguous()
+    (rows, depth), (experts, _, width) = x.shape, weight.shape
+    if rows and _torch_is_faster(x, depth, width):
+        return F.grouped_mm(x, weight, offs=starts[1:])
+    out = x.new_empty(rows, width)
+    if rows:
+        setting = launch(LINEAR, x.element_size())
+        expert_linear_kernel[_tiles(rows, experts, width, setting)](
+            x,
+            weight,
+            starts,
+            out,
+            experts,
+            width,
+            depth,
+            *weight.stride(),
+            EVEN=depth % setting.depth == 0,
+            EXPERTS=_padded(experts),
+            **_options(setting),
+        )
+    return out
+
+
+def expert_sum(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    """Launch the kernel for `reference.expert_sum`."""
+    (tokens, top_k), width = place.shape, y.shape[1]
+    out = y.new_empty(tokens, width)
+    if tokens:
+        setting = launch(SUM, width)
+        expert_sum_kernel[(tokens * cdiv(width, setting.block),)](
+            y,
+            place,
+            weights if weights is None else weights.contiguous(),
+            out,
+            width,
+            TOP_K=top_k,
+            BLOCK=setting.block,
+            num_warps=setting.num_warps,
+            num_stages=setting.num_stages,
+        )
+    return out
+
+
+def expert_linear_weight_gradient(left: Tensor, right: Tensor, starts: Tensor) -> Tensor:
+    """Launch the product for `reference.expert_linear_weight_gradient`."""
+    left, right = left.contiguous(), right.contiguous()
+    experts, height, width = len(starts) - 1, left.shape[1], right.shape[1]
+    if len(left) and _torch_is_faster(left, height, width):
+        return F.grouped_mm(left.mT, right, offs=starts[1:])
+    out = left.new_empty(experts, height, width)
+    setting = launch(LINEAR, left.element_size())
+    tiles = cdiv(height, setting.rows) * cdiv(width, setting.block)
+    expert_linear_weight_gradient_kernel[(experts * tiles,)](
+        left, right, starts, out, height, width, **_options(setting)
+    )
+    return out
+
+
+def expert_glu_backward(
+    gate_up: Tensor,
+    grad_output: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    activation: str,
+    overwrite: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel for `reference.expert_glu_backward`."""
+    rows, inner = grad_output.shape
+    grad_gate_up = gate_up if overwrite else torch.empty_like(gate_up)
+    out = grad_output if overwrite else torch.empty_like(grad_output)
+    grad_weights = weights.new_empty(rows)
+    if rows:
+        setting = launch(GLU_BACKWARD, inner)
+        expert_glu_backward_kernel[(rows,)](
+            gate_up,
+            grad_output,
+            weights.contiguous(),
+            order,
+            grad_gate_up,
+            out,
+            grad_weights,
+            inner,
+            ACTIVATION=activation,
+            BLOCK=setting.block,
+            num_warps=setting.num_warps,
+            num_stages=setting.num_stages,
+        )
+    return grad_gate_up, out, grad_weights
