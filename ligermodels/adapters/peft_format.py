@@ -31,12 +31,12 @@ from ligermodels.adapters.adapter_config import (
     targets,
 )
 from ligermodels.adapters.lora import RowRange
-from ligermodels.converters.checkpoint_files import (
+from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_PICKLE_NAME,
     ADAPTER_WEIGHTS_NAME,
+    read_json,
 )
-from ligermodels.converters.files import read_json
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import CheckpointError, listing, short_repr

@@ -8,13 +8,13 @@ from typing import Any
 
 from ligermodels.adapters import peft_format
 from ligermodels.converters import hub
-from ligermodels.converters.checkpoint_files import (
+from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     copied_files,
     is_adapter,
+    read_json_if_present,
 )
-from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.models.base import DecoderModel

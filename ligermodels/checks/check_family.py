@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.converters import hf_config, hf_rope
-from ligermodels.converters.checkpoint_files import CONFIG_NAME
+from ligermodels.converters.files import CONFIG_NAME
 from ligermodels.converters.verify import compare
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.layers.recompute import POLICIES

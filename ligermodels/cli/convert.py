@@ -50,7 +50,7 @@ def run(given: Arguments) -> None:
     """Load, write and compare, as the options ask."""
     from pathlib import Path
 
-    from ligermodels.converters.checkpoint_files import CONFIG_NAME, files_left_out, is_adapter
+    from ligermodels.converters.files import CONFIG_NAME, files_left_out, is_adapter
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.save_dir import read_one_version
     from ligermodels.converters.verify import compare, verify

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.converters.checkpoint_files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
+from ligermodels.converters.files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
 from ligermodels.converters.safetensors_file import (
     DTYPES,
     SafetensorsFile,

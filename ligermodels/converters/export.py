@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ligermodels.converters.checkpoint import is_finite
-from ligermodels.converters.checkpoint_files import (
+from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     ADDED_WEIGHTS,
@@ -27,8 +27,11 @@ from ligermodels.converters.checkpoint_files import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SHARD_NAME,
+    read_json,
+    sync_file,
+    sync_folder,
+    write_json,
 )
-from ligermodels.converters.files import read_json, sync_file, sync_folder, write_json
 from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
 from ligermodels.converters.save_dir import check_replaceable, replace_dir
 from ligermodels.converters.weight_map import Entry, Span, WeightMap

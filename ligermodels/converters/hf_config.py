@@ -18,8 +18,15 @@ from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 from typing_extensions import Self
 
 from ligermodels.converters import hf_rope
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, FLOAT_DTYPES, is_adapter
-from ligermodels.converters.files import is_int, is_number, is_token_id, read_json_if_present
+from ligermodels.converters.files import (
+    CONFIG_NAME,
+    FLOAT_DTYPES,
+    is_adapter,
+    is_int,
+    is_number,
+    is_token_id,
+    read_json_if_present,
+)
 from ligermodels.errors import CheckpointError, ConfigError, short_repr
 
 # Keys that change the computation, and the values of each that do not change it. A family that

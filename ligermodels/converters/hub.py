@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 
 from typing_extensions import Unpack
 
-from ligermodels.converters.checkpoint_files import (
+from ligermodels.converters.files import (
     ADDED_WEIGHTS,
     CHAT_TEMPLATE_DIR,
     CHAT_TEMPLATE_FILE,
@@ -27,9 +27,10 @@ from ligermodels.converters.checkpoint_files import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     local_weight_files,
+    open_if_present,
+    read_json,
     weight_files,
 )
-from ligermodels.converters.files import open_if_present, read_json
 from ligermodels.converters.save_dir import recover_dir
 from ligermodels.errors import (
     CheckpointError,

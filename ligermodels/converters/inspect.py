@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files
+from ligermodels.converters.files import CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import read_config, unknown_keys
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Family

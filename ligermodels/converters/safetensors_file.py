@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ligermodels.converters.checkpoint_files import FLOAT_DTYPES
-from ligermodels.converters.files import OpenFile, parse_json
+from ligermodels.converters.files import FLOAT_DTYPES, OpenFile, parse_json
 from ligermodels.errors import CheckpointError, short_repr
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}

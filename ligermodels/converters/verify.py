@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
-from ligermodels.converters.checkpoint_files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
 from ligermodels.converters.export import save
+from ligermodels.converters.files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import read_config, text_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.converters.weight_map import Family

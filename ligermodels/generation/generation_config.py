@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME
-from ligermodels.converters.files import is_token_id
+from ligermodels.converters.files import GENERATION_CONFIG_NAME, is_token_id
 from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.generation.models import LanguageModel, TextConfig
 from ligermodels.generation.sampling import Sampling

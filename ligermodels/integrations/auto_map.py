@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from ligermodels.converters.checkpoint_files import CONFIG_NAME
-from ligermodels.converters.files import read_json, write_json
+from ligermodels.converters.files import CONFIG_NAME, read_json, write_json
 from ligermodels.converters.hf_config import AUTO_CLASS, SHELL_FILE
 from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import family_named

@@ -16,5 +16,5 @@ from ligermodels.losses.reward import bradley_terry_loss as bradley_terry_loss
 from ligermodels.losses.reward import token_reward_loss as token_reward_loss
 from ligermodels.losses.terms import LossOutput as LossOutput
 from ligermodels.losses.terms import Mean as Mean
+from ligermodels.losses.terms import sft_loss as sft_loss
 from ligermodels.losses.terms import token_metrics as token_metrics
-from ligermodels.losses.weighting import sft_loss as sft_loss

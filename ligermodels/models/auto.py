@@ -16,11 +16,11 @@ from typing_extensions import Unpack
 from ligermodels import models
 from ligermodels.converters import hf_config, hub
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import (
+from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
     is_adapter,
+    read_json_if_present,
 )
-from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.load_pretrained import LoadReport, Source, load_into
 from ligermodels.converters.save_dir import read_one_version

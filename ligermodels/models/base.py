@@ -25,11 +25,10 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
-from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.layers.attention_mask import AttentionMask, RowShard
 from ligermodels.layers.kv_cache import DecodeStep, KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
-from ligermodels.layers.row_shard import RowShard
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_model import HFModel
 from ligermodels.models.inputs import (

@@ -11,13 +11,13 @@ from ligermodels.kernels.checks import check_token_ids
 from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers.attention_mask import (
     AttentionMask,
+    RowShard,
     check_cu_seqlens,
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.layers.row_shard import RowShard
 
 # The names that transformers' collators give to the documents of a flattened batch. All of them say
 # the same, and seq_idx is the number of each token's document.

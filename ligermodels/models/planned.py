@@ -12,8 +12,7 @@ from ligermodels.kernels.dispatch import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
 from ligermodels.layers.recompute import set_policy
 from ligermodels.memory.fit import Planner
-from ligermodels.memory.host_memory import Copies
-from ligermodels.memory.offload import Offloader
+from ligermodels.memory.offload import Copies, Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 
 

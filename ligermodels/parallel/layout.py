@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.errors import SaveError
+from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.layers.row_shard import RowShard
 from ligermodels.parallel.ranks import gathered, led_by_rank_0
 
 if TYPE_CHECKING:

@@ -4,8 +4,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.converters.checkpoint_files import GENERATION_CONFIG_NAME, copied_files
-from ligermodels.converters.files import is_token_id, parse_json
+from ligermodels.converters.files import (
+    GENERATION_CONFIG_NAME,
+    copied_files,
+    is_token_id,
+    parse_json,
+)
 from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.text.batch import SIDES
 

@@ -36,8 +36,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ligermodels.converters.checkpoint_files import copied_files
-from ligermodels.converters.files import open_regular, unique_keys
+from ligermodels.converters.files import copied_files, open_regular, unique_keys
 from ligermodels.errors import DataError, first_line, short_repr
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.run_dir import file_hash, fingerprint

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
 from ligermodels.adapters.quantized import FLOAT8
-from ligermodels.converters.checkpoint_files import CONFIG_NAME, copied_files, is_adapter
+from ligermodels.converters.files import CONFIG_NAME, copied_files, is_adapter
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError
 from ligermodels.heads.medusa import MedusaHeads

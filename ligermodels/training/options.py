@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from typing_extensions import Self
 
-from ligermodels.converters.checkpoint_files import dtype_name
+from ligermodels.converters.files import dtype_name
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.memory.byte_sizes import parse_bytes
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from ligermodels.converters import export, save_dir
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import copied_files
+from ligermodels.converters.files import copied_files
 from ligermodels.converters.hf_config import fields_from_hf, to_hf
 from ligermodels.models.llama import LigerLlama, LlamaConfig
 

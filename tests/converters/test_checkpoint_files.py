@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from ligermodels.converters.checkpoint_files import copied_files, local_weight_files, weight_files
+from ligermodels.converters.files import copied_files, local_weight_files, weight_files
 from ligermodels.errors import CheckpointError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ligermodels.converters import save_dir
-from ligermodels.converters.checkpoint_files import copied_files
+from ligermodels.converters.files import copied_files
 from ligermodels.errors import SaveError
 from tests import system_calls
 

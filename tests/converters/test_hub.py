@@ -24,7 +24,7 @@ from ligermodels import (
     load_pretrained,
 )
 from ligermodels.converters import hub as hub_module
-from ligermodels.converters.checkpoint_files import ADDED_WEIGHTS
+from ligermodels.converters.files import ADDED_WEIGHTS
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, LigerError
 from tests.converters.loopback_hub import COMMIT, REPO, File, loopback_hub

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES
-from ligermodels.memory import host_memory
+from ligermodels.memory import offload
 from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.offload import Offloader
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
@@ -96,7 +96,7 @@ def test_gradients_are_bitwise_equal(
 
 def delay(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     """Make the copies of one direction wait for about 5 ms each."""
-    pairs = host_memory.pairs
+    pairs = offload.pairs
 
     def delayed(tensor: Tensor, parts: Any) -> Any:
         copies_to_host = torch.cuda.current_stream() in outward
@@ -105,14 +105,14 @@ def delay(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
         return pairs(tensor, parts)
 
     outward: list[torch.cuda.Stream] = []
-    make = host_memory.CudaCopies.__init__
+    make = offload.CudaCopies.__init__
 
     def made(copies: Any, device: torch.device) -> None:
         make(copies, device)
         outward.append(copies._outward)
 
-    monkeypatch.setattr(host_memory.CudaCopies, "__init__", made)
-    monkeypatch.setattr(host_memory, "pairs", delayed)
+    monkeypatch.setattr(offload.CudaCopies, "__init__", made)
+    monkeypatch.setattr(offload, "pairs", delayed)
 
 
 def test_memory_is_released(model: DecoderModel) -> None:
@@ -187,6 +187,6 @@ def test_compiled_layers(model: DecoderModel) -> None:
 
 
 def test_too_much_pinned_memory_is_refused() -> None:
-    copies = host_memory.CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    copies = offload.CudaCopies(torch.device("cuda", torch.cuda.current_device()))
     with pytest.raises(ConfigError, match="bytes of host memory cannot be pinned"):
         copies.slab(2**46)

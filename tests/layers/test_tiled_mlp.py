@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ligermodels.adapters import LoraLinear
 from ligermodels.layers import GatedMLP, RMSNorm
 from ligermodels.layers.fusion import PendingNorm
-from ligermodels.layers.tiled_mlp import tiled
+from ligermodels.layers.mlp import tiled
 from tests.kernels.scratch import peak_scratch
 from tests.layers.saved import SavedBytes
 from tests.models.pairs import relative

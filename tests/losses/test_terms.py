@@ -16,7 +16,7 @@ from ligermodels import losses
 from ligermodels.losses import kto, policy, preference
 from ligermodels.losses.distillation import hidden_cosine
 from ligermodels.losses.reference_free import CPO_LOSS_TYPES
-from ligermodels.losses.weighting import SFT_LOSS_TYPES
+from ligermodels.losses.terms import SFT_LOSS_TYPES
 
 Loss = Callable[..., Tensor | losses.LossOutput]
 MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 1, 0]]).bool()

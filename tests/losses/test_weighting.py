@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ligermodels.losses.weighting import sft_loss
+from ligermodels.losses.terms import sft_loss
 from tests.losses import trl_own
 from tests.losses.batches import (
     assert_refused,

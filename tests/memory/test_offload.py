@@ -17,8 +17,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory import offload
 from ligermodels.memory.byte_sizes import MIB
-from ligermodels.memory.host_memory import Copies, HostBlock, PinnedPool, pairs
-from ligermodels.memory.offload import Offloader
+from ligermodels.memory.offload import Copies, HostBlock, Offloader, PinnedPool, pairs
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN

@@ -15,6 +15,7 @@ from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.memory.planner import (
     Budget,
+    Choices,
     Space,
     find_plan,
     largest,
@@ -22,7 +23,6 @@ from ligermodels.memory.planner import (
 )
 from ligermodels.memory.rates import Rates, Work
 from ligermodels.memory.simulate import Simulation
-from ligermodels.memory.timeline import Choices
 from ligermodels.memory.tracker import Phase
 
 RATES = Rates(products=1.0, attention=1.0, memory=1.0, host_bytes=1.0, source="a test")

@@ -10,7 +10,7 @@ import pytest
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.offload import HOLD
 from ligermodels.memory.plan import LayerPlan
-from ligermodels.memory.timeline import Choices, layer_seconds
+from ligermodels.memory.planner import Choices, layer_seconds
 
 
 def seconds(copies: list[float], forward: float = 1.0, backward: float = 2.0) -> float:

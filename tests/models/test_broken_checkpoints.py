@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, CheckpointError, ConfigError, LigerLlama, LlamaConfig
 from ligermodels.converters.checkpoint import Checkpoint
-from ligermodels.converters.checkpoint_files import COPIED_FILES
+from ligermodels.converters.files import COPIED_FILES
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"

@@ -11,7 +11,7 @@ from torch import nn
 
 from ligermodels import ConfigError, MemoryPlan
 from ligermodels.memory import offload
-from ligermodels.memory.host_memory import Copies
+from ligermodels.memory.offload import Copies
 from tests.models.pairs import tiny_model, tiny_pair, tokens
 
 

@@ -5,8 +5,8 @@ import jinja2.ext
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from ligermodels.text import sandbox
-from ligermodels.text.sandbox import MAX_SOURCE, render
+from ligermodels.text import chat_template
+from ligermodels.text.chat_template import MAX_SOURCE, render
 
 TALK = [
     {"role": "system", "content": "be kind"},
@@ -64,7 +64,7 @@ def test_rendering_equals_jinja2(template):
     ],
 )
 def test_bombs_are_refused(template, monkeypatch):
-    monkeypatch.setattr(sandbox, "_MAX_TURNS", 100_000)  # to take less time
+    monkeypatch.setattr(chat_template, "_MAX_TURNS", 100_000)  # to take less time
     with pytest.raises(SecurityError):
         render(template, {"messages": TALK})
 
