@@ -224,15 +224,15 @@ def draw(out: Path, path: Path) -> None:
         run = json.loads(file.read_text())
         curve = np.convolve(run["losses"], np.ones(20) / 20, "valid")
         curves.setdefault(run["arm"], []).append(curve)
-    for arm, found in curves.items():
-        length = min(map(len, found))
+    for number, (arm, found) in enumerate(curves.items()):
+        length, colour = min(map(len, found)), f"C{number}"
         mean = np.mean([curve[:length] for curve in found], axis=0)
-        left.plot(mean, label=f"{arm} ({len(found)})")
+        left.plot(mean, color=colour, label=f"{arm} ({len(found)})")
         if arm != BF16 and BF16 in curves:
             pairs = [a[:length] - b[:length] for a, b in zip(found, curves[BF16])]
-            right.plot(np.mean(pairs, axis=0), label=arm)
+            right.plot(np.mean(pairs, axis=0), color=colour)
     left.set(xlabel="step", ylabel="training loss, mean of 20 steps")
-    right.set(xlabel="step", ylabel="difference from bf16", ylim=(-0.05, 0.1))
+    right.set(xlabel="step", ylabel="difference from bf16", ylim=(-0.04, 0.04))
     left.legend()
     right.axhline(0, color="black", linewidth=0.5)
     figure.savefig(path, dpi=120)

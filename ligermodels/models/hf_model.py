@@ -271,9 +271,8 @@ class HFModel(nn.Module):
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
                 into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
             float8: whether to write the weights of the linears that compute in float8 in e4m3, with
-                a scale for each 128 x 128 of them: transformers' `FineGrainedFP8Config`, which
-                vLLM reads, too. A weight with other sizes stays as it is. `from_hf` here does not
-                read such a checkpoint.
+                a scale for each 128 x 128 of them: transformers' `FineGrainedFP8Config`. A weight
+                with other sizes stays as it is. `from_hf` here does not read such a checkpoint.
         Raises:
             ConfigError: max_shard_size is not a number of bytes, the weight map is wrong, or
                 float8 is asked for and no linear computes in it.

@@ -30,6 +30,18 @@ def test_small_models_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     float8_convergence.main()
 
 
+def test_the_table_of_the_docs_is_that_of_the_committed_runs() -> None:
+    page = (float8_convergence.DOCS / "float8.md").read_text()
+    path = float8_convergence.RESULTS / "float8_convergence.json"
+    for row in json.loads(path.read_text())["arms"]:
+        if "end" in row:
+            end = f"{row['seeds']} | {row['end']:.3f} | {row['end spread']:.3f} |"
+            (line,) = (x for x in page.splitlines() if f"| {end}" in x)
+            assert line.startswith(f"| {row['arm']}"), line
+            assert row["arm"] == "bf16" or f"| {row['end - bf16']:.3f} |" in line, line
+            assert f"| {round(row['tokens/s'], -3):,.0f} |" in line, line
+
+
 def test_prose_is_taken_from_pages() -> None:
     prose = (
         "This is a sentence that is long enough to be taken for a paragraph of plain prose text."
