@@ -4,7 +4,7 @@ A Llama-shaped model of 220 million parameters reads English text (benchmarks.en
 tokens.npz) once, with AdamW on float32 copies of its weights. Arms with the same seed have the same
 first weights and the same batches. "float32" computes everything in float32, without TF32, and
 stops at the first mark. Every GPU takes runs in turn and writes each result at once; no run begins
-that is not expected to end within --seconds. --tiny runs small models on a CPU, on bytes of docs/.
+that is not expected to end within --seconds. --tiny runs small models on a CPU, on a novel.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, environment, table, write
+from benchmarks.convergence import TEXT
 
 BF16, FLOAT32, TORCHAO = "bf16", "float32", "torchao"
-DOCS = Path(__file__).parents[1] / "docs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,10 @@ def build(arm: str, scale: Scale, device: str) -> Any:
 def tokens(path: Path | None, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows for training and the held-out rows."""
     if path is None:
-        text = b"".join(page.read_bytes() for page in sorted(DOCS.glob("*.md")))
-        ids = np.frombuffer(text, np.uint8)
-        parts = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
+        parts = [
+            np.frombuffer((TEXT / f"persuasion-{part}.txt").read_bytes(), np.uint8)
+            for part in ("train", "heldout")
+        ]
     else:
         found = np.load(path)
         parts = found["train"], found["held_out"]

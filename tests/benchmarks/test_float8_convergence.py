@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import english_text, float8_convergence
+from tests import markdown
 
 ARMS = ("bf16", "tensorwise", "rowwise")
 
@@ -22,7 +23,7 @@ def test_small_models_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(found) == {*ARMS, "float32"}
     for arm in ARMS:
         assert found[arm]["end"] < 3.3 < 3.7 < found[arm]["mark"]
-        assert abs(found[arm]["end - bf16"]) < 0.05
+        assert abs(found[arm]["end - bf16"]) < 0.04
     assert abs(found["float32"]["mark - bf16"]) < 0.02
     assert (tmp_path / "float8_convergence.png").exists()
     # A run that is done is not made again.
@@ -31,7 +32,7 @@ def test_small_models_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_table_of_the_docs_is_that_of_the_committed_runs() -> None:
-    page = (float8_convergence.DOCS / "float8.md").read_text()
+    page = (markdown.ROOT / "docs" / "float8.md").read_text()
     path = float8_convergence.RESULTS / "float8_convergence.json"
     for row in json.loads(path.read_text())["arms"]:
         if "end" in row:
