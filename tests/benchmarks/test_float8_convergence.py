@@ -22,7 +22,7 @@ def test_small_models_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = {row["arm"]: row for row in rows}
     assert set(found) == {*ARMS, "float32"}
     for arm in ARMS:
-        assert found[arm]["end"] < 3.3 < 3.7 < found[arm]["mark"]
+        assert found[arm]["end"] < 2.9 < 3.4 < found[arm]["mark"]
         assert abs(found[arm]["end - bf16"]) < 0.04
     assert abs(found["float32"]["mark - bf16"]) < 0.02
     assert (tmp_path / "float8_convergence.png").exists()
