@@ -109,8 +109,8 @@ def test_number_of_products(float32_place) -> None:
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's tensors are not the kernel's")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_scratch_stays_within_the_budget(place, reduction) -> None:
-    made = on(place, inputs((2000,), 300))
+def test_scratch_stays_within_the_budget(compiled_place, reduction) -> None:
+    made = on(compiled_place, inputs((2000,), 300))
     leaves = tuple(made[k] for k in ("hidden", "weight", "bias"))
     teacher = {k: v.detach() for k, v in made.items() if k.startswith("teacher")}
     # PyTorch's sum over 1024 rows for the bias, on a GPU, would take 2 MB for so few classes.

@@ -167,7 +167,6 @@ def test_two_forwards_before_their_backwards(model: Sharing) -> None:
             assert all(torch.equal(g, wanted[name]) for name, g in gradients(model).items()), plan
 
 
-# tests/layers/test_recompute.py compiles single blocks.
 @pytest.mark.parametrize(
     ("per_block", "policy"),
     [(False, "attention"), pytest.param(True, "input", marks=pytest.mark.long)],

@@ -221,16 +221,11 @@ def test_a_forward_without_backward_leaves_nothing(
     assert all(output.expired() for output in outputs)
 
 
-# A compilation takes seconds. tests/layers/test_attention_shared.py compiles a whole model.
-@pytest.mark.parametrize(
-    "per_block, family",
-    [
-        pytest.param(per_block, name, marks=[] if short else [pytest.mark.long])
-        for per_block in (False, True)
-        for name in OWN
-        for short in [per_block and name == "llama"]
-    ],
-)
+# A compilation takes seconds. test_attention_shared.py and tests/models/test_families.py compile a
+# model that recomputes its layers in every run.
+@pytest.mark.long
+@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.parametrize("family", OWN)
 def test_compiled(per_block: bool, family: str) -> None:
     plan = MemoryPlan.of(RECOMPUTED)
     model = make(family)

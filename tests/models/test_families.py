@@ -121,7 +121,7 @@ def test_packed_documents_equal_separate_runs(family: str) -> None:
 def test_compiled_with_checkpointing_at_lengths_that_change() -> None:
     """Dynamo makes the shapes dynamic at the second length; test_parity compiles all families."""
     torch._dynamo.reset()
-    model = make("gemma3_text", num_hidden_layers=1)
+    model = make("llama", num_hidden_layers=1)
     ids, labels = batch()
     model.activation_checkpointing_enable()
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "normalizer": 17}

@@ -91,7 +91,7 @@ def test_padding_between_tokens_is_seen_on_the_cpu(rows: list[list[int]], at_end
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:
-    model, (ids, labels) = tiny_model(), tokens(1, 8)
+    model, (ids, labels) = tiny_model(num_hidden_layers=1), tokens(1, 8)
     labels[0, 4] = 131
     with pytest.raises(IndexError):
         model(ids, labels=labels)

@@ -54,9 +54,9 @@ def test_gradients_in_low_precision_beside_transformers(how: str) -> None:
     assert mean <= BFLOAT16_MEAN and max(ratios) <= BFLOAT16_WORST, ratios
 
 
-@pytest.mark.slow
-def test_the_real_checkpoint_on_text(smollm2: Path) -> None:
-    """Compare with the loss of transformers' logits in float64.
+@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_real_checkpoint_on_text(trained: bool, smollm2: Path) -> None:
+    """Compare with the loss of transformers' logits in float64; each night, all gradients, too.
 
     On a CPU, PyTorch's float32 log_softmax over 49152 columns has an error of 1e-5. It makes some
     of transformers' own gradients wrong by more than 1e-4.
@@ -68,14 +68,16 @@ def test_the_real_checkpoint_on_text(smollm2: Path) -> None:
     ids = torch.tensor([[*first, pad, pad, *second]])
     labels = ids.clone()
     labels[0, :4] = -100
-    logits = theirs(ids).logits
+    with torch.set_grad_enabled(trained):
+        logits, loss = theirs(ids).logits, ours.loss(ids, labels)
     expected = F.cross_entropy(logits[0, :-1].double(), labels[0, 1:])
-    expected.backward()
-    loss = ours.loss(ids, labels)
-    loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     with torch.no_grad():
         assert relative(ours.head.logits(ours(ids)), logits) <= 1e-5
+    if not trained:
+        return
+    expected.backward()
+    loss.backward()
     found, reference = gradients(ours), native_gradients(theirs, ours)
     assert found.keys() == reference.keys()
     for name, grad in found.items():
