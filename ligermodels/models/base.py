@@ -73,6 +73,16 @@ class DecoderContext(NamedTuple):
         return self.layers[0].cache
 
 
+def attention_of(config: ModelConfig, layer_index: int, **options: Any) -> Attention:
+    """Return the attention of a layer, with the heads and the window that the config gives it.
+
+    Args: options: the other arguments of `Attention`.
+    """
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    options |= {"sliding_window": config.sliding_windows[layer_index], "layer_index": layer_index}
+    return Attention(config.hidden_size, *heads, **options)
+
+
 class DecoderModel(HFModel, PlannedModel):
     """A decoder whose output is hidden states. The base class of every family.
 

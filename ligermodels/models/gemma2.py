@@ -6,22 +6,21 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, GatedMLP, SandwichBlock
+from ligermodels.layers import GatedMLP, SandwichBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel
+from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
 from ligermodels.models.decoder_weight_map import decoder_weight_map
 from ligermodels.models.gemma import gemma_norm
 
 
 @dataclass(kw_only=True)
-class Gemma2Config(ModelConfig):
-    """Fields of a Gemma 2 `config.json`, under HF's names and with HF's defaults."""
+class SandwichConfig(ModelConfig):
+    """The fields that Gemma 2 and Gemma 3 have in common, with HF's defaults."""
 
-    model_type: ClassVar[str] = "gemma2"
     activation_field: ClassVar[str] = "hidden_activation"
     largest = ModelConfig.largest | {"query_pre_attn_scalar": 2**32}
-    positive = (*ModelConfig.positive, "attn_logit_softcapping", "final_logit_softcapping")
+    positive = (*ModelConfig.positive, "final_logit_softcapping")
     small_fields: ClassVar[dict[str, Any]] = {"query_pre_attn_scalar": 20, "sliding_window": 7}
 
     vocab_size: int = 256000
@@ -39,14 +38,24 @@ class Gemma2Config(ModelConfig):
     hidden_activation: str = "gelu_pytorch_tanh"
     attention_bias: bool = False
     query_pre_attn_scalar: int = 256
+    final_logit_softcapping: float | None = None
+    sliding_window: int | None = 4096
+    layer_types: list[str] | None = None  # None: the `sliding_windows` of the family
+
+
+@dataclass(kw_only=True)
+class Gemma2Config(SandwichConfig):
+    """Fields of a Gemma 2 `config.json`, under HF's names and with HF's defaults."""
+
+    model_type: ClassVar[str] = "gemma2"
+    positive = (*SandwichConfig.positive, "attn_logit_softcapping")
+
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
-    sliding_window: int | None = 4096
-    layer_types: list[str] | None = None  # None: layers 0, 2, 4, ... have a window
 
     @property
     def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
+        """The window of layers 0, 2, 4, ..., or of those in layer_types; None for the others."""
         pattern = ["sliding_attention", "full_attention"] * self.num_hidden_layers
         types = self.layer_types or pattern[: self.num_hidden_layers]
         return windows_from_types(types, self.sliding_window)
@@ -96,16 +105,12 @@ class LigerGemma2(DecoderModel):
         """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
         config, hidden = self.config, self.config.hidden_size
         return SandwichBlock(
-            Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
+            attention_of(
+                config,
+                layer_index,
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
-                sliding_window=config.sliding_windows[layer_index],
                 softcap=config.attn_logit_softcapping,
-                layer_index=layer_index,
             ),
             GatedMLP(hidden, config.intermediate_size, activation=config.activation),
             *(gemma_norm(config, hidden) for _ in SANDWICH_NORMS),

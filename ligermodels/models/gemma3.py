@@ -4,59 +4,35 @@ By default one full layer follows five sliding layers, which have a separate rop
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from ligermodels.converters.weight_map import Towers, WeightMap
-from ligermodels.layers import Attention, GatedMLP, RotaryEmbedding, SandwichBlock
+from ligermodels.layers import GatedMLP, RotaryEmbedding, SandwichBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig, sizes, windows_from_types
+from ligermodels.models.base import DecoderModel, attention_of
+from ligermodels.models.config import sizes, windows_from_types
 from ligermodels.models.decoder_weight_map import decoder_weight_map
 from ligermodels.models.gemma import gemma_norm
-from ligermodels.models.gemma2 import SANDWICH_NORMS
+from ligermodels.models.gemma2 import SANDWICH_NORMS, SandwichConfig
 
 
 @dataclass(kw_only=True)
-class Gemma3Config(ModelConfig):
+class Gemma3Config(SandwichConfig):
     """Fields of a Gemma 3 text `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "gemma3_text"
-    activation_field: ClassVar[str] = "hidden_activation"
     wrapper_type: ClassVar[str | None] = "gemma3"
-    largest = ModelConfig.largest | {
-        "query_pre_attn_scalar": 2**32,
-        "sliding_window_pattern": 2**14,
-    }
-    positive = (*ModelConfig.positive, "rope_local_base_freq", "final_logit_softcapping")
-    small_fields: ClassVar[dict[str, Any]] = {
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 7,
-        "sliding_window_pattern": 2,
-    }
+    largest = SandwichConfig.largest | {"sliding_window_pattern": 2**14}
+    positive = (*SandwichConfig.positive, "rope_local_base_freq")
+    small_fields = SandwichConfig.small_fields | {"sliding_window_pattern": 2}
 
     vocab_size: int = 262208
-    hidden_size: int = 2304
-    intermediate_size: int = 9216
-    num_hidden_layers: int = 26
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    head_dim: int = 256
     max_position_embeddings: int = 131072
     rope_theta: float = 1e6  # theta of the full layers; rope_scaling is also theirs
     rope_local_base_freq: float = 1e4  # theta of the sliding layers
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = 2
-    eos_token_id: int | list[int] | None = 1
-    hidden_activation: str = "gelu_pytorch_tanh"
-    attention_bias: bool = False
-    query_pre_attn_scalar: int = 256
-    final_logit_softcapping: float | None = None
-    sliding_window: int | None = 4096
-    sliding_window_pattern: int = 6
-    layer_types: list[str] | None = None  # None: every sliding_window_pattern-th is full
+    sliding_window_pattern: int = 6  # without layer_types, every so many-th layer is full
 
     @property
     def sliding_windows(self) -> list[int | None]:
@@ -133,17 +109,13 @@ class LigerGemma3(DecoderModel):
         """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
         config, hidden = self.config, self.config.hidden_size
         return SandwichBlock(
-            Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
+            attention_of(
+                config,
+                layer_index,
                 bias=config.attention_bias,
                 scale=config.query_pre_attn_scalar**-0.5,
-                sliding_window=config.sliding_windows[layer_index],
                 q_norm=gemma_norm(config, config.head_dim),
                 k_norm=gemma_norm(config, config.head_dim),
-                layer_index=layer_index,
             ),
             GatedMLP(hidden, config.intermediate_size, activation=config.activation),
             *(gemma_norm(config, hidden) for _ in SANDWICH_NORMS),

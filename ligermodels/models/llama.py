@@ -6,9 +6,9 @@ from typing import ClassVar
 from torch import nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel
+from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.decoder_weight_map import decoder_weight_map
 
@@ -105,14 +105,7 @@ class LigerLlama(DecoderModel):
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                bias=config.attention_bias,
-                layer_index=layer_index,
-            ),
+            attention_of(config, layer_index, bias=config.attention_bias),
             GatedMLP(
                 hidden, config.intermediate_size, bias=config.mlp_bias, activation=config.activation
             ),

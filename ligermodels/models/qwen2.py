@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel
+from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes, windows_from_types
 from ligermodels.models.decoder_weight_map import decoder_weight_map
 
@@ -98,16 +98,7 @@ class LigerQwen2(DecoderModel):
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                bias=True,
-                out_bias=False,
-                sliding_window=config.sliding_windows[layer_index],
-                layer_index=layer_index,
-            ),
+            attention_of(config, layer_index, bias=True, out_bias=False),
             GatedMLP(hidden, config.intermediate_size, activation=config.activation),
             RMSNorm(hidden, config.rms_norm_eps),
             RMSNorm(hidden, config.rms_norm_eps),

@@ -6,9 +6,9 @@ from typing import ClassVar
 from torch import nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel
+from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import sizes
 from ligermodels.models.decoder_weight_map import decoder_weight_map
 from ligermodels.models.qwen2 import Qwen2Config
@@ -66,16 +66,12 @@ class LigerQwen3(DecoderModel):
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            Attention(
-                hidden,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
+            attention_of(
+                config,
+                layer_index,
                 bias=config.attention_bias,
-                sliding_window=config.sliding_windows[layer_index],
                 q_norm=RMSNorm(config.head_dim, config.rms_norm_eps),
                 k_norm=RMSNorm(config.head_dim, config.rms_norm_eps),
-                layer_index=layer_index,
             ),
             GatedMLP(hidden, config.intermediate_size, activation=config.activation),
             RMSNorm(hidden, config.rms_norm_eps),
