@@ -83,11 +83,15 @@ def convert(
 
 def report(model: nn.Module) -> str | None:
     """Return which linears run in float8, and why others do not; None if none does."""
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    linears = {
+        name: getattr(m, "recipe", RECIPES["tensorwise"])
+        for name, m in model.named_modules()
+        if isinstance(m, Float8Linear) or getattr(m, "bits", None) == "float8"  # frozen in float8
+    }
     if not linears:
         return None
     kinds = sorted({_kind(name) for name in linears})
-    recipe = next(iter(linears.values())).recipe
+    recipe = next(iter(linears.values()))
     text = f"float8 ({', '.join(kinds)}: {len(linears)} linears)"
     left: dict[str, list[str]] = {}
     for name, linear in _linears(model):

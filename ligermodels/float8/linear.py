@@ -1,6 +1,7 @@
 """An `nn.Linear` whose products run in float8."""
 
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -16,17 +17,39 @@ from ligermodels.kernels.float8_linear import (
     float8_linear,
     float8_products,
 )
+from ligermodels.kernels.fused_linear import Products
 from ligermodels.layers.fusion import FusableLinear
 
 # Linears whose delayed scales move on after the next step of an optimizer.
 waiting: "WeakSet[Float8Linear]" = WeakSet()
 
 
+# Without gradients, so few rows are multiplied in the dtype of the weight. Float8 would read and
+# write 6 bytes for each weight instead of 2, which takes longer than what the product saves.
+FEW = 1024
+
+
+def _are_few(x: Tensor) -> bool:
+    return x.numel() < FEW * x.shape[-1]
+
+
+class _Inference(Float8Products):
+    """The products of a call without gradients."""
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, amax: Tensor | None = None
+    ) -> Tensor:
+        if _are_few(x):
+            return Products.output(self, x, weight, bias)
+        return super().output(x, weight, bias, amax)
+
+
 class Float8Linear(FusableLinear):
     """A linear with float8 products: the output, the gradient of x, and that of the weight.
 
     Weight and bias keep their dtype, so the state dict, exports and optimizers see an `nn.Linear`.
-    `float8.convert` makes it from one.
+    `float8.convert` makes it from one. A call without gradients that has few rows, as in decoding,
+    computes what an `nn.Linear` does.
 
     Attributes:
         recipe: how the operands get their scales.
@@ -44,13 +67,19 @@ class Float8Linear(FusableLinear):
 
     def products(self) -> Callable[[], Float8Products]:
         """Return what makes the products of a call."""
-        return float8_products(self.recipe, self._casts_now(), self._scales_now())
+        casts = self._casts_now()
+        if casts is None and not torch.is_grad_enabled():
+            return partial(_Inference, self.recipe)
+        return float8_products(self.recipe, casts, self._scales_now())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (..., out) for x (..., in)."""
+        casts = self._casts_now()
+        if casts is None and not torch.is_grad_enabled() and _are_few(x):
+            return super().forward(x)
         return float8_linear(
             *(x, self.weight, self.bias, self.recipe),
-            casts=self._casts_now(),
+            casts=casts,
             scales=self._scales_now(),
             keeps_input=self.input_is_kept and not autocast_is_on(x),
         )

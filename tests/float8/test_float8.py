@@ -174,6 +174,19 @@ def test_new_weights_count_at_once() -> None:
         assert torch.equal(model(ids), fresh())
 
 
+def test_few_rows_without_gradients() -> None:
+    """They are multiplied as before the conversion, and many are not; casts that are kept count."""
+    model, plain = model_of(), model_of()
+    float8.convert(model, filter=every)
+    ids, many = tokens(), tokens(36)
+    with torch.no_grad():
+        assert torch.equal(model(ids), plain(ids))
+        assert not torch.equal(model(many), plain(many))
+        with float8.weights_cast_once(model):
+            assert not torch.equal(model(ids), plain(ids))
+    assert not torch.equal(model(ids), plain(ids))
+
+
 def test_gradient_accumulation(monkeypatch) -> None:
     """Casts that are made once give the same gradients as casts of each micro-batch."""
     model, ids = model_of(), tokens(4)
