@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, short_repr
-from ligermodels.layers.teacher import Teacher
+from ligermodels.layers.loss_head import Teacher
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.auto import AutoLiger, tokenizer_folder
 from ligermodels.models.base import DecoderModel

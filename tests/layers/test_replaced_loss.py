@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.adapters import LoraLinear
 from ligermodels.layers import LossHead
-from ligermodels.layers import replaced_loss as module
+from ligermodels.layers import loss_head as module
 from tests.kernels.scratch import peak_scratch
 from tests.layers.heads import HIDDEN, VOCAB, Counting, build, data
 from tests.models.pairs import relative

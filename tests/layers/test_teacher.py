@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
-from ligermodels.layers.teacher import Teacher
+from ligermodels.layers.loss_head import Teacher
 from ligermodels.losses.distillation import distillation
 from tests.losses.test_distillation import BATCH, SEQ, VOCAB, heads, states
 from tests.models.pairs import relative
