@@ -42,7 +42,6 @@ from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.run_dir import file_hash, fingerprint
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
-REFUSED_SUFFIXES = (".parquet", ".arrow", ".csv", ".gz", ".zst", ".zip")
 
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; a split may be train[:1000].
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]]*\])?))?")
@@ -121,18 +120,15 @@ class Group:
 
 
 def check_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the paths as `Path`, or raise DataError if one is missing or not supported.
+    """Return the paths as `Path`, or raise DataError if one is missing or a table.
 
     This is separate from reading, so that a mistyped name is found before a model is downloaded.
     """
     files = [Path(path) for path in paths]
     for file in files:
         open_regular(file, DataError).close()
-        if file.suffix.lower() in REFUSED_SUFFIXES:
-            raise DataError(
-                f"{file}: {file.suffix} files are not supported; give plain text, or .jsonl "
-                "with one object per line"
-            )
+        if file.suffix.lower() in _TABLES:
+            raise DataError(f"{file}: this is a table; give it to finetune, or make .jsonl of it")
     return files
 
 

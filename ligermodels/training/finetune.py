@@ -201,9 +201,7 @@ class Run:
                 self._start(source, base, others, rows, saved)
 
             def check() -> None:
-                self.interrupts.signum = processes.barrier(
-                    f"step {trainer.done}", self.interrupts.signum, config.parallel.rank_timeout
-                )
+                self.interrupts.signum = processes.barrier(self.interrupts.signum)
                 self.interrupts.check()
 
             try:

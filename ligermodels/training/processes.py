@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from typing_extensions import Self
 
 from ligermodels.errors import ConfigError, LigerError, first_line
@@ -31,6 +32,7 @@ Item = TypeVar("Item")
 _SAME_PRESS = 1.0  # seconds
 
 _host: Any = None  # the group of all ranks in which they meet
+_limit: timedelta | None = None  # how long they wait there
 _together: int = 1  # how many neighbouring ranks compute the same rows
 
 
@@ -52,7 +54,7 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
     Raises:
         ConfigError: the ranks cannot be divided into groups of so many.
     """
-    global _host, _together
+    global _host, _limit, _together
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     starts = launched and not dist.is_initialized()
     limit = timedelta(seconds=timeout)
@@ -63,7 +65,7 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
             backend = "cpu:gloo,cuda:nccl"
         # NCCL ends a process that has waited for too long, without a word. `barrier` comes before.
         dist.init_process_group(backend, timeout=limit * (2 if device.type == "cuda" else 1))
-    _together = together
+    _limit, _together = limit, together
     if is_distributed():
         # Only a group of gloo alone can name a rank that does not come.
         _host = dist.new_group(backend="gloo", timeout=limit)
@@ -87,38 +89,31 @@ def losing_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = first_line(error)
-        if not is_distributed() or not (isinstance(error, dist.DistError) or "gloo" in text):
+        text, signs = first_line(error), ("gloo", "monitoredBarrier")
+        if not is_distributed() or not (
+            isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+        ):
             raise
         found = RankError(f"another process of the run has ended or hangs: {text}")
-        found.is_repeated = rank() != 0  # One line is enough.
+        found.is_repeated = rank() != 0
+        if rank():
+            time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
         raise found from error
 
 
-def barrier(where: str, signum: int | None, timeout: int) -> int | None:
+def barrier(signum: int | None) -> int | None:
     """Wait until every rank is here. Return the first signal that any rank has got, or None.
 
-    Args: where: for the message, such as "step 3"; signum: the signal of this rank.
+    Args: signum: the signal of this rank.
     Raises:
-        RankError: a rank does not come within `timeout` seconds. On rank 0 the message names it.
+        RuntimeError: a rank does not come in time. On rank 0 the message names it.
     """
     if not is_distributed():
         return signum
-    try:
-        limit = timedelta(seconds=timeout)
-        dist.monitored_barrier(_host, timeout=limit, wait_all_ranks=True)
-        first = torch.tensor(signum or 0)
-        dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
-        return int(first) or None
-    except RuntimeError as error:
-        said = f"a rank hangs or was killed: {first_line(error)}"  # torch names it on rank 0 alone
-        if rank():
-            said = f"rank 0 of {num_ranks()} hangs: it did not answer within {timeout} seconds"
-        found = RankError(f"{where}: {said}")
-        found.is_repeated = rank() > 1
-        if rank() == 1:
-            time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
-        raise found from error
+    dist.monitored_barrier(_host, timeout=_limit, wait_all_ranks=True)
+    first = torch.tensor(signum or 0)
+    dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
+    return int(first) or None
 
 
 def num_row_ranks() -> int:
@@ -165,13 +160,11 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     """Average the gradients of parameters that every rank has whole, in place."""
     if not is_distributed():
         return
+    # All that are whole have one dtype, that of the trained weights.
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for dtype in {grad.dtype for grad in grads}:
-        mine = [grad for grad in grads if grad.dtype == dtype]
-        every = torch.cat([grad.flatten() for grad in mine])
-        dist.all_reduce(every)
-        for grad, mean in zip(mine, (every / num_ranks()).split([grad.numel() for grad in mine])):
-            grad.copy_(mean.view_as(grad))
+    every = parameters_to_vector(grads)
+    dist.all_reduce(every)
+    vector_to_parameters(every / num_ranks(), grads)
 
 
 def share_scales(model: nn.Module) -> None:

@@ -448,11 +448,8 @@ class StepFlops:
         document = (batch.position_ids.flatten() == 0).cumsum(0) - 1
         targets = (batch.labels.flatten() != IGNORE_INDEX).double()
         # Padding is a document that has no target.
-        lengths = torch.bincount(document)[torch.bincount(document, targets) > 0].double()
-        pairs = 0.0
-        for window in self.windows:
-            near = lengths if window is None else lengths.clamp(max=window)
-            # The first tokens see all before them, the others a whole window.
-            pairs += float((near * (near + 1) / 2 + (lengths - near) * near).sum())
+        counts = (torch.bincount(document, targets) > 0)[document]
+        seen = batch.position_ids.flatten()[counts] + 1  # by each token, without a window
+        pairs = sum(int(seen.clamp(max=window or len(document)).sum()) for window in self.windows)
         linears = self.per_token * batch.num_tokens + self.per_target * batch.num_targets
-        return linears + int(self.per_pair * pairs)
+        return linears + self.per_pair * pairs

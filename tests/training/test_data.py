@@ -252,7 +252,7 @@ def test_records_of_other_tools_are_read(tmp_path):
         ("a.json", b"[]", "there is no text"),
         ("a.json", b'[{"text": "a"},\n{"text" 1}]', "a.json: this is not JSON: .*: line 2 col"),
         ("a.json", b'[{"text": "a"}, 1]', "a.json: object 2: expected an object, found a number"),
-        ("a.parquet", b"PAR1", ".parquet files are not supported"),
+        ("a.parquet", b"PAR1", "this is a table"),
     ],
 )
 def test_a_file_without_text_is_refused(tmp_path, name, data, message):

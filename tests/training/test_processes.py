@@ -34,7 +34,7 @@ from ligermodels.training.processes import (
     process_group,
 )
 from ligermodels.training.trainer import Trainer
-from tests.limits import SECONDS
+from tests.limits import wait_until
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.rounding import ADAM_EPSILON
 from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
@@ -380,37 +380,33 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
 
 
 def hung_rank(number: int, folder: Path) -> dict[str, float]:
-    with process_group(torch.device("cpu"), SECONDS):
+    with process_group(torch.device("cpu"), 3):
         if number == 1:
-            dist.barrier()  # the other rank comes here after it has given up
+            wait_until((folder / "over").exists)
             return {"hung": 0.0}
-        with pytest.raises(
-            LigerError, match=r"^step 7: a rank hangs or was killed: .*Ranks 1 "
-        ) as caught:
-            barrier("step 7", None, 1)
-        dist.barrier()
+        said = r"another process of the run has ended or hangs: .*Ranks 1 "
+        with pytest.raises(RankError, match=said) as caught, losing_ranks():
+            barrier(None)
+        (folder / "over").touch()
     return {"reported": float(caught.value.is_repeated)}
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_lost_rank_is_named_by_rank_0(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others tell what they know, later, and only one of them aloud."""
-    said = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 9000 ms"
+    """The others repeat what they know, and later."""
     for holder, name, value in (
         (processes.time, "sleep", slept := Mock()),
         (processes, "rank", lambda: number),
         (processes, "is_distributed", lambda: True),
-        (processes.dist, "monitored_barrier", Mock(side_effect=RuntimeError(said))),
     ):
         monkeypatch.setattr(holder, name, value)
-    with pytest.raises(RankError) as caught:
-        barrier("step 3", None, 9)
-    line = "rank 0 of 1 hangs" if number else f"a rank hangs or was killed: {said}"
-    assert f"step 3: {line}" in str(caught.value)
-    assert caught.value.is_repeated == (number > 1) and slept.called == (number == 1)
-    with pytest.raises(RankError, match="ended or hangs: gloo: connection") as caught:
-        with losing_ranks():
-            raise RuntimeError("gloo: connection closed by peer")
-    assert caught.value.is_repeated == (number > 0)
+    for said in (
+        "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 9000 ms",
+        "gloo: connection closed by peer",
+    ):
+        with pytest.raises(RankError, match="ended or hangs: ") as caught, losing_ranks():
+            raise RuntimeError(said)
+        assert said in str(caught.value)
+        assert caught.value.is_repeated == slept.called == (number > 0)
     with pytest.raises(RuntimeError, match="out of memory"), losing_ranks():
         raise RuntimeError("out of memory")
