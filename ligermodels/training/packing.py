@@ -131,24 +131,14 @@ def cut(document: Document, seq_len: int) -> list[tuple[int, int]]:
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Group the indices of `lengths` with sums up to `capacity`, by best fit, longest first."""
     rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys of by_room, sorted
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(rooms, lengths[i])
-        if at == len(rooms):
-            row, room = len(rows), capacity
+    rooms: list[tuple[int, int, int]] = []  # sorted: what a row has left, when it was filled, which
+    for turn, i in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        at = bisect.bisect_left(rooms, (lengths[i], -turn, 0))
+        room, _, row = rooms.pop(at) if at < len(rooms) else (capacity, 0, len(rows))
+        if row == len(rows):
             rows.append([])
-        else:
-            room = rooms[at]
-            row = by_room[room].pop()
-            if not by_room[room]:
-                del by_room[room], rooms[at]
         rows[row].append(i)
-        left = room - lengths[i]
-        if left not in by_room:
-            by_room[left] = []
-            bisect.insort(rooms, left)
-        by_room[left].append(row)
+        bisect.insort(rooms, (room - lengths[i], -turn, row))
     return rows
 
 
