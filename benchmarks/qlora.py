@@ -5,7 +5,7 @@ have these weights in 8 bits, in float8 or in bf16. Each linear has a
 LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
 process; all of them import at once, and then wait for their turn on the GPU. The time is the median
 of the steps, and the memory is the peak of allocated bytes. --dequantize times the
-conversion of one weight alone.
+conversion of one weight alone, and --decode the tokens that models with such weights generate.
 
 Unsloth asks for other versions of TRL and datasets. --unsloth SITE is a folder with Unsloth and the
 versions that it asks for (pip install --target SITE); only its rows import from there.
@@ -51,6 +51,8 @@ ROWS: dict[str, tuple[str, str]] = {
 }
 # Unsloth replaces parts of the others when it is imported, and asks to be the first.
 UNSLOTH_FIRST = "import unsloth; from benchmarks import qlora; qlora.main()"
+KINDS: dict[str, Any] = {"8bit": 8, "float8": "float8"}
+DECODED = ("bfloat16", "bfloat16, converted to float8", *KINDS)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TINY = {
     "hidden_size": 64,
@@ -83,8 +85,7 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
     if "products" in row:
         float8.convert(model, filter=(lambda name, linear: True) if tiny else None)
     elif "bfloat16" not in row:
-        kinds: dict[str, Any] = {"8bit": 8, "float8": "float8"}
-        bits = next((bits for kind, bits in kinds.items() if kind in row), 4)
+        bits = next((bits for kind, bits in KINDS.items() if kind in row), 4)
         quantize(model, bits, torch.device(device))
     add_adapters(model, 16, 32.0)
     if recomputes == "blocks":
@@ -312,6 +313,32 @@ def result_of(row: str, worker: subprocess.Popen[str], limit: int, log: Path) ->
     return {"row": row, "ms": "failed", "why": (lines or ["no output"])[-1][:600]}
 
 
+def decoding(kind: str, device: str, tiny: bool) -> dict[str, Any]:
+    """Return the milliseconds of a new token with weights of this kind, by the number of rows."""
+    from ligermodels import float8
+    from ligermodels.adapters.adapted_model import quantize
+
+    model = native(device, tiny).requires_grad_(False).eval()
+    if kind in KINDS:
+        quantize(model, KINDS[kind], torch.device(device))
+    elif "float8" in kind:
+        float8.convert(model, filter=(lambda name, linear: True) if tiny else None)
+    row: dict[str, Any] = {"weights": kind}
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        row["GiB"] = torch.cuda.memory_allocated() / 2**30
+    for rows in (1, 8, 64):
+        ids = torch.randint(0, 1000, (rows, 64), device=device)
+        for new in (4, 64, 64):  # the last one has the graph
+            _wait(device)
+            start = time.perf_counter()
+            model.generate(ids, max_new_tokens=new, eos_token_id=[])
+            _wait(device)
+            row[f"ms, {rows} rows"] = (time.perf_counter() - start) / new * 1e3
+    print(row, flush=True)
+    return row
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -329,6 +356,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the code")
     parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--decode", action="store_true")
     parser.add_argument("--only", choices=ROWS, help="measure one row in this process")
     parser.add_argument("--waits", action="store_true", help="with --only, wait for a line first")
     given = parser.parse_args()
@@ -336,6 +364,11 @@ def main() -> None:
         found = dequantize_times(given.device)
         write("dequantize.json", {"environment": environment(), "rows": found}, given.out)
         print(table(found, ["conversion", "ms", "relative error"]))
+        return
+    if given.decode:
+        found = [decoding(kind, given.device, given.tiny) for kind in DECODED]
+        write("quantized_decoding.json", {"environment": environment(), "rows": found}, given.out)
+        print(table(found, list(found[0])))
         return
     if given.only:
         import_all(ROWS[given.only][0])
