@@ -61,9 +61,6 @@ def test_an_outlook_needs_no_gpu_and_no_weights() -> None:
     found = outlook(LigerLlama, tiny_config(), 8, 64, gpu="H200")
     assert found.plan is not None and found.budget == gpu_bytes("H200")
     assert found.rates == "data sheet of H200" and found.largest_batch > 8
-    assert outlook(LigerLlama, tiny_config(), 8, 64, gpu="H200", budget="auto") == found
-    tight = outlook(LigerLlama, tiny_config(), 8, 64, gpu="H200", budget=str(found.least_bytes))
-    assert tight.plan is not None and tight.largest_batch >= 8
     less = outlook(LigerLlama, tiny_config(), 8, 64, gpu="H200", budget=str(found.least_bytes - 1))
     assert less.plan is None and less.largest_seq <= 64
     with pytest.raises(ConfigError, match="gpu: 'abacus' is not known"):

@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-LOSSES = ("dpo", "kto", "orpo")
+LOSSES = ("dpo", "kto")
 HEADS = {
     "tied heads": {"medusa_tied": True, "learning_rate": 1e-2},
     "heads and model": {"medusa_stage": 2},
