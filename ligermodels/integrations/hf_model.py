@@ -4,12 +4,17 @@ A wrapper is a `PreTrainedModel`. Its modules are those of a native model, so th
 parameters, and its losses come from the loss head. There is one class per family, such as
 `LigerLlamaForCausalLM`; it is made when it is first asked for. Nothing is registered in
 transformers under HF's model types, and its Auto classes stay as they are.
+
+`FusedHead` is the loss head behind TRL's contract, `model(..., fused_lm_head=True)`: TRL's trainers
+take what they need of each token from such a call, and logits are never made. `native_options` says
+which of transformers' requests to generate this library's own `generate` can answer.
 """
 
 import copy
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,28 +22,143 @@ from ligermodels.integrations import require
 
 require("transformers")
 
+import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    PreTrainedConfig,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+from transformers.utils import ModelOutput
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config
 from ligermodels.converters.weight_map import joined_rows
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
-from ligermodels.integrations.fused_head import FusedHead
 from ligermodels.integrations.hf_base import LigerModel, LigerPreTrainedModel, class_of
-from ligermodels.integrations.hf_generation import native_options
 from ligermodels.integrations.hf_weights import wrapper_name
+from ligermodels.layers import LossHead
 from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.inputs import next_token_targets
 from ligermodels.models.kernel_report import decoding_obstacle
+
+# TRL's names of what it asks of each token -> the head's.
+_STATS = {
+    "log_probs": "log_probs",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_sq_probs",
+    "mean_logits": "mean_logits",
+    "is_top1": "correct",
+}
+
+
+@dataclasses.dataclass
+class FusedHeadOutput(ModelOutput):
+    """The fields that TRL reads, under TRL's names.
+
+    The fields of tokens are (batch, seq - 1), or (batch, seq) with shift_labels. They are 0 where
+    the label is -100, and None if they were not asked for.
+    """
+
+    loss: Tensor | None = None  # sum of -log_probs / num_items_in_batch, or / number of labels
+    log_probs: Tensor | None = None  # of each label
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None  # log of the sum of squared probabilities
+    mean_logits: Tensor | None = None  # of the logits divided by the temperature
+    is_top1: Tensor | None = None  # whether the label has the highest logit
+    label_mask: Tensor | None = None  # whether the label is not -100
+    aux_loss: Tensor | None = None
+
+
+class FusedHead:
+    """Answers a call with `fused_lm_head=True`.
+
+    Attributes:
+        temperature: the logits are divided by it.
+        cast_to_fp32: whether the head computes in float32, outside autocast.
+        outputs: the fields that are asked for; log_probs always is.
+    """
+
+    def __init__(self) -> None:
+        self.temperature = 1.0
+        self.cast_to_fp32 = False
+        self.outputs: tuple[str, ...] = ("log_probs",)
+
+    @staticmethod
+    def targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+        """Return labels aligned with the hidden states. Those of shift_labels already are.
+
+        As in transformers, the first token of a packed document is predicted from the document
+        before it unless its label is -100; the collators set it to that.
+        """
+        if shift_labels is not None:
+            return shift_labels
+        assert labels is not None
+        return next_token_targets(labels)
+
+    def __call__(
+        self,
+        head: LossHead,
+        hidden: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: float | Tensor | None,
+    ) -> FusedHeadOutput:
+        """Return what TRL asks for. The hidden states are (batch, seq, hidden)."""
+        targets = self.targets(labels, shift_labels)
+        if self.cast_to_fp32:
+            hidden = hidden.float()
+        context = (
+            torch.autocast(hidden.device.type, enabled=False)
+            if self.cast_to_fp32
+            else nullcontext()
+        )
+        with context:
+            tokens = self._tokens(head, hidden, targets)
+        mask = targets != -100
+        if shift_labels is None:  # The last position of a row has no next token.
+            mask = mask[:, :-1]
+            tokens = {name: values[:, :-1] for name, values in tokens.items()}
+        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = -tokens["log_probs"].sum() / count
+        return FusedHeadOutput(loss=loss, label_mask=mask, **tokens)
+
+    def _tokens(self, head: LossHead, hidden: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        asked = {_STATS[name]: name for name in {"log_probs", *self.outputs}}
+        made = head(
+            hidden,
+            targets,
+            reduction="none",
+            temperature=self.temperature,
+            # One look at the labels, as in TRL's head. A prompt then takes no time.
+            skip_ignored=not torch.compiler.is_compiling(),
+            return_token_stats=tuple(asked),
+        )
+        tokens = {name: getattr(made, f"token_{stat}") for stat, name in asked.items()}
+        if "log_sum_sq_probs" in tokens:
+            squares = tokens["log_sum_sq_probs"].detach()
+            ignored = targets == -100
+            tokens["log_sum_sq_probs"] = squares.masked_fill(ignored, 1).log()
+        if "mean_logits" in tokens:
+            tokens["mean_logits"] = tokens["mean_logits"].detach()
+        return tokens
 
 
 class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
@@ -338,3 +458,74 @@ def __getattr__(name: str) -> Any:
             if name == family.__name__ + end:
                 return class_of(family, base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# The attribute and our name of what each processor does, in the order of `Sampling`. Other
+# processors, or in another order, run between the steps.
+_RULE = {
+    RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+# The inputs that are looked at, or that say what is done anyway.
+_KNOWN = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
+_KNOWN |= {"use_cache", "logits_to_keep"}
+
+
+def native_options(
+    input_ids: Tensor,
+    processors: list[Any],
+    criteria: list[Any],
+    config: GenerationConfig,
+    inputs: dict[str, Any],
+) -> dict[str, Any] | None:
+    """Return the arguments of `generate` that mean the same, or None if there are none.
+
+    Args:
+        input_ids: (batch, seq), the prompts.
+        processors, criteria, config: as transformers' loop gets them.
+        inputs: its other arguments. Their cache is empty and goes to nobody.
+    """
+    kinds, pad = [type(each) for each in processors], config._pad_token_tensor
+    if (
+        {type(each) for each in criteria} - {MaxLengthCriteria, EosTokenCriteria}
+        or config.return_dict_in_generate
+        or config.prefill_chunk_size is not None
+        or config.is_assistant
+        or not config.use_cache
+        or config.cache_implementation is not None
+        or any(x is not None and x is not False for k, x in inputs.items() if k not in _KNOWN)
+        or (pad is not None and pad < 0)
+    ):
+        return None
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    # transformers' penalty also counts padding, or leaves out what an attribute says.
+    ignores = any(getattr(x, "prompt_ignore_length", None) is not None for x in processors)
+    counts = RepetitionPenaltyLogitsProcessor in kinds and mask is not None
+    rule: dict[str, Any] = {"logits_processor": LogitsProcessorList(processors)}
+    if kinds == [kind for kind in _RULE if kind in kinds] and not (ignores or counts):
+        found = {_RULE[type(x)][1]: getattr(x, _RULE[type(x)][0]) for x in processors}
+        if all(found.values()) and (config.do_sample or found.keys() <= {"repetition_penalty"}):
+            rule = found
+    if not _are_usual(torch.ones_like(input_ids) if mask is None else mask.long(), positions):
+        return None
+    ends = [each.eos_token_id for each in criteria if isinstance(each, EosTokenCriteria)]
+    return {
+        "max_new_tokens": config.max_length - input_ids.shape[1],
+        "attention_mask": mask,
+        "do_sample": bool(config.do_sample),
+        "eos_token_id": [token for several in ends for token in several.tolist()],
+        "pad_token_id": None if pad is None else int(pad),
+        "repetition_penalty": 1.0,
+        **rule,
+    }
+
+
+def _are_usual(mask: Tensor, positions: Tensor | None) -> bool:
+    """Return whether rows have only padding on the left, and the usual positions after it."""
+    counts = mask.cumsum(-1)
+    if not torch.equal(mask, (counts > 0).long()) or not bool(mask[:, -1].all()):
+        return False
+    return positions is None or bool(((positions - counts + 1) * mask == 0).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.integrations.fused_head import FusedHead
+from ligermodels.integrations.hf_model import FusedHead
 from ligermodels.layers import LossHead
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

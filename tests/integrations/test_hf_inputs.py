@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, MistralConfig
 
-from ligermodels.integrations.hf_inputs import HFCache, first_layers, layer_outputs, native_inputs
+from ligermodels.integrations.hf_base import HFCache, first_layers, layer_outputs, native_inputs
 from tests.tiny_models import VOCAB, random_model
 
 
