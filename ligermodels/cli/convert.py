@@ -37,6 +37,7 @@ class Arguments(LoadingOptions):
         verify: compare tensors, config keys and tokenizer files
         max_shard_size: largest size of one weight file, such as 5GB
         overwrite: replace the checkpoint that TARGET holds
+        float8: write the weights of the layers' linears in float8, as transformers reads them
     """
 
     source: str = option(MISSING, positional=True)
@@ -44,6 +45,7 @@ class Arguments(LoadingOptions):
     verify: bool = option(False)
     max_shard_size: int = option(5 * 10**9, is_size=True, at_least=1)
     overwrite: bool = option(False)
+    float8: bool = option(False)
 
 
 def run(given: Arguments) -> None:
@@ -54,6 +56,7 @@ def run(given: Arguments) -> None:
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.save_dir import read_one_version
     from ligermodels.converters.verify import compare, verify
+    from ligermodels.float8 import convert
     from ligermodels.heads.medusa_file import read_heads, tensors_of
     from ligermodels.models.auto import AutoLiger, family_of
     from ligermodels.training.model import checkpoint_step, load_checkpoint
@@ -61,6 +64,8 @@ def run(given: Arguments) -> None:
     target = None if given.target is None else Path(given.target)
     if target is None and (given.dtype or not given.verify):
         raise LigerError("convert: give TARGET, or --verify without --dtype, or both")
+    if given.float8 and (target is None or given.verify):
+        raise LigerError("convert: --float8 rounds the weights; give TARGET, without --verify")
     if target is not None:
         _check_target(target, given.overwrite)
     place = checkpoint_step(given.source)
@@ -93,7 +98,10 @@ def run(given: Arguments) -> None:
     elif given.verify and target.exists() and target.samefile(source):
         raise LigerError("convert: --verify compares two folders; choose another TARGET")
     else:
-        _write(given, *(load(source) if is_step else read_one_version(source, load)), target)
+        model, heads = load(source) if is_step else read_one_version(source, load)
+        if given.float8:
+            convert(model)  # it marks the linears
+        _write(given, model, heads, target)
         if not given.verify:
             return
         report = compare(source, target, family_of(source), dtype=given.loading()["dtype"])
@@ -138,5 +146,6 @@ def _write(
             allow_nonfinite=given.allow_nonfinite,
             overwrite=given.overwrite,
             write_heads=write,
+            float8=given.float8,
         )
     print(f"wrote the checkpoint to {target}")

@@ -73,10 +73,10 @@ def convert(
     if RECIPES[recipe].delayed:
         follow_optimizers()
     if not converted:
-        reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:10]]
+        reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:4]]
         raise ConfigError(
-            "float8: no linear of the model's layers can run in float8"
-            + "".join(f"\n  {line}" for line in reasons or ["there are no plain linears"])
+            "float8: no linear of the model's layers can run in float8 "
+            f"({'; '.join(reasons) or 'there are no plain linears'})"
         )
     return converted
 

@@ -301,8 +301,8 @@ class _Float8Linear(torch.autograd.Function):
         refuse_double_backward("float8_linear")
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
+        weight, x, values, scale = ctx.saved_tensors  # it may run a block again, with autocast
         with without_autocast(grad_output):
-            weight, x, values, scale = ctx.saved_tensors
             if needs_x or needs_weight:
                 operand = ctx.products.grad_operand(grad_output, needs_x, needs_weight)
             if needs_x:

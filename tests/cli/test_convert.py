@@ -14,7 +14,7 @@ from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import HEADS_NAME, save_heads
 from ligermodels.models.base import DecoderModel
 from tests.cli.helpers import SMALL, assert_one_line
-from tests.training.tiny_run import forget, same
+from tests.training.tiny_run import forget, make_checkpoint, same
 
 
 def test_convert_verifies_and_changes_dtype_and_shards(call, checkpoint, tmp_path):
@@ -41,6 +41,20 @@ def test_convert_reports_a_difference_with_exit_code_1(call, checkpoint, tmp_pat
     monkeypatch.setattr(DecoderModel, "save_hf", wrong)
     code, out, _ = call("convert", checkpoint, tmp_path / "copy", "--verify")
     assert code == 1 and "1 differences" in out and "model.norm.weight: differs" in out
+
+
+def test_convert_writes_float8(call, checkpoint, tmp_path):
+    wide = make_checkpoint(tmp_path / "wide", hidden_size=1024, num_hidden_layers=1)
+    target = tmp_path / "float8"
+    convert = ["convert", wide, target, "--dtype", "bfloat16", "--float8"]
+    assert_one_line(call(*convert, "--verify"), "--float8 rounds the weights")
+    assert call(*convert)[0] == 0
+    stored = load_file(target / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert stored[name].dtype == torch.float8_e4m3fn
+    assert stored[f"{name}_scale_inv"].shape == (8, 8)
+    assert stored["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16  # 96 features
+    assert_one_line(call("convert", checkpoint, tmp_path / "no", "--float8"), "fewer than 1024")
 
 
 def test_convert_replaces_files_only_with_overwrite(call, checkpoint, tmp_path):

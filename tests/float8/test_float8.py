@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,19 @@ def test_what_is_refused() -> None:
         linear(torch.zeros(1, 128, dtype=torch.float16))
 
 
+def test_gpus_without_float8_are_refused(monkeypatch) -> None:
+    module = sys.modules[float8.convert.__module__]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, recipe in (((8, 6), "tensorwise"), ((8, 9), "blocks")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        words = rf"a GPU has compute capability {capability[0]}\.{capability[1]}; products in"
+        for device in ("cuda", "meta"):
+            with pytest.raises(ConfigError, match=words):
+                module.check_device(torch.device(device), recipe)
+    module.check_device(torch.device("cuda"), "rowwise")
+
+
 def test_the_scales_that_kernels_record(monkeypatch) -> None:
     """The fused ops hand on the largest value of what they write, forward and backward.
 
@@ -460,3 +474,4 @@ def test_predicted_memory(recipe) -> None:
     for policy in POLICIES:
         model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
         assert abs(error_of_prediction(model, seq=16)) < 0.005
+        simulate(model, 1, 64, device=device, autocast=torch.bfloat16)

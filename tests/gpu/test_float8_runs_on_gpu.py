@@ -66,7 +66,7 @@ def test_frozen_weights() -> None:
         logits = model.head.logits(model(tokens[:, :-1]))[:, 32:]
     best = logits.topk(2).values
     chosen = logits.gather(2, tokens[:, 33:, None])[..., 0]
-    assert (chosen >= best[..., 1] - 0.05).all()
+    assert (chosen >= best[..., 1] - 0.3).all()
 
 
 @pytest.mark.parametrize(
