@@ -404,7 +404,7 @@ def main() -> None:
         if arguments.together:
             try:
                 return run(option, row, batch, seq)
-            except RuntimeError:
+            except Exception:  # the other rows go on
                 traceback.print_exc()
                 return None
             finally:

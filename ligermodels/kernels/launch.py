@@ -55,6 +55,12 @@ def launch(launches: Launches, length: int) -> Launch:
     return launch_for(launches.amd if torch.version.hip else launches.nvidia, length)
 
 
+def keywords(launch: Launch) -> dict[str, int]:
+    """Return the keyword arguments of a kernel that come from every launch config."""
+    block, num_warps, num_stages, *_ = launch
+    return {"BLOCK": block, "num_warps": num_warps, "num_stages": num_stages}
+
+
 def num_sms(device: torch.device) -> int:
     """Return the multiprocessors of a GPU, or 2 for CPU tensors in Triton's interpreter."""
     if device.type != "cuda":

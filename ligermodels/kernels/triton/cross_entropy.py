@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, TokenStats
 
 # Configs of the one kernel, for each set of outputs that it computes.
@@ -389,9 +389,7 @@ def cross_entropy_rows(
         HAS_SMOOTHING=options.label_smoothing > 0,
         HAS_SOFTCAP=options.softcap is not None,
         PIECES=setting.pieces,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     if stats is not None and raw_picked is not None:
         _fill_picked(stats, raw_picked, targets, lse, columns, options)
@@ -458,9 +456,7 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         scale,
         out,
         x.numel(),
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return out
 
@@ -544,8 +540,6 @@ def mean_loss(
         len(loss),
         0 if class_weights is None else len(class_weights),
         ignore_index,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return mean, z_mean, divisor

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_sms
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch, num_sms
 
 # `block` is how many keys a program reads at once, `rows` for how many queries at most, and
 # `programs` how many there are for each multiprocessor. The tables are by the size of a head, for
@@ -292,9 +292,7 @@ def decode_attention_forward(
         NEW=max(LEAST_ROWS, triton.next_power_of_2(queries)) if apart else 0,
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     if stats is not None:
         joining = launch(JOIN, head_dim)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 
 DEQUANTIZE = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
 
@@ -49,8 +49,6 @@ def dequantize_forward(codes: Tensor, scales: Tensor, levels: Tensor, dtype: tor
         half,
         2 * half // blocks,
         blocks,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, launch
+from ligermodels.kernels.launch import Launch, Launches, keywords, launch
 from ligermodels.kernels.loss_options import DivergenceOptions
 
 DIVERGENCE = Launches(
@@ -304,8 +304,6 @@ def divergence_rows(
         HAS_SOFTCAP=softcap is not None,
         HAS_TEACHER_SOFTCAP=teacher_softcap is not None,
         PIECES=setting.pieces,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return loss, grad

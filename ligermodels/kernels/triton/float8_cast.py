@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 from ligermodels.kernels.reference.float8_cast import BLOCK, MULTIPLE, SMALLEST
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
@@ -25,7 +25,7 @@ BLOCKS = Launches(
     nvidia=((None, Launch(BLOCK, 8, rows=BLOCK)),), amd=((None, Launch(BLOCK, 8, rows=BLOCK)),)
 )
 BLOCKS_TURNED = Launches(
-    nvidia=((None, Launch(64, 8, rows=BLOCK)),), amd=((None, Launch(64, 8, rows=BLOCK)),)
+    nvidia=((None, Launch(64, 4, rows=BLOCK)),), amd=((None, Launch(64, 8, rows=BLOCK)),)
 )
 # The transpose goes through shared memory, in square tiles.
 TRANSPOSE = Launches(
@@ -160,9 +160,7 @@ def absolute_maximum(x: Tensor, axis: str) -> Tensor:
             columns,
             AXIS=axis,
             ROWS=setting.rows,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     return amax.view(torch.float32)
 
@@ -208,9 +206,7 @@ def float8_cast(
         torch.finfo(dtype).max,
         AXIS=axis,
         ROWS=setting.rows,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return values, turned, scale
 
@@ -252,9 +248,7 @@ def float8_cast_blocks(
                 SQUARE=square,
                 TURNED=bool(turned),
                 ROWS=setting.rows,
-                BLOCK=setting.block,
-                num_warps=setting.num_warps,
-                num_stages=setting.num_stages,
+                **keywords(setting),
             )
         made.append((values, scale))
     return made[0], made[1]

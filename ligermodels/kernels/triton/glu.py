@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, reusable
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch, reusable
 from ligermodels.kernels.reference.float8_cast import SMALLEST
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
@@ -161,15 +161,17 @@ def glu_backward_turned_kernel(
         tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
         tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
     else:
-        limit, dtype8 = tl.load(limit_ptr), straight_ptr.dtype.element_ty
-        gate_8, _ = _scaled(grad_gate, limit, smallest, grad_largest)
-        up_8, _ = _scaled(grad_up, limit, smallest, grad_largest)
-        tl.store(straight_ptr + at, gate_8.to(dtype8), mask=mask)
-        tl.store(straight_ptr + at + width, up_8.to(dtype8), mask=mask)
-        sizes = width, padded, smallest, grad_largest
-        _store_turned(across_ptr, grad_gate, limit, row, column, *sizes)
+        limit = tl.load(limit_ptr)
         half = tl.cast(width, tl.int64) * padded
-        _store_turned(across_ptr + half, grad_up, limit, row, column, *sizes)
+        for part in tl.static_range(2):
+            grad_part = grad_up if part else grad_gate
+            values, _ = _scaled(grad_part, limit, smallest, grad_largest)
+            values = values.to(straight_ptr.dtype.element_ty)
+            tl.store(straight_ptr + at + part * width, values, mask=mask)
+            to_ptr = across_ptr + part * half
+            _store_turned(
+                to_ptr, grad_part, limit, row, column, width, padded, smallest, grad_largest
+            )
     if amax_ptr is not None:
         _record_amax(amax_ptr, grad_gate)
         _record_amax(amax_ptr, grad_up)
@@ -200,9 +202,7 @@ def glu_forward(
         SMALLEST,
         torch.finfo(dtype).max if direct else 0.0,
         ACTIVATION=activation,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return out
 
@@ -246,9 +246,7 @@ def glu_backward(
             0.0 if straight is None else torch.finfo(straight.dtype).max,
             ACTIVATION=activation,
             ROWS=setting.rows,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
         return grad_gate_up, None
     setting = launch(GLU, width)
@@ -260,8 +258,6 @@ def glu_backward(
         None if amax is None else amax.view(torch.int32),
         width,
         ACTIVATION=activation,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return grad_gate_up, out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, num_programs
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch, num_programs
 from ligermodels.kernels.triton.norm_tile import (
     AMD_BACKWARD,
     AMD_FORWARD,
@@ -217,9 +217,7 @@ def layer_norm_forward(
         columns,
         eps,
         ROWS=setting.rows,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return y, s, mean, rstd
 
@@ -261,11 +259,9 @@ def layer_norm_backward(
             NEEDS_WEIGHT_GRAD=weight_dtype is not None,
             NEEDS_BIAS_GRAD=bias_dtype is not None,
             ROWS=setting.rows,
-            BLOCK=setting.block,
             PREFETCH=setting.prefetch and s.element_size() <= 2,
             RELOAD=setting.reload,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     grads = list(column_sums(partial, dtypes))
     grad_bias = None if bias_dtype is None else grads.pop()

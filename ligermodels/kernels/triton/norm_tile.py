@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, Table, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, Table, cdiv, keywords, launch
 
 MAX_WIDTH = 65536
 
@@ -113,9 +113,7 @@ def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
             rows,
             columns,
             ROWS=setting.rows,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     if len(dtypes) == 1:
         return (out,)

@@ -14,6 +14,7 @@ from ligermodels.kernels.launch import (
     Launches,
     Table,
     cdiv,
+    keywords,
     launch,
     num_programs,
     reusable,
@@ -234,9 +235,7 @@ def rms_norm_forward(
         0.0 if limit is None else torch.finfo(out_dtype).max,
         LLAMA=options.casting_mode == "llama",
         ROWS=setting.rows,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return y, s, rstd
 
@@ -281,11 +280,9 @@ def rms_norm_backward(
         options.offset,
         LLAMA=options.casting_mode == "llama",
         ROWS=setting.rows,
-        BLOCK=setting.block,
         PREFETCH=setting.prefetch and s.element_size() <= 2,
         RELOAD=setting.reload,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     grad_weight = None
     if partial is not None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, launch
+from ligermodels.kernels.launch import Launch, Launches, keywords, launch
 
 # Both kernels use these configs. A row is all pairs of the query heads of a token.
 ROPE = Launches(
@@ -222,9 +222,7 @@ def rope_forward(
         HEAD_DIM=columns // (num_heads + 2 * num_kv_heads),
         INTERLEAVED=interleaved,
         IN_PLACE=in_place,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return out
 
@@ -264,8 +262,6 @@ def rope_backward(
         HALF=half,
         HEAD_DIM=head_dim,
         INTERLEAVED=interleaved,
-        BLOCK=setting.block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **keywords(setting),
     )
     return grad
