@@ -26,13 +26,6 @@ def test_gpu_tensors_take_triton(monkeypatch) -> None:
     assert dispatch.choose(CUDA) == ("torch", "triton is not installed")
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_forced(monkeypatch, name, device) -> None:
-    monkeypatch.setenv("LIGERMODELS_BACKEND", name)
-    assert dispatch.choose(device) == (name, f"LIGERMODELS_BACKEND={name}")
-
-
 def test_forced_where_triton_cannot_run(monkeypatch) -> None:
     """Without this check, Triton's error would be about drivers."""
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")

@@ -189,17 +189,6 @@ def test_compiled(model: Sharing, per_block: bool, policy: Any) -> None:
         assert relative(grad, expected[name]) < 1e-5, name
 
 
-def test_generation_is_the_whole_pass_token_by_token(model: Sharing) -> None:
-    ids = tokens(1, 9)[0]
-    found = model.generate(ids, max_new_tokens=12, eos_token_id=[])
-    assert ll.KVCache.of(model, 1, 40).sizes == [40, 5, 40, 40, 40, 40]
-    with torch.no_grad():
-        for _ in range(12):
-            logits = model.head.logits(model(ids)[:, -1])
-            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-    assert torch.equal(found, ids)
-
-
 def test_what_cannot_be_right_is_refused() -> None:
     x, angles = torch.randn(1, 3, 24), ll.RotaryEmbedding(6)(torch.arange(3)[None])
     taker = ll.Attention(24, 4, 2, 6, layer_index=3, kv_from=1)

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 from ligermodels.layers import LayerNorm, RMSNorm
 from ligermodels.layers.fusion import (
     AppliedNorm,
-    PendingNorm,
     is_plain,
     norm_then_linear,
     pre_norm,
@@ -63,26 +62,6 @@ def test_no_module_is_plain_while_it_has_a_hook(hook: str, of_all: bool) -> None
     finally:
         handle.remove()
     assert is_plain(linear, nn.Linear)
-
-
-@pytest.mark.parametrize("residual", [None, torch.ones(4, 6)])
-def test_called_equals_fused(residual: torch.Tensor | None) -> None:
-    torch.manual_seed(0)
-    norm, linear, x = RMSNorm(6), nn.Linear(6, 5), torch.randn(4, 6)
-    pending = pre_norm(norm, x, residual)
-    assert isinstance(pending, PendingNorm)
-    assert not any(isinstance(part, nn.Module) for part in pending)  # tools would move it
-    fused, total = norm_then_linear(pending, linear)
-    handle = linear.register_forward_hook(lambda *args: None)
-    called, called_total = norm_then_linear(pending, linear)
-    handle.remove()
-    torch.testing.assert_close(fused, called)
-    assert torch.equal(total, called_total)
-    y, total = pending.apply()
-    torch.testing.assert_close(linear(y), fused)
-    assert torch.equal(total, called_total)
-    alone, nothing = norm_then_linear(y, linear)
-    assert torch.equal(alone, linear(y)) and nothing is None
 
 
 def test_a_norm_that_is_not_plain_is_called() -> None:

@@ -9,19 +9,6 @@ from ligermodels.parallel import context
 from ligermodels.parallel.context import SequenceShard
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parts_have_each_token_once_and_the_same_causal_work(ranks: int) -> None:
-    row = torch.arange(12 * ranks)
-    parts = [SequenceShard(None, ranks, rank).split(row[None])[0] for rank in range(ranks)]
-    assert torch.equal(torch.cat(parts).sort().values, row)
-    assert len({int(part.sum()) for part in parts}) == 1
-
-
-def test_a_row_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="a multiple of 6"):
-        SequenceShard(None, 3, 0).check(9)
-
-
 def test_gradients_of_whole_rows_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two other ranks add half of the last digit of bfloat16 each."""
     tiny = torch.finfo(torch.bfloat16).eps / 2
