@@ -302,7 +302,9 @@ class Attention(Planned, CachedLayer, nn.Module):
         heads, angles = (self.num_heads, self._own_kv_heads), self._angles(context)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
-        products = None if with_head_norms else products_of(linear)
+        products = None
+        if isinstance(x, PendingNorm) and not with_head_norms:
+            products = products_of(linear)
         if products is not None and isinstance(x, PendingNorm) and x.x.numel():
             return kernels.norm_qkv_rope(
                 *(x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads),
@@ -315,7 +317,7 @@ class Attention(Planned, CachedLayer, nn.Module):
             q, k, v = kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope)
             q = q if q_norm is None else q_norm(q)
             return q, k if k_norm is None else k_norm(k), v, total
-        if self.fuses_head_norms and qkv.numel():
+        if with_head_norms and self.fuses_head_norms and qkv.numel():
             assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
             weights = q_norm.weight, k_norm.weight
             return *kernels.qk_norm_rope(qkv, *weights, *angles, *heads, **q_norm.options), total

@@ -214,9 +214,13 @@ class AttentionMask:
 
     def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise ValueError unless the mask is one for tensors of these sizes."""
-        given = (self.document_ids, self.padding_mask, self.prefix_lengths, self.mask)
-        rows = [x.shape[0] for x in given if x is not None and x.shape[0] != 1]
-        if (self.queries, self.keys) != (queries, keys) or any(each != batch for each in rows):
+        rows: list[int] = []
+        if self._has_hidden_keys or self.prefix_lengths is not None:
+            given = (self.document_ids, self.padding_mask, self.prefix_lengths, self.mask)
+            rows = [x.shape[0] for x in given if x is not None and x.shape[0] != 1]
+        if (self.queries, self.keys) != (queries, keys) or (
+            rows and any(each != batch for each in rows)
+        ):
             raise ValueError(
                 f"attention: the mask is made for {self.queries} queries and {self.keys} keys"
                 + (f" in {rows[0]} rows" if rows else "")

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ligermodels import kernels
-from ligermodels.kernels.dispatch import autocast_dtype, cast
+from ligermodels.kernels.dispatch import autocast_dtype, cast, real_device
 from ligermodels.kernels.fused_linear import Products
 from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
 
@@ -38,6 +39,12 @@ def has_plain_call(module: nn.Module | None, kind: type[nn.Module]) -> bool:
         and not module._backward_pre_hooks
         and not torch_module._has_any_global_hook()
     )
+
+
+def fusion_pays(x: Tensor) -> bool:
+    """Return whether fused ops save memory for backward, or launches on a GPU."""
+    on_cpu = x.is_cpu or real_device(x.device).type == "cpu"
+    return torch.is_grad_enabled() or not on_cpu
 
 
 class FusableLinear(nn.Linear):
@@ -113,21 +120,24 @@ def _as_operand(y: Tensor) -> Tensor:
     products in that dtype, they would depend on whether a memory plan has added the residual, which
     may have another dtype, to x before.
     """
-    return cast(y, autocast_dtype(y) or y.dtype)
+    if y.is_cpu and not torch.is_autocast_enabled("cpu"):
+        return y  # on a short way
+    dtype = autocast_dtype(y)
+    return y if dtype is None else cast(y, dtype)
 
 
 def pre_norm(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> PreNormed:
     """Return norm(x + residual) as input of a sub-layer, which then also returns x + residual.
 
-    A plain `RMSNorm` is not computed here: the sub-layer fuses it into its first projection. Any
-    other norm is called here. The norms of `ligermodels.layers` add the residual themselves; for
-    other norms this function adds it.
+    A plain `RMSNorm` is not computed here if fusion pays: the sub-layer fuses it into its first
+    projection. Any other norm is called here. The norms of `ligermodels.layers` add the residual
+    themselves; for other norms this function adds it.
 
     Args: norm: any module from (..., hidden) to (..., hidden); x, residual: (..., hidden).
     Returns: what a sub-layer takes. The output of its `apply` has the dtype of autocast, if that is
         enabled, else the dtype that the norm returns.
     """
-    if is_plain(norm, RMSNorm):
+    if fusion_pays(x) and is_plain(norm, RMSNorm):
         return PendingNorm(x, residual, norm.weight, norm.options)
     if residual is not None and isinstance(norm, (RMSNorm, LayerNorm)):
         y, total = norm(x, residual)
@@ -157,8 +167,7 @@ def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, 
     """
     if isinstance(x, Tensor):
         return linear(x), None
-    products = products_of(linear)
-    if isinstance(x, PendingNorm) and products is not None:
+    if isinstance(x, PendingNorm) and (products := products_of(linear)) is not None:
         weights: Any = x.weight, linear.weight, linear.bias
         return kernels.norm_linear(x.x, x.residual, *weights, products=products, **x.options)
     y, total = x.apply()

@@ -20,6 +20,7 @@ from ligermodels.kernels.dispatch import cast, compute_dtype, refuse_double_back
 from ligermodels.layers.fusion import (
     PendingNorm,
     PreNormed,
+    fusion_pays,
     is_sharded,
     norm_then_linear,
     products_of,
@@ -111,6 +112,8 @@ class GatedMLP(Planned, nn.Module):
         """Compute the MLP under the policy of the forward, also when it runs again."""
         gate_up, total = norm_then_linear(x, self.gate_up_proj)
         down, activation = self.down_proj, self.activation
+        if not fusion_pays(gate_up):
+            return down(kernels.glu(gate_up, activation)), total
         # A linear that may be fused does not save its output, so backward may overwrite it.
         owned = products_of(self.gate_up_proj) is not None
         products = products_of(down)

@@ -175,10 +175,8 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
         code, _, err = call(*command)
         assert code == 0 and output.read_bytes() == whole
         assert err == (f"{output}: {said} of 3 prompts are answered\n" if said else "")
-    others = (
-        f"{output}: the answers in it were made with {{'seed': None}}, and not with {{'seed': 5}}"
-    )
-    assert_one_line(call(*command, "--seed", "5"), others)
+    others = "answers in it were made with {'seed': None}, and not with {'seed': 5}"
+    assert_one_line(call(*command, "--seed", "5"), f"{output}: ", others)
     other_model = make_checkpoint(tmp_path / "other")
     assert_one_line(call("generate", other_model, *command[2:]), f"'model': '{checkpoint}'")
     assert output.read_bytes() == whole

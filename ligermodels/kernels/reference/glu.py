@@ -27,7 +27,8 @@ def glu_forward(
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    y = recorded(cast(gate * up, gate_up.dtype), amax)
+    y = cast(gate * up, gate_up.dtype)
+    y = y if amax is None else recorded(y, amax)
     return y if direct is None else scaled(y, direct[1], direct[0])[0]
 
 

@@ -30,16 +30,19 @@ def rms_norm_forward(
     """
     s = x if residual is None else x + residual
     dtype = compute_dtype(s)
-    s_float = cast(s, dtype)
-    rstd = torch.rsqrt(s_float.pow(2).mean(-1, keepdim=True) + options.eps)
+    s_float = s if s.dtype == dtype else cast(s, dtype)
+    rstd = (s_float * s_float).mean(-1, keepdim=True).add_(options.eps).rsqrt_()
     normed = s_float * rstd
-    if options.casting_mode == "llama":
+    if options.casting_mode == "llama" and s.dtype != dtype:
         normed = cast(cast(normed, s.dtype), dtype)
-    y = normed * (cast(weight, dtype) + options.offset)
+    factor = weight if weight.dtype == dtype else cast(weight, dtype)
+    # On a CPU each operator counts in a step of decoding, so this one is left out if it can be.
+    y = normed * (factor + options.offset if options.offset else factor)
     if limit is not None:
         y = scaled(recorded(cast(y, s.dtype), amax), limit, out_dtype)[0]
         return y, s, rstd.flatten()
-    return recorded(cast(y, out_dtype), amax), s, rstd.flatten()
+    y = y if y.dtype == out_dtype else cast(y, out_dtype)
+    return y if amax is None else recorded(y, amax), s, rstd.view(-1)
 
 
 def rms_norm_backward(

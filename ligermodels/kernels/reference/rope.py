@@ -27,10 +27,22 @@ def rope_forward(
     Returns: the rotated rows in qkv's shape: qkv itself or a new tensor.
     """
     dtype = compute_dtype(qkv)
-    cos, sin = cast(cos, dtype), cast(sin, dtype)
+    if cos.dtype != dtype:
+        cos, sin = cos.to(dtype), sin.to(dtype)
     heads, rotated = num_heads + num_kv_heads, 2 * cos.shape[-1]
-    packed = qkv.unflatten(-1, (heads + num_kv_heads, qkv.shape[-1] // (heads + num_kv_heads)))
-    first = packed[..., :heads, :rotated]
+    writes = qkv.dtype == dtype and not torch.compiler.is_compiling()
+    if writes and not in_place:
+        qkv = qkv.clone()
+    total = heads + num_kv_heads
+    packed = qkv.view(*qkv.shape[:-1], total, qkv.shape[-1] // total)
+    first = packed.narrow(-2, 0, heads).narrow(-1, 0, rotated)
+    if writes:
+        a, b = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, -1)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        a_sin, b_sin = a * sin, b * sin
+        a.mul_(cos).sub_(b_sin)
+        b.mul_(cos).add_(a_sin)
+        return qkv
     turned = cast(rotate(cast(first, dtype), cos, sin, interleaved), qkv.dtype)
     if not in_place or torch.compiler.is_compiling():
         # torch.compile turns the write into a copy anyway, and torch 2.11 loses writes to views.
