@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, Protocol, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from ligermodels.converters import hf_rope
+from ligermodels.converters import hf_rope, hub
 from ligermodels.converters.files import (
     CONFIG_NAME,
     FLOAT_DTYPES,
@@ -27,6 +27,8 @@ from ligermodels.converters.files import (
     is_token_id,
     read_json_if_present,
 )
+from ligermodels.converters.hub import HubOptions
+from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import CheckpointError, ConfigError, short_repr
 
 # Keys that change the computation, and the values of each that do not change it. A family that
@@ -58,32 +60,27 @@ AUTO_CLASS, SHELL_FILE = "AutoModelForCausalLM", "modeling_ligermodels"
 _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 
 
-class HFConfig(hf_rope.RopeConfig, Protocol):
-    """The interface that the converters need of a family's config, a dataclass of HF's fields.
+class HFConfig(hf_rope.RopeConfig):
+    """The base class of all families' configs, which are dataclasses of HF's fields.
 
-    Attributes:
-        model_type: HF's name of the family.
-        architecture: the name of transformers' model class. None means: the capitalised words of
-            model_type followed by "ForCausalLM".
-        wrapper_type: the model_type of a config.json that has a config of this family as its
-            "text_config", in addition to other towers. None if there is no such model_type.
-        null_is_derived: fields with a default for which a JSON null means: derive the value.
-        written: fields that an export writes even if the checkpoint does not have them.
-        key_aliases: other keys of config.json -> the fields that they mean. An export writes a
-            changed field under all its keys.
-        refused: keys that change the computation -> the values that the family computes.
-        extra: the whole config.json of the checkpoint.
-        dtype: the dtype of the checkpoint, such as "bfloat16".
+    `extra` holds the whole config.json of the checkpoint.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     model_type: ClassVar[str]
-    architecture: ClassVar[str | None]
-    wrapper_type: ClassVar[str | None]
-    null_is_derived: ClassVar[tuple[str, ...]]
-    written: ClassVar[tuple[str, ...]]
-    key_aliases: ClassVar[dict[str, str]]
-    refused: ClassVar[dict[str, tuple[Any, ...]]]
+    # The name of transformers' model class. None means the capitalised model_type + "ForCausalLM".
+    architecture: ClassVar[str | None] = None
+    # The model_type of a multimodal config.json whose text_config is a config of this family.
+    wrapper_type: ClassVar[str | None] = None
+    # Fields for which a JSON null means: derive the value.
+    null_is_derived: ClassVar[tuple[str, ...]] = ()
+    # Fields that an export always writes, even if the checkpoint's config.json lacks them.
+    written: ClassVar[tuple[str, ...]] = ()
+    # Other keys of config.json -> the field that each of them means.
+    key_aliases: ClassVar[dict[str, str]] = {}
+    # Keys of config.json that change the computation and are not fields of the family -> the values
+    # that it computes. Any other value is refused.
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     num_hidden_layers: int
     num_key_value_heads: int
     head_dim: int
@@ -91,15 +88,47 @@ class HFConfig(hf_rope.RopeConfig, Protocol):
     extra: dict[str, Any]
     dtype: str | None
 
-    def __init__(self, **fields: Any) -> None: ...
-
-    @classmethod
-    def from_hf(cls, folder: str | os.PathLike[str]) -> Self: ...
+    def __init__(self, **fields: Any) -> None:
+        """Set the fields; each family's dataclass has its own."""
 
     @property
-    def sliding_windows(self) -> list[int | None]: ...
+    def sliding_windows(self) -> list[int | None]:
+        """For each layer, the number of keys that a query sees, including its own; None for all."""
+        return [None] * self.num_hidden_layers
 
-    def to_dict(self) -> dict[str, Any]: ...
+    @classmethod
+    def from_hf(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        **hub_options: Unpack[HubOptions],
+    ) -> Self:
+        """Read the config.json of a checkpoint. For a hub id, this downloads no weights.
+
+        Args:
+            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
+            revision: branch, tag or commit of a hub id.
+            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
+        Raises:
+            ConfigError: a key is damaged, unknown or not implemented; the message names the file
+                and the key.
+            CheckpointError: there is no such folder or repository, or it has no config.json.
+        """
+        folder = Path(path)
+        if revision is not None or not os.path.isdir(folder):
+            folder = hub.resolve(path, revision=revision, weights=False, **hub_options)
+        raw = read_one_version(folder, read_config)
+        try:
+            return cls(**fields_from_hf(raw, cls))
+        except ConfigError as error:
+            raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict of all fields except `extra`, and of model_type."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        del values["extra"]
+        return {"model_type": self.model_type, **values}
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -345,7 +374,7 @@ def _hints(config_class: type[HFConfig]) -> dict[str, Any]:
 
 def type_faults(config: HFConfig) -> Iterator[str]:
     """Yield a message for each field whose value does not fit its annotation."""
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
         if name in config.__dataclass_fields__ and set(_kinds(hint)) <= _TYPES.keys():
             if fault := _type_fault(name, getattr(config, name), hint):
                 yield fault

@@ -8,7 +8,7 @@ read, in transformers' order of precedence, and both are written.
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ligermodels.converters.files import is_int, is_number
 from ligermodels.errors import ConfigError, printable, short_repr
@@ -39,16 +39,18 @@ _HAS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class RopeConfig(Protocol):
+class RopeConfig:
     """The rope fields of every config class.
 
     Some classes also have `rope_local_base_freq`, and some have `partial_rotary_factor`.
 
     Attributes: rope_scaling has a "rope_type" and no theta; it is None for plain rope.
-        unread_rope_keys names keys of it that `RotaryEmbedding` does not read and that may stay.
+        unread_rope_keys names keys of it that `RotaryEmbedding` does not read and that change
+        nothing. Published YaRN checkpoints of Llama and Mistral have "finetuned", which
+        transformers ignores, too.
     """
 
-    unread_rope_keys: ClassVar[tuple[str, ...]]
+    unread_rope_keys: ClassVar[tuple[str, ...]] = ("finetuned",)
 
     rope_theta: float
     rope_scaling: dict[str, Any] | None

@@ -1,20 +1,16 @@
 """The base class of all families' configs, and the checks of their fields."""
 
 import copy
-import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
-from ligermodels.converters import hf_config, hf_rope, hub
+from ligermodels.converters import hf_config, hf_rope
 from ligermodels.converters.files import is_int
-from ligermodels.converters.hub import HubOptions
-from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import ConfigError, short_repr
 
 # The sizes of a model that is fast to build and to compare. They differ from each other, so that no
@@ -37,7 +33,7 @@ _DERIVED = ("num_key_value_heads", "head_dim")
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(hf_config.HFConfig):
     """Sizes and settings of a decoder, under HF's field names.
 
     The dataclass is not frozen: fields may be assigned before a model is built from it. A field
@@ -48,9 +44,6 @@ class ModelConfig:
         ConfigError: a field has a value that no model can have.
     """
 
-    model_type: ClassVar[str]
-    # The name of transformers' model class. None means the capitalised model_type + "ForCausalLM".
-    architecture: ClassVar[str | None] = None
     activation_field: ClassVar[str] = "hidden_act"  # or "hidden_activation"
     # HF's name of each activation that the family computes -> the name in `GatedMLP`. A family with
     # an MLP of its own lists what that MLP computes, under any names.
@@ -63,20 +56,6 @@ class ModelConfig:
     }
     # Name of a published size -> the fields that differ from the family's defaults.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    # The model_type of a multimodal config.json whose text_config is a config of this family.
-    wrapper_type: ClassVar[str | None] = None
-    # Fields for which a JSON null means: derive the value.
-    null_is_derived: ClassVar[tuple[str, ...]] = ()
-    # Fields that an export always writes, even if the checkpoint's config.json lacks them.
-    written: ClassVar[tuple[str, ...]] = ()
-    # Other keys of config.json -> the field that each of them means.
-    key_aliases: ClassVar[dict[str, str]] = {}
-    # Keys of config.json that change the computation and are not fields of the family -> the values
-    # that it computes. Any other value is refused.
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # Keys of rope_scaling that no rope of this library reads and that change nothing. Published
-    # YaRN checkpoints of Llama and Mistral have "finetuned", which transformers ignores, too.
-    unread_rope_keys: ClassVar[tuple[str, ...]] = ("finetuned",)
     # Integers of at least 1 -> the largest value. These limits are far above any published model:
     # a config beyond them is damaged or malicious, and is refused before anything is allocated.
     # A family adds its own fields: `largest = ModelConfig.largest | {"num_experts": 2**14}`.
@@ -160,39 +139,6 @@ class ModelConfig:
         """The MLP's activation by its name in `activations`: "silu", "gelu_tanh" or "gelu"."""
         return self.activations[getattr(self, self.activation_field)]
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """For each layer, the number of keys that a query sees, including its own; None for all."""
-        return [None] * self.num_hidden_layers
-
-    @classmethod
-    def from_hf(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        **hub_options: Unpack[HubOptions],
-    ) -> Self:
-        """Read the config.json of a checkpoint. For a hub id, this downloads no weights.
-
-        Args:
-            path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
-            revision: branch, tag or commit of a hub id.
-            hub_options: token, cache_dir and local_files_only: see `HubOptions`.
-        Raises:
-            ConfigError: a key is damaged, unknown or not implemented; the message names the file
-                and the key.
-            CheckpointError: there is no such folder or repository, or it has no config.json.
-        """
-        folder = Path(path)
-        if revision is not None or not os.path.isdir(folder):
-            folder = hub.resolve(path, revision=revision, weights=False, **hub_options)
-        raw = read_one_version(folder, hf_config.read_config)
-        try:
-            return cls(**hf_config.fields_from_hf(raw, cls))
-        except ConfigError as error:
-            raise ConfigError(f"{folder / 'config.json'}: {error}") from None
-
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
         """Return the config of a published model size. Keyword arguments override its fields.
@@ -234,12 +180,6 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """The number of elements of a head that rope rotates: the first ones."""
         return int(self.head_dim * getattr(self, "partial_rotary_factor", 1.0))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict of all fields except `extra`, and of model_type."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        del values["extra"]
-        return {"model_type": self.model_type, **values}
 
     def get_text_config(self, **options: Any) -> Self:
         """Return the config itself. HF's Trainer asks for it if it is given a tokenizer."""
