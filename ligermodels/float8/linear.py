@@ -6,6 +6,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ligermodels.kernels.dispatch import autocast_is_on
 from ligermodels.kernels.float8_linear import (
@@ -65,13 +66,16 @@ class Float8Linear(FusableLinear):
     # The weight's version and its casts, within `float8.weights_cast_once`.
     _casts: tuple[int, Casts] | None = None
 
-    def products(self) -> Callable[[], Float8Products]:
-        """Return what makes the products of a call."""
+    def products(self) -> Callable[[], Float8Products] | None:
+        """Return what makes the products of a call; None if torch.compile traces it."""
+        if torch.compiler.is_compiling():
+            return None
         casts = self._casts_now()
         if casts is None and not torch.is_grad_enabled():
             return partial(_Inference, self.recipe)
         return float8_products(self.recipe, casts, self._scales_now())
 
+    @_disable_dynamo  # torch.compiler.disable, which would import the compiler now
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (..., out) for x (..., in)."""
         casts = self._casts_now()

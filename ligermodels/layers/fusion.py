@@ -53,8 +53,8 @@ class FusableLinear(nn.Linear):
     A subclass is one of this library's own; what others put in a linear's place is called.
     """
 
-    def products(self) -> Callable[[], Products]:
-        """Return what makes the products of a call."""
+    def products(self) -> Callable[[], Products] | None:
+        """Return what makes the products of a call; None lets the layer call this module."""
         raise NotImplementedError
 
 

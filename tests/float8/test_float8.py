@@ -175,6 +175,18 @@ def test_new_weights_count_at_once() -> None:
         assert torch.equal(model(ids), fresh())
 
 
+def test_a_compiled_model_calls_its_linears() -> None:
+    """What is traced are the other parts."""
+    model, ids = model_of(torch.float32), tokens()
+    float8.convert(model, filter=every)
+    for plan in (None, MemoryPlan.uniform(2, "input")):
+        model.set_memory_plan(plan)
+        expected = gradients(model, ids)
+        found = gradients(torch.compile(model, backend="aot_eager"), ids)
+        for name, grad in expected.items():
+            assert error(found[f"_orig_mod.{name}"], grad) < 0.02, name
+
+
 def test_few_rows_without_gradients() -> None:
     """They are multiplied as before the conversion, and many are not; casts that are kept count."""
     model, plain = model_of(), model_of()
