@@ -9,29 +9,11 @@ from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal, is_fini
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
-from tests.pairwise import pairwise
 
 from .conftest import load_weights, random_tensors, write_checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 EMBED = "model.embed_tokens.weight"
-
-
-@pairwise(shards=[1, 3], tied=[True, False], dtype=[torch.bfloat16, torch.float32])
-def test_native_parameters_are_the_stacked_hf_tensors(make, shards, tied, dtype):
-    folder, config = make(shards=shards, tie_word_embeddings=tied, attention_bias=True)
-    stored = random_tensors(config)
-    weights = load_weights(folder, config, dtype)
-    for i in range(2):
-        for kind in ("weight", "bias"):
-            stacked = [stored[f"model.layers.{i}.self_attn.{n}_proj.{kind}"] for n in "qkv"]
-            got = weights[f"layers.{i}.self_attn.qkv_proj.{kind}"]
-            assert bitwise_equal(got, torch.cat(stacked).to(dtype))
-        stacked = [stored[f"model.layers.{i}.mlp.{n}_proj.weight"] for n in ("gate", "up")]
-        got = weights[f"layers.{i}.mlp.gate_up_proj.weight"]
-        assert bitwise_equal(got, torch.cat(stacked).to(dtype))
-    assert bitwise_equal(weights["embed_tokens.weight"], stored[EMBED].to(dtype))
-    assert ("head.proj.weight" in weights) == (not tied)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from ligermodels.converters.files import copied_files, local_weight_files, weight_files
+from ligermodels.converters.files import copied_files, weight_files
 from ligermodels.errors import CheckpointError
 
 
@@ -49,19 +49,6 @@ def test_stale_index_and_missing_shards_are_refused():
     assert "1 of 2 shards" in str(error.value)
     with pytest.raises(CheckpointError, match="one of the two is stale"):
         weight_files("repo", [*names, "model.safetensors"], lambda: index)
-
-
-def test_links_to_nothing_are_not_absent_files(tmp_path):
-    weights = tmp_path / "model.safetensors"
-    weights.symlink_to("gone")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: .* is a link to gone, which"):
-        local_weight_files(tmp_path)
-    (tmp_path / "gone").touch()
-    assert local_weight_files(tmp_path) == (["model.safetensors"], None)
-    (tmp_path / "other").symlink_to("other")  # not a file of the checkpoint
-    assert local_weight_files(tmp_path) == (["model.safetensors"], None)
-    with pytest.raises(CheckpointError, match="absent: the folder cannot be read"):
-        local_weight_files(tmp_path / "absent")
 
 
 def test_copied_files_are_read_whole_or_are_an_error(tmp_path):

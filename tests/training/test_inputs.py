@@ -58,14 +58,6 @@ def test_a_checkpoint_of_another_run_is_refused(text, tmp_path, change):
         run(base, data, tmp_path / "other", max_steps=2, resume=True, **changes)
 
 
-def test_a_resumed_run_names_the_file_that_has_changed(text, tmp_path, checkpoint):
-    files = [make_text(tmp_path / f"{seed}.txt", seed=seed) for seed in (1, 2)]
-    run(checkpoint, files, tmp_path / "run", max_steps=2)
-    make_text(files[1], seed=3)
-    with pytest.raises(LigerError, match=f"new or missing: {files[1]}\\)"):
-        run(checkpoint, files, tmp_path / "run", max_steps=2, resume=True)
-
-
 def test_a_model_that_has_moved_is_the_same_model(text, tmp_path):
     base = make_checkpoint(tmp_path / "base")
     first = run(base, text, tmp_path / "run", max_steps=2)

@@ -31,37 +31,6 @@ def send(signum):
     os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_raises_at_once_and_within_held_at_its_end(signum):
-    with pytest.raises(KeyboardInterrupt), Interrupts() as stop:
-        send(signum)
-    assert stop.signum == signum
-    reached = []
-    with pytest.raises(KeyboardInterrupt), Interrupts() as stop, stop.held():
-        send(signum)
-        reached.append("the end of the block")
-    assert reached
-
-
-def test_an_exception_that_something_swallowed_is_raised_again():
-    with Interrupts() as stop:
-        with pytest.raises(KeyboardInterrupt):
-            send(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt), stop.held():
-            raise AssertionError("the block must not begin")
-
-
-def test_check_raises_within_held():
-    reached = []
-    with pytest.raises(KeyboardInterrupt), Interrupts() as stop, stop.held():
-        stop.check()
-        send(signal.SIGTERM)
-        reached.append("the next line")
-        stop.check()
-        reached.append("after the check")
-    assert reached == ["the next line"]
-
-
 def test_only_a_second_press_of_ctrl_c_breaks_off(monkeypatch):
     with pytest.raises(KeyboardInterrupt), Interrupts() as stop, stop.held():
         send(signal.SIGTERM)

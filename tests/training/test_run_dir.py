@@ -78,15 +78,6 @@ def test_clearing_removes_a_runs_files_and_writes_through_no_link(folder, tmp_pa
     assert os.listdir(elsewhere) == ["config.json"]
 
 
-def test_overwriting_what_the_run_reads_is_refused(folder):
-    folder.write_settings(SETTINGS, "")
-    for path in (folder.model_dir, folder.model_dir / "a.txt"):
-        with pytest.raises(LigerError, match="would remove this, which the run reads"):
-            folder.check(False, True, [path])
-        folder.check(True, False, [path])
-    folder.check(False, True, [folder.path / "a.txt"])
-
-
 @pytest.mark.parametrize("name", ["file", "dead link", "x" * 5000])
 def test_an_output_that_is_no_folder_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
@@ -128,17 +119,6 @@ def test_a_folder_in_which_no_run_began_is_left_as_it_was(tmp_path, is_new):
     with run.locked():
         run.write_settings(SETTINGS, "")
     assert sorted(os.listdir(run.path)) == [".lock", "run.json", "run.yaml"]
-
-
-def test_the_curve_is_a_picture(folder):
-    pytest.importorskip("matplotlib")
-    metrics = [
-        {"step": 0, "eval_loss": 3.0},
-        {"step": 1, "loss": 2.0},
-        {"step": 1, "eval_loss": 1.0},
-    ]
-    assert plot_losses(metrics, folder.path / "loss.png")
-    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_there_is_no_curve(folder, monkeypatch):
