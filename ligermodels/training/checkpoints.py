@@ -134,12 +134,15 @@ class Checkpoints:
         folder = self.folder / f"step-{step:08d}"
         try:
             with error_on_all_ranks(CheckpointError):
-                run_id, hashes = facts_of(folder)
-                if run_id != self.run_id:
+                facts = read_json(folder / FACTS, CheckpointError)
+                if facts.get("run") != self.run_id:
                     raise CheckpointError(
                         f"{folder}: this is a checkpoint of another run: the base model, the data "
                         "or the options are not those of this run"
                     )
+                hashes = facts["files"]
+                if others := {*folder.glob("*.safetensors")} - {folder / name for name in hashes}:
+                    raise CheckpointError(f"{others.pop()}: no run has written this file")
                 for number, (name, digest) in enumerate(hashes.items()):
                     if number % num_ranks() == rank():
                         if file_hash(folder / name, CheckpointError) != digest:
@@ -177,19 +180,6 @@ def _remove(folder: Path) -> None:
     with writing(folder):
         (folder / FACTS).unlink(missing_ok=True)
         shutil.rmtree(folder)
-
-
-def facts_of(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the id of the run of a checkpoint, and the SHA-256 of each file.
-
-    Raises:
-        CheckpointError: they are missing or damaged.
-    """
-    facts = read_json(folder / FACTS, CheckpointError)
-    run_id, files = facts.get("run"), facts.get("files")
-    if not isinstance(run_id, str) or not isinstance(files, dict) or any("/" in x for x in files):
-        raise CheckpointError(f"{folder / FACTS}: this is not what a run writes")
-    return run_id, files
 
 
 def first_not_finite(

@@ -12,8 +12,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ class Run:
             tokenizer = Tokenizer.from_hf(source)
             rows, eval_rows = self._rows(source, tokenizer)
             self.model, weights = self._model(source, rows, eval_rows)
-            sampler = reports.Sampler(output, tokenizer) if output.sample_prompts else None
+            sampler = reports.Sampler(output, tokenizer, self.run_dir, self.progress)
         if self.shards:
             self._shard(self.model)
         held = self.objective.load(self.model)
@@ -213,7 +214,7 @@ class Run:
                         self.run_dir,
                         self.checkpoints,
                         check=check,
-                        sample=self._sampling(sampler, trainer),
+                        sample=partial(sampler, self.model, trainer.autocast),
                         progress=self.progress,
                     )
                 check()
@@ -485,22 +486,6 @@ class Run:
                 self.run_dir.clear()
             self.run_dir.write_settings(facts, config_text(settings, command))
         self.began = True
-
-    def _sampling(self, sampler: reports.Sampler | None, trainer: Trainer) -> Callable[[int], None]:
-        """Return what writes the samples of a step into the run's folder, and shows them."""
-
-        def sample(step: int) -> None:
-            if sampler is None:
-                return
-            self.run_dir.samples.cut(step - 1)
-            with trainer.autocast():
-                texts = sampler(self.model)
-            for prompt, text in texts.items():
-                self.run_dir.samples.append({"step": step, "prompt": prompt, "text": text})
-                if self.progress:
-                    tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
-
-        return sample
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""

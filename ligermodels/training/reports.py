@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
 from ligermodels.models.base import DecoderModel
@@ -73,14 +75,17 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
 class Sampler:
     """Continues the same prompts greedily, whenever it is called.
 
-    Args: options: which have `sample_prompts`.
+    Args: options: which may have `sample_prompts`; shows: whether to print the texts on stderr.
     Raises:
         CheckpointError: a chat template is needed, and there is none.
         ConfigError: a prompt has no tokens.
     """
 
-    def __init__(self, options: OutputOptions, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, options: OutputOptions, tokenizer: Tokenizer, run_dir: RunDir, shows: bool = False
+    ) -> None:
         self.tokenizer, self.options = tokenizer, options
+        self.run_dir, self.shows = run_dir, shows
         self.prompts = {each: self._encode(each) for each in options.sample_prompts or []}
         if [] in self.prompts.values():
             raise ConfigError("sample_prompts: a prompt is empty; give each prompt some text")
@@ -92,14 +97,18 @@ class Sampler:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     @torch.no_grad()
-    def __call__(self, model: DecoderModel) -> dict[str, str]:
-        """Return the text with which the model continues each prompt."""
+    def __call__(self, model: DecoderModel, autocast: Callable[[], Any], step: int) -> None:
+        """Write the texts with which the model continues each prompt after a step."""
         model.eval()
-        found = {}
+        if self.prompts:
+            self.run_dir.samples.cut(step - 1)
         for prompt, ids in self.prompts.items():
-            made = model.generate([ids], max_new_tokens=self.options.sample_tokens)
-            found[prompt] = self.tokenizer.decode(made[0, len(ids) :])
-        return found
+            with autocast():
+                made = model.generate([ids], max_new_tokens=self.options.sample_tokens)
+            text = self.tokenizer.decode(made[0, len(ids) :])
+            self.run_dir.samples.append({"step": step, "prompt": prompt, "text": text})
+            if self.shows:
+                tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
 
 
 @dataclass(kw_only=True)

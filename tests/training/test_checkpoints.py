@@ -105,8 +105,11 @@ def test_a_file_that_is_missing_or_is_a_folder_is_refused(folder, saved):
     assert f"{data}: the file is missing" in refuse(folder)
     data.mkdir()
     assert f"{data}: this is not a regular" in refuse(folder)
+    data.rmdir()
+    shutil.copy(folder.save(2, *make_model()) / data.name, saved / "more.safetensors")
+    assert "more.safetensors: no run has written this file" in refuse(folder)
     shutil.rmtree(saved)
-    assert folder.latest() is None
+    assert folder.latest() == 2
 
 
 def test_another_run_shape_or_name_is_refused(folder, saved):

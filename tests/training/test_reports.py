@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -91,15 +92,17 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_prompts_are_continued_greedily(checkpoint):
+def test_prompts_are_continued_greedily(checkpoint, tmp_path):
     model, tokenizer = AutoLiger.from_hf(checkpoint), Tokenizer.from_hf(checkpoint)
     prompted = OutputOptions(sample_prompts=["the cat"], sample_tokens=5)
-    sampler = Sampler(prompted, tokenizer)
-    sample = sampler(model)
+    sampler = Sampler(prompted, tokenizer, RunDir(tmp_path))
+    sampler(model, nullcontext, 3)
     ids = tokenizer.encode("the cat")
     made = model.generate([ids], max_new_tokens=5)[0, len(ids) :]
-    assert sample == {"the cat": tokenizer.decode(made)}
-    chat = Sampler(OutputOptions(sample_prompts=["hi"], sample_chat=True), tokenizer)
+    text = tokenizer.decode(made)
+    assert lines(tmp_path) == [{"step": 3, "prompt": "the cat", "text": text}]
+    asked = OutputOptions(sample_prompts=["hi"], sample_chat=True)
+    chat = Sampler(asked, tokenizer, RunDir(tmp_path))
     assert tokenizer.decode(chat.prompts["hi"]) == "<|user|>hi<|assistant|>"
 
 
