@@ -207,8 +207,8 @@ def _budget(budget: int | str, device: torch.device) -> int:
         return parse_bytes(budget, "budget")
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigError(
-            f'budget="auto" is what is free on a GPU, and there is none to ask for {device}; pass '
-            'the bytes of the GPU that you plan for, such as budget="80GiB"'
+            f'memory: the budget "auto" is what is free on a GPU, and there is none to ask for '
+            f'{device}; give the bytes of the GPU that you plan for, such as "80GiB"'
         )
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)

@@ -406,11 +406,6 @@ class Run:
             plan, self.casts_once = saved["memory_plan"], saved.get("casts_once", True)
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
             return
-        if budget == "auto" and self.device.type != "cuda":
-            raise ConfigError(
-                f'memory: "auto" is what is free on a GPU, and this run is on {self.device}; leave '
-                'it out, or give a number of bytes, such as "8GiB"'
-            )
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
         usual = "auto" if on_gpu and self.objective.keeps_tensors else "off"

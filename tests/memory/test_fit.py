@@ -149,7 +149,7 @@ def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"batch": 2**40}, "batch=1099511627776"),
         ({"count": "all"}, "count='all'"),
         ({"budget": "much"}, "budget='much': expected a number of bytes"),
-        ({"budget": "auto", "device": "cuda"}, "free on a GPU, .* none to ask for cuda; pass the"),
+        ({"budget": "auto", "device": "cuda"}, "free on a GPU, .* none to ask for cuda; give the"),
         ({"optimizer_bytes": -1}, "optimizer_bytes=-1"),
         (
             {"optimizer_bytes": torch.optim.AdamW},
