@@ -233,10 +233,6 @@ def _check(rope_type: str, scaling: Mapping[str, Any], raw: Mapping[str, Any], w
         raise fault("truncate", f"is {short_repr(scaling['truncate'])}, expected true or false")
     if rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise fault("high_freq_factor", "must be greater than low_freq_factor")
-    if rope_type == "yarn" and raw.get("rope_theta") == 1:
-        raise fault("rope_type", "is 'yarn', which needs a rope_theta other than 1")
-    if rope_type == "dynamic" and raw.get("head_dim") == 2:
-        raise fault("rope_type", "is 'dynamic', which needs a head_dim greater than 2")
     if rope_type == "longrope":
         _check_longrope(scaling, raw, fault)
 
@@ -248,9 +244,6 @@ def _is_positive(value: Any) -> bool:
 def _check_longrope(
     scaling: Mapping[str, Any], raw: Mapping[str, Any], fault: Callable[[str, str], ConfigError]
 ) -> None:
-    original = scaling.get("original_max_position_embeddings", raw.get("max_position_embeddings"))
-    if isinstance(original, (int, float)) and original <= 1:
-        raise fault("original_max_position_embeddings", f"is {original}, expected more than 1")
     for name in ("short_factor", "long_factor"):
         factors = scaling.get(name)
         if not isinstance(factors, list) or not factors or not all(map(_is_positive, factors)):

@@ -280,11 +280,6 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
         layers = config.num_hidden_layers
         if len(types) != layers:
             yield f"layer_types has {len(types)} entries, expected num_hidden_layers = {layers}"
-    if len(config.sliding_windows) != config.num_hidden_layers:
-        yield (
-            f"{type(config).__name__}.sliding_windows returns {len(config.sliding_windows)} "
-            f"windows, expected one for each of num_hidden_layers = {config.num_hidden_layers}"
-        )
     for window in set(config.sliding_windows):
         if window is not None and not (_is_size(window) and window <= _LONGEST_WINDOW):
             yield (

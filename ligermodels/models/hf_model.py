@@ -112,11 +112,6 @@ class HFModel(nn.Module):
         """
         check_class(cls)
         weight_map = cls.weight_map(config)
-        if not isinstance(weight_map, WeightMap):
-            raise ConfigError(
-                f"{cls.__name__}: weight_map returns {type(weight_map).__name__}; return a "
-                "WeightMap(tuple of entries)"
-            )
         with torch.device("meta"), WithoutInitialValues():
             model = cls(config)
         check_buffers(model)

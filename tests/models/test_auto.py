@@ -167,7 +167,7 @@ def outside(**attributes: Any) -> Any:
             r"small config \(with PlainHeads\.small_f.*not grouped",
         ),
         ({"weight_map": lambda model, config: None}, "weight_map is called with the config alone"),
-        ({"weight_map": staticmethod(lambda config: [])}, "returns list; return a WeightMap"),
+        ({"weight_map": staticmethod(lambda config: [])}, "'list' object has no attribute"),
         (outside_map(lambda e: [*e, e[0]]), "'embed_tokens.weight' occurs twice"),
         (
             outside_map(lambda e: [replace(e[0], name="embed.weight"), *e[1:]]),
@@ -178,7 +178,7 @@ def outside(**attributes: Any) -> Any:
         (outside_map(overlapping), "its spans must fill each row once"),
         ({"make_block": build_too_early}, r"small config .*: NameError: .*DefinedLater"),
         ({"make_block": DecoderModel.make_block}, "Mine does not define make_block"),
-        ({"make_block": lambda model, index: None}, "make_block returned NoneType; return an nn"),
+        ({"make_block": lambda model, index: None}, "make_block returned None; return a layer"),
     ],
 )
 def test_a_class_that_is_no_family_is_not_registered(
