@@ -9,9 +9,9 @@ from ligermodels.losses.policy import grpo_normalizer as grpo_normalizer
 from ligermodels.losses.policy import importance_ratio as importance_ratio
 from ligermodels.losses.policy import rloo_advantages as rloo_advantages
 from ligermodels.losses.policy import rloo_loss as rloo_loss
+from ligermodels.losses.preference import cpo_loss as cpo_loss
 from ligermodels.losses.preference import dpo_loss as dpo_loss
-from ligermodels.losses.reference_free import cpo_loss as cpo_loss
-from ligermodels.losses.reference_free import orpo_loss as orpo_loss
+from ligermodels.losses.preference import orpo_loss as orpo_loss
 from ligermodels.losses.reward import bradley_terry_loss as bradley_terry_loss
 from ligermodels.losses.reward import token_reward_loss as token_reward_loss
 from ligermodels.losses.terms import LossOutput as LossOutput

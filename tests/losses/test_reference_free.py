@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ligermodels.losses.reference_free import CPO_LOSS_TYPES, cpo_loss, orpo_loss
+from ligermodels.losses.preference import CPO_LOSS_TYPES, cpo_loss, orpo_loss
 from tests.losses import trl_own
 from tests.losses.batches import (
     assert_metrics,

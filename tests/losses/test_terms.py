@@ -15,7 +15,7 @@ from torch import Tensor
 from ligermodels import losses
 from ligermodels.losses import kto, policy, preference
 from ligermodels.losses.distillation import hidden_cosine
-from ligermodels.losses.reference_free import CPO_LOSS_TYPES
+from ligermodels.losses.preference import CPO_LOSS_TYPES
 from ligermodels.losses.terms import SFT_LOSS_TYPES
 
 Loss = Callable[..., Tensor | losses.LossOutput]
