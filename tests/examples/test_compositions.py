@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ligermodels import AutoLiger, ConfigError, KVCache, LigerLlama, LlamaConfig
 from ligermodels import register as register_family
 from ligermodels.layers.recompute import POLICIES
 from tests.models.pairs import gradients
+from tests.training.tiny_run import make_tokenizer
 
 DECODERS = ("mixed", "shared_keys")
 SIZES: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96}
@@ -226,19 +226,15 @@ def test_the_mixed_decoder_starts_from_a_checkpoint(
 
 
 def test_the_scripts_run(
-    smollm2: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared_keys.main(tmp_path / "shared", steps=2)
     assert re.search(r"step +1  loss \d\.\d+\nCaptain Wentworth ", capsys.readouterr().out)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     torch.manual_seed(0)
-    LigerLlama(LlamaConfig(vocab_size=49152, **sizes, **heads)).save_hf(tmp_path / "tiny")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(smollm2 / name, tmp_path / "tiny" / name)
+    LigerLlama(LlamaConfig(vocab_size=258, **sizes, **heads)).save_hf(tmp_path / "tiny")
+    make_tokenizer(tmp_path / "tiny")
     for name in ("persuasion-train.txt", "persuasion-heldout.txt"):  # the novel is long
         (tmp_path / name).write_text((mixed.DATA / name).read_text()[:8000])
     monkeypatch.setattr(mixed, "DATA", tmp_path)

@@ -71,6 +71,8 @@ SHARED = (
     "ungrouped heads",
     "rope theta",
     *zoo.rope_types("llama", zoo.TINY),
+    "odd sizes",
+    "right padding",
 )
 SHARED_IN = ("llama", "gemma3_text")
 
