@@ -224,10 +224,7 @@ def test_every_tensor_of_an_adapter_is_needed_and_checked(
     native = AutoLiger.from_hf(folders["qwen2"])
     weight_map = native.weight_map(native.config)
     mine, my_config = pack_adapter(weights, config, weight_map)
-    for convert, whole, of in (
-        (pack_adapter, weights, config),
-        (unpack_adapter, mine, my_config),
-    ):
+    for convert, whole, of in ((pack_adapter, weights, config), (unpack_adapter, mine, my_config)):
         for name in whole:
             rest = {key: weight for key, weight in whole.items() if key != name}
             with pytest.raises(CheckpointError, match=f"{re.escape(name)} is missing"):

@@ -116,21 +116,14 @@ def test_gradients_off_the_targets(vocab, dtype, softcap) -> None:
 BUDGETS = [None, 16 * MIB, 32 * MIB, 64 * MIB, 300 * MIB, 700 * MIB]
 
 
-def check_scratch(
-    forward: Callable[[], Tensor],
-    leaves: tuple[Tensor, ...],
-    allowed: int,
-) -> None:
+def check_scratch(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], allowed: int) -> None:
     """Assert that forward and backward each stay within what is allowed."""
     for phase, scratch in zip(("forward", "backward"), peak_scratch(forward, leaves)):
         assert scratch <= allowed, f"{phase} holds {scratch / MIB:.1f} of {allowed / MIB:.1f} MiB"
 
 
 @pairwise(
-    budget=BUDGETS,
-    frozen=[None, "hidden", "weight"],
-    reduction=["mean", "none"],
-    rows=[400, 8192],
+    budget=BUDGETS, frozen=[None, "hidden", "weight"], reduction=["mean", "none"], rows=[400, 8192]
 )
 def test_scratch_stays_in_the_budget(rows, budget, reduction, frozen) -> None:
     """Bound the peak memory in forward and backward, without inputs, outputs and gradients."""

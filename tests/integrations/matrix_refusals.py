@@ -16,13 +16,7 @@ from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.integrations.peft_adapters import get_peft_model
 from ligermodels.integrations.projections import REFUSED
 from tests.integrations import test_peft_adapters, test_trl_trainers
-from tests.integrations.matrix_cells import (
-    NATIVE,
-    SHELL,
-    adapter,
-    cut,
-    tokens,
-)
+from tests.integrations.matrix_cells import NATIVE, SHELL, adapter, cut, tokens
 from tests.integrations.test_hf_trainer import examples, quiet, train
 from tests.integrations.test_trl_trainers import ANSWERS
 from tests.integrations.tiny import theirs

@@ -82,11 +82,7 @@ def measure(tool: str, folder: Path, families: list[str]) -> Errors:
     prepare(folder, families)
     command = [interpreter(tool), "-m", "tests.integrations.outside_worker", tool, folder]
     done = subprocess.run(
-        list(map(str, command)),
-        env=environment(folder),
-        cwd=folder,
-        capture_output=True,
-        text=True,
+        list(map(str, command)), env=environment(folder), cwd=folder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "errors.json").read_text(encoding="utf-8"))

@@ -10,11 +10,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from trl import SFTTrainer
 from trl.scripts import sft
 

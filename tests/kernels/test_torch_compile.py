@@ -14,8 +14,7 @@ from tests.kernels.conftest import BFLOAT16, FLOAT32, Place, places
 from tests.kernels.ops_table import CASES, FIRST, leaves, outputs_and_gradients
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1",
-    reason="a launch in the interpreter cannot be traced",
+    os.environ.get("TRITON_INTERPRET") == "1", reason="a launch in the interpreter cannot be traced"
 )
 TOLERANCE = {BFLOAT16: 1e-2, FLOAT32: 1e-5}
 

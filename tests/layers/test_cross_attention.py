@@ -30,9 +30,7 @@ def dense(layer: CrossAttention, x: Tensor, memory: Tensor, sees: Tensor) -> Ten
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"bias": True, "softcap": 0.5}, {"scale": 0.1, "norms": True}],
-    ids=str,
+    "options", [{}, {"bias": True, "softcap": 0.5}, {"scale": 0.1, "norms": True}], ids=str
 )
 def test_values_and_gradients(options: dict[str, Any], padded: bool) -> None:
     torch.manual_seed(0)

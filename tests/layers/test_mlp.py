@@ -11,11 +11,7 @@ from ligermodels.layers import GatedMLP, RMSNorm, pre_norm
 from tests.models.pairs import relative
 from tests.pairwise import pairwise
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def formula(mlp: GatedMLP, norm: RMSNorm | None, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,12 +20,7 @@ def formula(mlp: GatedMLP, norm: RMSNorm | None, total: Tensor) -> tuple[Tensor,
     return mlp.down_proj(ACTIVATIONS[mlp.activation](gate) * up), total
 
 
-@pairwise(
-    activation=ACTIVATIONS,
-    residual=[False, True],
-    normed=[False, True],
-    bias=[False, True],
-)
+@pairwise(activation=ACTIVATIONS, residual=[False, True], normed=[False, True], bias=[False, True])
 def test_equals_the_formula(bias: bool, normed: bool, residual: bool, activation: str) -> None:
     torch.manual_seed(0)
     mlp, norm = GatedMLP(20, 27, bias=bias, activation=activation), RMSNorm(20)

@@ -95,15 +95,6 @@ def test_calls_do_not_remember_each_other() -> None:
         assert torch.equal(rope(short, 8)[1], before[1])
 
 
-def test_positions_in_several_rows() -> None:
-    rope = RotaryEmbedding(HEAD_DIM)
-    positions = torch.tensor([[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]])
-    cos, _ = rope(positions)
-    assert torch.equal(cos[0, :2], cos[0, 3:])
-    assert torch.equal(cos[1], rope(positions[1:])[0][0])
-    assert not rope.state_dict() and not list(rope.parameters())
-
-
 def test_conversions_keep_the_frequencies_exact() -> None:
     scaling = {"rope_type": "linear", "factor": 2.0}
     rope = RotaryEmbedding(HEAD_DIM, scaling=scaling)

@@ -108,12 +108,7 @@ def test_the_error_is_that_without_tiles(dtype, normed, device) -> None:
     assert ours.calls == 2 * tiles
 
 
-@pairwise(
-    x=[True, False],
-    norm=[True, False],
-    gate_up=[True, False],
-    down=[True, False],
-)
+@pairwise(x=[True, False], norm=[True, False], gate_up=[True, False], down=[True, False])
 def test_frozen_inputs(x, norm, gate_up, down) -> None:
     given, upstream = inputs()
     given.requires_grad_(x)

@@ -9,11 +9,7 @@ import torch
 
 from ligermodels.errors import ConfigError
 from ligermodels.losses.kto import kto_kl, kto_loss
-from ligermodels.losses.preference import (
-    DIVERGENCES,
-    DPO_LOSS_TYPES,
-    dpo_loss,
-)
+from ligermodels.losses.preference import DIVERGENCES, DPO_LOSS_TYPES, dpo_loss
 from tests.losses import trl_own
 from tests.losses.batches import (
     assert_metrics,

@@ -6,13 +6,7 @@ import torch
 
 from ligermodels.losses.terms import sft_loss
 from tests.losses import trl_own
-from tests.losses.batches import (
-    assert_refused,
-    assert_same,
-    gradients,
-    masks,
-    random_tokens,
-)
+from tests.losses.batches import assert_refused, assert_same, gradients, masks, random_tokens
 
 
 def test_equal_trl() -> None:
