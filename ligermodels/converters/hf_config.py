@@ -285,8 +285,10 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     raw.setdefault("architectures", [architecture(config_class)])
     raw["model_type"] = config_class.model_type
     added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()
-    for name, hint in get_type_hints(config_class).items():
+    hints = get_type_hints(config_class)
+    for name in (item.name for item in dataclasses.fields(config_class)):
         if name in added:
+            hint = hints[name]
             value = copy.deepcopy(getattr(config, name))
             # transformers refuses an integer for a field that it declares as a float.
             is_float = float in (hint, *get_args(hint)) and is_int(value)

@@ -1,10 +1,10 @@
 """Preference losses of pairs, over token log-probabilities: DPO and kin, ORPO, CPO and SimPO.
 
 The last three have no reference model. The names and the defaults of all options are those of TRL
-1.16 and its `trl.experimental`. A batch of pairs holds the chosen
-completions first and then the rejected ones in the same order: rows i and pairs + i are a pair. All
-log-probabilities are (batch, seq), as `LossHead.log_probs` returns them; the mask (batch, seq) is
-true at the tokens of the completion. Only log_probs gets a gradient.
+1.16 and its `trl.experimental`. A batch of pairs holds the chosen completions first and then the
+rejected ones in the same order: rows i and pairs + i are a pair. All log-probabilities are
+(batch, seq), as `LossHead.log_probs` returns them; the mask (batch, seq) is true at the tokens of
+the completion. Only log_probs gets a gradient.
 
 Each loss is a sum divided by a normalizer. By default this is the count of the batch. If a step has
 several micro-batches or ranks, pass the count of the whole step; the sum over the micro-batches is
