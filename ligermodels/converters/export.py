@@ -28,12 +28,15 @@ from ligermodels.converters.files import (
     SAFE_WEIGHTS_NAME,
     SHARD_NAME,
     read_json,
+)
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
+from ligermodels.converters.save_dir import (
+    check_replaceable,
+    replace_dir,
     sync_file,
     sync_folder,
     write_json,
 )
-from ligermodels.converters.safetensors_file import DTYPES, StoredTensor
-from ligermodels.converters.save_dir import check_replaceable, replace_dir
 from ligermodels.converters.weight_map import Entry, Span, WeightMap
 from ligermodels.errors import CheckpointError, SaveError, short_repr
 

@@ -1,10 +1,9 @@
-"""The files of an HF checkpoint: their names, and how they are opened, read and written safely.
+"""The files of an HF checkpoint: their names, and how they are opened and read safely.
 
 A file from a hub may hold anything. If a key appears twice, `json.loads` silently keeps the last
 value. It also raises several kinds of errors. The functions here refuse such files with one kind.
 """
 
-import contextlib
 import io
 import json
 import math
@@ -12,7 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -214,36 +213,6 @@ def parse_json(text: bytes, where: str, error: type[LigerError]) -> dict[str, An
     if not isinstance(parsed, dict):
         raise error(f"{where}: the JSON holds a {type(parsed).__name__}, expected an object")
     return parsed
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file in the format of transformers, and flush it to the disk.
-
-    Raises:
-        OSError: the file system reports an error.
-    """
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:  # The file that was read had half a surrogate pair as an escape.
-        encoded = (json.dumps(value, indent=2) + "\n").encode()
-    path.write_bytes(encoded)
-    sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file's bytes to the disk; callers do this before they rename the file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, if the file system can do this."""
-    with contextlib.suppress(OSError):
-        sync_file(path)
 
 
 def is_int(value: Any) -> bool:

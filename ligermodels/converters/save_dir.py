@@ -1,4 +1,4 @@
-"""Replace a folder in one step, and read one version of a folder that others replace.
+"""Replace a folder in one step, flush files, and read one version of a folder that others replace.
 
 A save writes a new folder beside the target, and flushes it. Then it locks their parent, links the
 files that are not its own into the new folder, exchanges the two folders, moves subfolders that are
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -22,11 +23,10 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ligermodels.converters.files import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError
 
 T = TypeVar("T")
@@ -387,3 +387,33 @@ def _exchange_names(a: Path, b: Path) -> bool:
 def _is_writable(path: Path) -> bool:
     """Return whether this user may write to a file or a folder."""
     return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file in the format of transformers, and flush it to the disk.
+
+    Raises:
+        OSError: the file system reports an error.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:  # The file that was read had half a surrogate pair as an escape.
+        encoded = (json.dumps(value, indent=2) + "\n").encode()
+    path.write_bytes(encoded)
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file's bytes to the disk; callers do this before they rename the file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, if the file system can do this."""
+    with contextlib.suppress(OSError):
+        sync_file(path)

@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ligermodels.converters.files import names_if_present, sync_file, sync_folder
+from ligermodels.converters.files import names_if_present
 from ligermodels.converters.safetensors_file import SafetensorsFile
+from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, SaveError, first_line
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.models.base import DecoderModel

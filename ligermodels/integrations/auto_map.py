@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-from ligermodels.converters.files import CONFIG_NAME, read_json, write_json
+from ligermodels.converters.files import CONFIG_NAME, read_json
 from ligermodels.converters.hf_config import AUTO_CLASS, SHELL_FILE
+from ligermodels.converters.save_dir import write_json
 from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import family_named
 

@@ -22,7 +22,7 @@ import datasets
 import numpy as np
 from huggingface_hub import constants
 
-from ligermodels.converters.files import sync_file
+from ligermodels.converters.save_dir import sync_file
 from ligermodels.errors import DataError, LigerError, first_line
 from ligermodels.training.data import Document
 from ligermodels.training.run_dir import file_hash

@@ -28,7 +28,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from ligermodels.converters.files import names_if_present, read_json, sync_file, sync_folder
+from ligermodels.converters.files import names_if_present, read_json
+from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
 from ligermodels.float8 import load_scales, scales
 from ligermodels.layers.fusion import is_sharded

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.converters.files import read_json_if_present, write_json
+from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.save_dir import write_json
 from ligermodels.errors import ConfigError, LigerError, short_repr
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel

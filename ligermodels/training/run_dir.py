@@ -36,9 +36,8 @@ from ligermodels.converters.files import (
     open_regular,
     parse_json,
     read_json_if_present,
-    sync_file,
-    sync_folder,
 )
+from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
 from ligermodels.parallel.ranks import error_on_all_ranks, rank
 

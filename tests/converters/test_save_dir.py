@@ -15,8 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from ligermodels.converters import save_dir
-from ligermodels.converters.files import sync_file
-from ligermodels.converters.save_dir import read_one_version, recover_dir, replace_dir
+from ligermodels.converters.save_dir import read_one_version, recover_dir, replace_dir, sync_file
 from ligermodels.errors import CheckpointError
 from tests import sandbox
 
