@@ -22,7 +22,7 @@ SORT = Launches(
     ),
     amd=(
         (16, Launch(0, 4, rows=1024)),
-        (128, Launch(0, 4, rows=128)),
+        (128, Launch(0, 4, rows=64)),
         (256, Launch(0, 4, rows=32)),
         (None, Launch(0, 4, rows=8)),
     ),
