@@ -291,7 +291,7 @@ def decode_attention_forward(
         ROWS=rows,
         NEW=max(LEAST_ROWS, triton.next_power_of_2(queries)) if apart else 0,
         HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
+        WIDTH=max(LEAST_ROWS, triton.next_power_of_2(head_dim)),
         **keywords(setting),
     )
     if stats is not None:
