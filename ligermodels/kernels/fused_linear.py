@@ -248,21 +248,9 @@ def norm_linear(
     options = NormOptions(eps, offset, casting_mode)
     _check_norm("norm_linear", x, residual, norm_weight, options)
     weight, bias = _linear_operands("norm_linear", "x", x, x.shape[-1], weight, bias)
+    operands = x, residual, norm_weight, weight, bias
     with without_autocast(x):
-        return apply(
-            _NormLinear,
-            x,
-            residual,
-            norm_weight,
-            weight,
-            bias,
-            options,
-            None,
-            None,
-            None,
-            False,
-            products,
-        )
+        return apply(_NormLinear, *operands, options, None, None, None, False, products)
 
 
 def norm_qkv_rope(
@@ -295,21 +283,9 @@ def norm_qkv_rope(
     weight, bias = _linear_operands("norm_qkv_rope", "x", x, x.shape[-1], weight, bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     heads = check_rope("norm_qkv_rope", shape, cos, sin, num_heads, num_kv_heads)
+    operands, rope = (x, residual, norm_weight, weight, bias), (cos, sin, heads, interleaved)
     with without_autocast(x):
-        return apply(
-            _NormLinear,
-            x,
-            residual,
-            norm_weight,
-            weight,
-            bias,
-            options,
-            cos,
-            sin,
-            heads,
-            interleaved,
-            products,
-        )
+        return apply(_NormLinear, *operands, options, *rope, products)
 
 
 class _GLULinear(torch.autograd.Function):
