@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 ENVIRONMENT_VARIABLE = "LIGERMODELS_BACKEND"
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton reads as true
+# os.environ takes four calls to look up a name.
+_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
+_NAME: Any = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 HAS_TRITON = find_spec("triton") is not None  # does not import it
 
 
@@ -79,7 +82,7 @@ def select(op: str, x: Tensor, residual: Tensor | None = None) -> Implementation
     if residual is not None and residual.dtype == torch.float64:
         dtype = torch.float64
     # torch.compile can trace an import statement, but not importlib.import_module.
-    is_plain = x.is_cpu and ENVIRONMENT_VARIABLE not in os.environ  # faster than `choose`
+    is_plain = x.is_cpu and _NAME not in _ENVIRONMENT  # faster than `choose`
     if is_plain or choose(x.device, dtype)[0] == "torch":
         import ligermodels.kernels.reference as reference
 

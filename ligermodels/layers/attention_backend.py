@@ -56,7 +56,8 @@ def choose_backend(
     is_plain = mask.is_causal(window) if causal else mask.hides_nothing(window, causal=False)
     if softcap is None and is_plain:
         return "sdpa"
-    on_gpu = real_device(device).type == "cuda" and dtype != torch.float64
+    kind = device.type if device.type != "meta" else real_device(device).type
+    on_gpu = kind == "cuda" and dtype != torch.float64
     if not on_gpu or mask.mask is not None or mask.queries == 1:
         return "dense"
     whole = mask.past == 0 and mask.keys == mask.queries
@@ -115,7 +116,7 @@ def attend(
     backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows, causal)
     if key_positions is not None and backend in ("sdpa", "varlen"):
         backend = "dense"  # sdpa and varlen need the keys in order; a cache may reorder them
-    simulator = simulator_of(q.device)
+    simulator = simulator_of(q.device) if q.is_meta else None
     if simulator is not None:
         return simulator.attend(
             backend, q, k, v, mask=mask, scale=scale, window=window, softcap=softcap, causal=causal

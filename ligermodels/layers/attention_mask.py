@@ -157,6 +157,8 @@ class AttentionMask:
         self.max_seqlen = max_seqlen
         self.prefix_lengths = prefix_lengths
         self.mask = mask
+        # Whether documents, padding or a mask may hide a key.
+        self._has_hidden_keys = any(x is not None for x in (document_ids, padding_mask, mask))
         # Each value also holds the key positions that it was made for.
         self._dense: dict[_Rule, tuple[Tensor | None, Tensor]] = {}
         self._block_masks: dict[_Rule, tuple[Tensor | None, BlockMask]] = {}
@@ -186,11 +188,6 @@ class AttentionMask:
                 for start, end in self.shard.chunks(self.keys)
             )
         return self._parts[causal]
-
-    @property
-    def _has_hidden_keys(self) -> bool:
-        """Whether documents, padding or a mask may hide a key."""
-        return not (self.document_ids is None and self.padding_mask is None and self.mask is None)
 
     def is_causal(self, window: int | None, past: int = 0) -> bool:
         """Return whether each query of a causal layer sees just all keys up to its own position.
