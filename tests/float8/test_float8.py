@@ -473,6 +473,7 @@ def test_float8_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.usefixtures("rows_at_once")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_predicted_memory(recipe) -> None:
     """A plan knows what float8 linears keep, and that their products take half of the time."""
@@ -483,7 +484,7 @@ def test_predicted_memory(recipe) -> None:
     flops.append(simulate(model, 1, 64, device=device).work("forward").product_flops)
     head = 2 * 64 * model.head.weight.numel()
     assert flops[1] - head == (flops[0] - head) / 2
-    for policy in POLICIES:
+    for policy in POLICIES if recipe == "delayed" else ("all", "input"):
         model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
         assert abs(error_of_prediction(model, seq=16)) < 0.005
         simulate(model, 1, 64, device=device, autocast=torch.bfloat16)
