@@ -182,10 +182,10 @@ def check_expert_mlp(
         f"x {tuple(x.shape)}, gate_up_weight {tuple(gate_up.shape)} and down_weight "
         f"{tuple(down.shape)}"
     )
-    if down.dim() != 3 or x.shape[1:] != down.shape[1:2]:
+    if down.dim() != 3 or x.dim() == 0 or x.shape[-1] != down.shape[1]:
         raise ValueError(
-            f"{op}: {shapes} do not fit; expected (tokens, hidden), (experts, 2 * inner, hidden) "
-            "and (experts, hidden, inner)"
+            f"{op}: {shapes} do not fit; expected (..., hidden), (experts, 2 * inner, hidden) and "
+            "(experts, hidden, inner)"
         )
     count, hidden, inner = down.shape
     if gate_up.shape != (count, 2 * inner, hidden):
@@ -199,10 +199,10 @@ def check_expert_mlp(
         )
     if experts.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: experts are {experts.dtype}; expected torch.int32 or torch.int64")
-    if weights.dim() != 2 or weights.shape != experts.shape or len(weights) != len(x):
+    if weights.shape != experts.shape or weights.shape[:-1] != x.shape[:-1] or not weights.dim():
         raise ValueError(
             f"{op}: weights {tuple(weights.shape)} and experts {tuple(experts.shape)} do not fit x "
-            f"{tuple(x.shape)}; expected ({len(x)}, top_k) for both"
+            f"{tuple(x.shape)}; expected {(*x.shape[:-1], 'top_k')} for both"
         )
     check_activation(op, activation)
 

@@ -81,15 +81,15 @@ def expert_mlp(
     as large as tokens times experts, and the host waits for nothing.
 
     Args:
-        x: (tokens, hidden).
+        x: (..., hidden).
         gate_up_weight: (experts, 2 * inner, hidden), the gate's rows first, in x's dtype. Under
             autocast, all three are cast.
         down_weight: (experts, hidden, inner).
-        weights: (tokens, top_k) floating point, the weight of each chosen expert.
-        experts: (tokens, top_k) int32 or int64, each token's experts. Those of `routing` differ;
+        weights: (..., top_k) floating point, the weight of each chosen expert.
+        experts: (..., top_k) int32 or int64, each token's experts. Those of `routing` differ;
             one that is named twice counts twice.
         activation: of the gate: "silu", "gelu_tanh" or "gelu".
-    Returns: (tokens, hidden) in x's dtype. The products are rounded once each, and their sum once.
+    Returns: (..., hidden) in x's dtype. The products are rounded once each, and their sum once.
     Raises: ValueError if the shapes, dtypes or the activation are wrong.
     Source: arXiv:2101.03961, with the gated MLP of arXiv:2002.05202.
     """
@@ -97,5 +97,7 @@ def expert_mlp(
     if dtype is not None:
         x, gate_up_weight, down_weight = (t.to(dtype) for t in (x, gate_up_weight, down_weight))
     check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation)
-    experts = experts.to(torch.int32)
-    return apply(_ExpertMLP, x, gate_up_weight, down_weight, weights, experts, activation)
+    rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
+    weights, experts = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
+    out = apply(_ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, activation)
+    return out.view(x.shape)

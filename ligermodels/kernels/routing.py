@@ -40,7 +40,7 @@ def routing(
     """Return the weights and the numbers of the top_k experts of each token.
 
     Args:
-        logits: (tokens, experts), the output of a router.
+        logits: (..., experts), the output of a router.
         top_k: how many experts a token gets. Of equal ones, those of smaller number.
         score: "softmax" or "sigmoid": what turns logits into scores, in float32.
         normalize: whether to divide the scores of the chosen experts by their sum. With "softmax",
@@ -48,30 +48,28 @@ def routing(
         bias: (experts,) or None. It is added to the scores for the choice alone, and gets no
             gradient (arXiv:2408.15664).
         scale: a factor of the weights.
-    Returns: the weights (tokens, top_k) in float32 (float64 for float64 logits), from the largest
-        score (with its bias) to the smallest, and the experts (tokens, top_k) in int32.
+    Returns: the weights (..., top_k) in float32 (float64 for float64 logits), from the largest
+        score (with its bias) to the smallest, and the experts (..., top_k) in int32.
     Raises: ValueError if the shapes, dtypes or options are wrong.
     Source: arXiv:1701.06538 (softmax), arXiv:2412.19437 (sigmoid).
     """
     check_floating(_OP, "logits", logits)
-    if logits.dim() != 2:
-        raise ValueError(
-            f"{_OP}: logits {tuple(logits.shape)} have {logits.dim()} dimensions; expected "
-            "(tokens, experts)"
-        )
-    if check_count(_OP, "top_k", top_k, 1) > logits.shape[1]:
-        raise ValueError(
-            f"{_OP}: top_k={top_k} of {logits.shape[1]} experts; expected at most their number"
-        )
+    if logits.dim() == 0:
+        raise ValueError(f"{_OP}: logits are 0-dimensional; expected (..., experts)")
+    *leading, count = logits.shape
+    if check_count(_OP, "top_k", top_k, 1) > count:
+        raise ValueError(f"{_OP}: top_k={top_k} of {count} experts; expected at most their number")
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"{_OP}: score={score!r}; expected 'softmax' or 'sigmoid'")
-    if bias is not None and bias.shape != logits.shape[1:]:
+    if bias is not None and bias.shape != (count,):
         raise ValueError(
             f"{_OP}: bias {tuple(bias.shape)} does not fit logits {tuple(logits.shape)}; expected "
-            f"({logits.shape[1]},)"
+            f"({count},)"
         )
     scale = check_number(_OP, "scale", scale, above=True)
     # The sum of sigmoids can be 0; that of a softmax is at least top_k / experts.
     eps = 1e-20 if score == "sigmoid" else 0.0
     bias = None if bias is None else bias.detach()
-    return apply(_Routing, logits, bias, top_k, Routing(score, normalize, scale, eps))
+    rows, options = logits.reshape(-1, count), Routing(score, normalize, scale, eps)
+    weights, experts = apply(_Routing, rows, bias, top_k, options)
+    return weights.view(*leading, top_k), experts.view(*leading, top_k)

@@ -54,9 +54,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights and the experts of each token, and the logits of all experts.
 
-        Args: x (tokens, hidden).
-        Returns: (tokens, top_k) in float32, (tokens, top_k) in int32, and (tokens, experts) in the
-            dtype of the product.
+        Args: x (..., hidden).
+        Returns: (..., top_k) in float32, (..., top_k) in int32, and (..., experts) in the dtype of
+            the product.
         """
         logits = F.linear(x, self.weight, self.bias)
         weights, experts = kernels.routing(
@@ -113,12 +113,11 @@ class Experts(nn.Module):
             logits), which a block returns as it is.
         """
         rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
-        tokens = rows.flatten(0, -2)
-        weights, experts, logits = self.router(tokens)
+        weights, experts, logits = self.router(rows)
         shape = (self.router.num_experts, -1)
         gate_up, down = self.gate_up_proj.unflatten(0, shape), self.down_proj.unflatten(0, shape)
-        out = kernels.expert_mlp(tokens, gate_up, down, weights, experts, self.activation)
-        out = out.view_as(rows)
+        out = kernels.expert_mlp(rows, gate_up, down, weights, experts, self.activation)
+        logits = logits.flatten(0, -2)
         return (out, logits) if total is None else (out, total, logits)
 
     def extra_repr(self) -> str:

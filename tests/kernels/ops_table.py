@@ -193,9 +193,8 @@ def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> I
 
 
 def routing(leading: tuple[int, ...], experts: int, biased: bool = False, **options: Any) -> Inputs:
-    rows = torch.Size(leading).numel()
     bias = {"bias": random(experts, seed=16, scale=0.3)} if biased else {}
-    logits = random(rows, experts, seed=15, scale=2.0)
+    logits = random(*leading, experts, seed=15, scale=2.0)
     return {"logits": logits, "top_k": min(experts, 3), **bias, **options}
 
 
@@ -208,12 +207,11 @@ def expert_mlp(
     **options: Any,
 ) -> Inputs:
     """Make inputs of which the first expert has no token, and the last ones have most."""
-    rows = torch.Size(leading).numel()
-    scores = random(rows, experts, seed=17)
+    scores = random(*leading, experts, seed=17)
     scores = scores + torch.linspace(0, 2, experts, device=scores.device)
-    scores[:, 0] = -9
+    scores[..., 0] = -9
     return {
-        "x": random(rows, hidden, seed=18),
+        "x": random(*leading, hidden, seed=18),
         "gate_up_weight": random(experts, 2 * width, hidden, seed=19, scale=hidden**-0.5),
         "down_weight": random(experts, hidden, width, seed=21, scale=width**-0.5),
         "weights": scores.softmax(-1).topk(top_k).values,

@@ -40,6 +40,22 @@ REFUSALS: dict[str, list[tuple[dict, str]]] = {
         ({"gate_up": torch.tensor(1.0)}, r"gate_up \(\) needs an even last dimension"),
         ({"activation": "relu"}, "glu: activation='relu'; expected one of 'silu'"),
     ],
+    "routing": [
+        ({"top_k": 9}, "routing: top_k=9 of 8 experts; expected at most their number"),
+        ({"score": "tanh"}, "score='tanh'; expected 'softmax' or 'sigmoid'"),
+        ({"bias": ONES[3]}, r"bias \(3,\) does not fit logits .* expected \(8,\)"),
+    ],
+    "expert_mlp": [
+        (
+            {"x": torch.ones(2, 3, 8, dtype=X)},
+            r"expected \(\.\.\., hidden\), \(experts, 2 \* inner",
+        ),
+        ({"gate_up_weight": MATRIX}, r"gate_up_weight \(5, 8\).*do not fit; expected"),
+        ({"x": torch.ones(2, 3, 24)}, "x is torch.float32, gate_up_weight torch.float64"),
+        ({"experts": MATRIX}, "experts are torch.float64; expected torch.int32"),
+        ({"weights": MATRIX}, r"weights \(5, 8\) and experts .* expected \(2, 3, 'top_k'\)"),
+        ({"activation": "relu"}, "expert_mlp: activation='relu'; expected one of 'silu'"),
+    ],
     "rope": [
         ({"qkv": torch.ones(2, 3, 33)}, "packed rows have 33 columns; expected a multiple of 7"),
         ({"qkv": torch.ones(2, 5, 112)}, "does not fit 2 rows of 5 tokens"),

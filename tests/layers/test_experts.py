@@ -1,0 +1,83 @@
+"""The layer of experts, alone and in a block, and the losses of its router."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.layers import (
+    Attention,
+    DecoderBlock,
+    Experts,
+    GatedMLP,
+    RMSNorm,
+    Router,
+    load_balancing_loss,
+    router_z_loss,
+)
+from ligermodels.layers.fusion import pre_norm
+
+HIDDEN, INNER, COUNT = 16, 24, 6
+
+
+def layer(top_k: int = 2, **options) -> Experts:
+    torch.manual_seed(0)
+    return Experts(Router(HIDDEN, COUNT, top_k, **options), HIDDEN, INNER).double()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, COUNT])
+def test_each_token_gets_the_weighted_sum_of_dense_mlps(top_k) -> None:
+    """A `GatedMLP` with the weights of one expert is that expert."""
+    experts, x = layer(top_k, normalize=True), torch.randn(2, 5, HIDDEN).double()
+    out, logits = experts(x)
+    weights, chosen, _ = experts.router(x)
+    assert weights.sum(-1).allclose(torch.ones(2, 5).double()) and logits.shape == (10, COUNT)
+    each = []
+    for expert in range(COUNT):
+        mlp = GatedMLP(HIDDEN, INNER).double()
+        with torch.no_grad():
+            mlp.gate_up_proj.weight.copy_(experts.gate_up_proj.unflatten(0, (COUNT, -1))[expert])
+            mlp.down_proj.weight.copy_(experts.down_proj.unflatten(0, (COUNT, -1))[expert])
+        each.append(mlp(x))
+    index = chosen.long()[..., None].expand(-1, -1, -1, HIDDEN)
+    expected = (torch.stack(each, 2).gather(2, index) * weights[..., None]).sum(2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_it_stands_where_an_mlp_would() -> None:
+    """With a residual it returns the sum before the norm, and a block returns the logits."""
+    experts, norm = layer(), RMSNorm(HIDDEN).double()
+    x, residual = torch.randn(2, 2, 3, HIDDEN).double()
+    out, total, logits = experts(pre_norm(norm, x, residual))
+    assert torch.equal(total, x + residual)
+    alone, same = experts(norm(x + residual))
+    torch.testing.assert_close((out, logits), (alone, same))
+    block = DecoderBlock(Attention(HIDDEN, 2, 2, 8), experts, norm, norm)
+    assert block.mlp is experts
+
+
+def test_losses_of_the_router() -> None:
+    logits = [torch.randn(4, COUNT) for _ in range(3)]
+    joined = torch.cat(logits)
+    share = F.one_hot(joined.topk(2).indices, COUNT).sum(1).float().mean(0)
+    expected = COUNT * (share * joined.softmax(-1).mean(0)).sum()
+    torch.testing.assert_close(load_balancing_loss(logits, 2), expected)
+    torch.testing.assert_close(router_z_loss(logits), joined.logsumexp(-1).square().mean())
+    even = [torch.zeros(4, COUNT)]
+    assert math.isclose(load_balancing_loss(even, COUNT).item(), COUNT, rel_tol=1e-6)
+    # A masked token does not count, whatever its logits are.
+    mask, other = torch.tensor([[1, 1, 1, 0]]), [x.clone() for x in logits]
+    for x in other:
+        x[3] = torch.arange(COUNT)
+    one, two = (load_balancing_loss(x, 2, mask) for x in (logits, other))
+    torch.testing.assert_close(one, two)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="Router: top_k=7 is more than num_experts=6"):
+        Router(HIDDEN, COUNT, 7)
+    with pytest.raises(ValueError, match="Experts: activation='relu'; expected one of"):
+        Experts(Router(HIDDEN, COUNT, 1), HIDDEN, INNER, "relu")
