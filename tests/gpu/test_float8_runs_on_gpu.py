@@ -64,8 +64,8 @@ def test_frozen_weights() -> None:
     tokens = model.generate(prompt, max_new_tokens=8)
     with torch.no_grad():
         logits = model.head.logits(model(tokens[:, :-1]))[:, 32:]
-    # The scale of a step's inputs is that of its two rows, here that of all rows, so that the logits
-    # differ by the rounding to e4m3. Those of other tokens are 4 lower in the mean.
+    # The scale of a step's inputs is that of its two rows, here that of all rows, so that
+    # the logits differ by the rounding to e4m3. Those of other tokens are 4 lower in the mean.
     chosen = logits.gather(2, tokens[:, 33:, None])[..., 0]
     assert (chosen >= logits.amax(-1) - 1.5).all()
 
