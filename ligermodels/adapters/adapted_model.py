@@ -47,13 +47,13 @@ def add_adapters(
     draw = torch.Generator().manual_seed(seed)
     unused, known = {*(targets or ())}, set()
     for name, parts in linears(model.weight_map(model.built_from)).items():
-        if not name.startswith("layers."):
-            continue
+        base = model.get_submodule(name)
+        if not name.startswith("layers.") or not hasattr(base, "in_features"):
+            continue  # such as a router, which is no linear
         known |= {part.hf.rpartition(".")[2] for part in parts}
         chosen = [part for part in parts if targets is None or has_end(part.hf, targets)]
         unused -= {target for target in unused if any(has_end(p.hf, [target]) for p in parts)}
         if chosen:
-            base = model.get_submodule(name)
             rows = [part.rows for part in chosen]
             adapted = LoraLinear(base, rows, rank=rank, alpha=alpha, dropout=dropout)
             adapted.reset_parameters(draw)

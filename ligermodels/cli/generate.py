@@ -86,6 +86,7 @@ def run(given: Arguments) -> None:
     from ligermodels.models.auto import AutoLiger, tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.data import local_files, read_prompts
+    from ligermodels.training.evaluate import only_writer
     from ligermodels.training.finetune import pick_device
 
     if given.input is not None and given.prompt is not None:
@@ -104,7 +105,12 @@ def run(given: Arguments) -> None:
     system = [] if given.system is None else [{"role": "system", "content": given.system}]
     if files:
         groups = read_prompts(files, tokenizer, system if given.chat else None)
-        _answer_file(given, groups, folder, device, tokenizer)
+        assert given.output is not None and given.input is not None
+        output = Path(given.output)
+        if output.exists() and output.samefile(given.input):
+            raise LigerError(f"generate: --output {output} is the file of --input; give another")
+        with only_writer(output):
+            _answer_file(given, output, groups, folder, device, tokenizer)
         return
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")
@@ -139,9 +145,13 @@ def run(given: Arguments) -> None:
 
 
 def generate_options(
-    given: Arguments, model: DecoderModel, heads: MedusaHeads | None
+    given: Arguments, model: DecoderModel, heads: MedusaHeads | None, answered: int = 0
 ) -> dict[str, Any]:
-    """Return what the sampling options mean for the functions of `ligermodels.generation`."""
+    """Return what the sampling options mean for the functions of `ligermodels.generation`.
+
+    Args: answered: how many prompts are answered. Their number changes the draws, because the seed
+        alone would repeat those of the first prompts.
+    """
     import torch
 
     from ligermodels.generation.generation_config import (
@@ -153,7 +163,7 @@ def generate_options(
     asked = {name: value for name, value in asked.items() if value is not None}
     if given.seed is not None:
         device = model.embed_tokens.weight.device
-        asked["generator"] = torch.Generator(device).manual_seed(given.seed)
+        asked["generator"] = torch.Generator(device).manual_seed(given.seed + answered)
     samples = bool(asked) and given.temperature != 0
     config = checked_generation_config(model)
     penalty = resolve_repetition_penalty(given.repetition_penalty, config)
@@ -167,24 +177,28 @@ def generate_options(
 
 
 def _answer_file(
-    given: Arguments, groups: list[Group], folder: Path, device: Any, tokenizer: Tokenizer
+    given: Arguments,
+    output: Path,
+    groups: list[Group],
+    folder: Path,
+    device: Any,
+    tokenizer: Tokenizer,
 ) -> None:
     """Answer the prompts of a file that have no answer yet."""
     from ligermodels.models.auto import AutoLiger
     from ligermodels.training.evaluate import answers, count_answered, write_answers
 
-    output = Path(given.output or "")
     apart = ("modules", "prompt", "input", "output", "max_batch", "heads", "stream", "device")
     made_by = {name: x for name, x in vars(given).items() if name not in apart}
     weights = [file.stat() for file in sorted(folder.glob("*.safetensors"))]
-    made_by["files"] = [[file.st_size, file.st_mtime_ns] for file in weights]
+    made_by["weights"] = [[file.st_size, file.st_mtime_ns] for file in weights]
     done = count_answered(output, groups, made_by)
     if done:
         print(f"{output}: {done:,} of {len(groups):,} prompts are answered", file=sys.stderr)
     if not (left := groups[done:]):
         return
     model = AutoLiger.from_hf(folder, device=device, **given.loading()).eval()
-    options = generate_options(given, model, None)
+    options = generate_options(given, model, None, done)
     options |= {"max_batch": given.max_batch, "num_samples": given.num_samples}
     found = answers(model, tokenizer, left, progress=sys.stderr.isatty(), **options)
     tokens = cut = 0

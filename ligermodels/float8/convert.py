@@ -53,7 +53,8 @@ def convert(
         for module in model.modules()
         if isinstance(module, (Attention, CrossAttention))
     }
-    converted, left = [], {}
+    converted: dict[str, nn.Linear] = {}
+    left: dict[str, str] = {}
     for name, linear in _linears(model):
         check_device(linear.weight.device, recipe)
         if linear.weight.dtype == torch.float16:
@@ -62,23 +63,24 @@ def convert(
                 "scaled; load the model with dtype=torch.bfloat16"
             )
         reason = _reason(name, linear, RECIPES[recipe], filter)
-        if reason is not None:
+        if reason is None:
+            converted[name] = linear
+        else:
             left[name] = reason
-            continue
-        linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names
-        assert isinstance(linear, Float8Linear)
-        linear.use(RECIPES[recipe])
-        linear.input_is_kept = linear in kept_outs
-        converted.append(name)
-    if RECIPES[recipe].delayed:
-        follow_optimizers()
     if not converted:
         reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:4]]
         raise ConfigError(
             "float8: no linear of the model's layers can run in float8 "
             f"({'; '.join(reasons) or 'there are no plain linears'})"
         )
-    return converted
+    for linear in converted.values():  # nothing can fail from here on
+        linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names
+        assert isinstance(linear, Float8Linear)
+        linear.use(RECIPES[recipe])
+        linear.input_is_kept = linear in kept_outs
+    if RECIPES[recipe].delayed:
+        follow_optimizers()
+    return [*converted]
 
 
 def report(model: nn.Module) -> str | None:

@@ -166,6 +166,15 @@ def check_glu(op: str, gate_up: Tensor, activation: str) -> None:
     check_activation(op, activation)
 
 
+def check_routing(op: str, experts: int, top_k: int, score: str, scale: float) -> float:
+    """Return scale as a float; raise if an option of `routing` is wrong."""
+    if check_count(op, "top_k", top_k, 1) > experts:
+        raise ValueError(f"{op}: top_k={top_k} of {experts} experts; expected at most their number")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"{op}: score={score!r}; expected 'softmax' or 'sigmoid'")
+    return check_number(op, "scale", scale, above=True)
+
+
 def check_expert_mlp(
     op: str,
     x: Tensor,
@@ -175,7 +184,12 @@ def check_expert_mlp(
     experts: Tensor,
     activation: str,
 ) -> None:
-    """Raise if the tensors of a mixture of experts do not fit each other."""
+    """Raise if the tensors of a mixture of experts do not fit each other.
+
+    Raises:
+        ValueError: a shape, a dtype or the activation is wrong.
+        IndexError: there is no expert of a number, on a CPU in eager mode.
+    """
     check_floating(op, "x", x)
     check_floating(op, "weights", weights)
     shapes = (
@@ -205,6 +219,10 @@ def check_expert_mlp(
             f"{tuple(x.shape)}; expected {(*x.shape[:-1], 'top_k')} for both"
         )
     check_activation(op, activation)
+    if experts.is_cpu and type(experts) is Tensor and not torch.compiler.is_compiling():
+        outside = experts[(experts < 0) | (experts >= count)]
+        if outside.numel():
+            raise IndexError(f"{op}: expert {int(outside[0])} is none of {count} experts")
 
 
 def check_activation(op: str, activation: str) -> None:

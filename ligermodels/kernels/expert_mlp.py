@@ -87,7 +87,8 @@ def expert_mlp(
         down_weight: (experts, hidden, inner).
         weights: (..., top_k) floating point, the weight of each chosen expert.
         experts: (..., top_k) int32 or int64, each token's experts. Those of `routing` differ;
-            one that is named twice counts twice.
+            one that is named twice counts twice. A number that is no expert's is an error on a CPU
+            in eager mode, and makes the results of its token undefined on a GPU.
         activation: of the gate: "silu", "gelu_tanh" or "gelu".
     Returns: (..., hidden) in x's dtype. The products are rounded once each, and their sum once.
     Raises: ValueError if the shapes, dtypes or the activation are wrong.

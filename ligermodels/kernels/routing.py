@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import Routing, check_count, check_floating, check_number
+from ligermodels.kernels.checks import Routing, check_floating, check_routing
 from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 
 _OP = "routing"
@@ -57,16 +57,12 @@ def routing(
     if logits.dim() == 0:
         raise ValueError(f"{_OP}: logits are 0-dimensional; expected (..., experts)")
     *leading, count = logits.shape
-    if check_count(_OP, "top_k", top_k, 1) > count:
-        raise ValueError(f"{_OP}: top_k={top_k} of {count} experts; expected at most their number")
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"{_OP}: score={score!r}; expected 'softmax' or 'sigmoid'")
+    scale = check_routing(_OP, count, top_k, score, scale)
     if bias is not None and bias.shape != (count,):
         raise ValueError(
             f"{_OP}: bias {tuple(bias.shape)} does not fit logits {tuple(logits.shape)}; expected "
             f"({count},)"
         )
-    scale = check_number(_OP, "scale", scale, above=True)
     # The sum of sigmoids can be 0; that of a softmax is at least top_k / experts.
     eps = 1e-20 if score == "sigmoid" else 0.0
     bias = None if bias is None else bias.detach()

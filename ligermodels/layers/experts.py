@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.kernels.checks import check_activation, check_count
+from ligermodels.kernels.checks import check_activation, check_count, check_routing
 from ligermodels.layers.fusion import PreNormed
 
 _STD = 0.02  # of the first weights; a model draws them again with its own
@@ -26,7 +26,8 @@ class Router(nn.Module):
         scale: a factor of the weights.
 
     Raises:
-        ValueError: a number is not a positive integer, or top_k is more than num_experts.
+        ValueError: a number is not positive, top_k is more than num_experts, or the score is
+            unknown.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class Router(nn.Module):
         super().__init__()
         check_count("Router", "hidden_size", hidden_size, 1)
         check_count("Router", "num_experts", num_experts, 1)
-        if check_count("Router", "top_k", top_k, 1) > num_experts:
-            raise ValueError(f"Router: top_k={top_k} is more than num_experts={num_experts}")
+        check_routing("Router", num_experts, top_k, score, scale)
         self.num_experts, self.top_k = num_experts, top_k
         self.score, self.normalize, self.scale = score, normalize, scale
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))

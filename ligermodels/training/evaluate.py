@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -207,20 +209,44 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
+@contextmanager
+def only_writer(output: Path) -> Iterator[None]:
+    """Create a file, if there is none, and let no other process write answers to it.
+
+    Raises:
+        LigerError: another process does.
+    """
+    with open(output, "ab") as file:
+        try:
+            # The process holds this lock, so a killed one leaves no lock behind.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LigerError(
+                f"{output}: another process is writing answers to this file; wait for it, or give "
+                "another file"
+            ) from None
+        yield
+
+
 def count_answered(output: Path, groups: Sequence[Group], made_by: dict[str, Any]) -> int:
     """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
 
-    Args: made_by: what the answers depend on, by name. It is written into a file beside a new file
-        of answers.
+    Args: output: a file, which may be empty; made_by: what the answers depend on, by name. It is
+        written into a file beside an empty file of answers.
     Raises:
         LigerError: a line is not the answer to the prompt that has its place, or the answers were
             made by something else.
     """
     beside = output.with_name(f"{output.name}.options.json")
-    if not output.exists():
+    if not output.stat().st_size:
         write_json(beside, made_by)
         return 0
-    before = read_json_if_present(beside, LigerError) or {}
+    before = read_json_if_present(beside, LigerError)
+    if before is None:
+        raise LigerError(
+            f"{output}: {beside.name} is missing, which says what made the answers in it; give "
+            "another file for the answers"
+        )
     made_by = json.loads(json.dumps(made_by))  # A tuple comes back as a list.
     if others := [name for name in made_by if before.get(name) != made_by[name]]:
         was, now = ({name: x.get(name) for name in others} for x in (before, made_by))

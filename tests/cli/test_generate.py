@@ -14,6 +14,7 @@ from ligermodels import AutoLiger
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import save_heads
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.evaluate import only_writer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
 
@@ -186,6 +187,40 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
     output.write_text("a note")  # It is no line that was cut short.
     assert_one_line(call(*command), f"{output}:1: this line is not")
     assert output.read_text() == "a note"
+
+
+def test_what_may_not_be_the_file_of_answers(call, checkpoint, prompts, tmp_path):
+    """A second process would mix its lines into those of the first."""
+    output = tmp_path / "answers.jsonl"
+    command = [
+        "generate",
+        checkpoint,
+        "--device",
+        "cpu",
+        "--input",
+        prompts,
+        "--max-new-tokens",
+        "2",
+    ]
+    with only_writer(output):
+        assert_one_line(call(*command, "--output", output), f"{output}: another process is writing")
+    assert_one_line(call(*command, "--output", prompts), "is the file of --input; give another")
+    assert_one_line(call(*command, "--output", tmp_path), "Is a directory")
+    assert call(*command, "--output", output)[0] == 0
+    (tmp_path / "answers.jsonl.options.json").unlink()
+    assert_one_line(call(*command, "--output", output), "answers.jsonl.options.json is missing")
+
+
+def test_draws_after_a_kill_are_other_ones(call, checkpoint, prompts, tmp_path):
+    prompts.write_text('{"prompt": "the cat"}\n' * 2)
+    output = tmp_path / "answers.jsonl"
+    command = ["generate", checkpoint, "--device", "cpu", "--input", prompts, "--output", output]
+    command += ["--seed", "1", "--max-new-tokens", "20", "--max-batch", "1"]
+    assert call(*command)[0] == 0
+    first = output.read_bytes().splitlines(keepends=True)[0]
+    output.write_bytes(first)  # as a kill leaves it
+    assert call(*command)[0] == 0
+    assert output.read_bytes().splitlines(keepends=True)[1] != first
 
 
 def test_options_of_a_file_of_prompts(call, checkpoint, prompts, tmp_path):

@@ -285,6 +285,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="fewer than 1024 features"):
         float8.convert(model_of())
     model = model_of()
+    model.layers[-1].mlp.down_proj.half()
+    with pytest.raises(ConfigError, match="down_proj is in float16"):
+        float8.convert(model, filter=every)
+    assert not any(isinstance(m, float8.Float8Linear) for m in model.modules())
+    model = model_of()
     layer = model.layers[0].self_attn
     layer.o_proj = QuantizedLinear(layer.o_proj, 8)
     layer.qkv_proj.weight = torch.nn.Parameter(layer.qkv_proj.weight[:120].clone())

@@ -12,6 +12,7 @@ import transformers
 from peft import LoraConfig
 
 from ligermodels import AutoLiger
+from ligermodels.adapters import add_adapters
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
@@ -278,6 +279,12 @@ def test_adapters_of_packed_experts_are_refused() -> None:
         peft.get_peft_model(wrappers[1], config)
     with pytest.raises(ConfigError, match=words):
         adapted.add_adapter("b", config)
+    # Neither experts nor their router are linears for this library's own adapters.
+    model = cls(cls.config_class.small())
+    add_adapters(model, 4, 8.0)
+    assert {name.split(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {
+        "self_attn"
+    }
 
 
 def test_repeated_layers_need_split_projections(folders: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ligermodels import kernels
 from ligermodels.layers import (
     Attention,
     DecoderBlock,
@@ -77,7 +78,15 @@ def test_losses_of_the_router() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="Router: top_k=7 is more than num_experts=6"):
+    experts = layer()
+    gate_up, down = (p.unflatten(0, (COUNT, -1)) for p in (experts.gate_up_proj, experts.down_proj))
+    x, weights = torch.ones(2, HIDDEN).double(), torch.ones(2, 1).double()
+    for wrong in (-1, COUNT, 2**32):
+        with pytest.raises(IndexError, match=f"expert {wrong} is none of 6 experts"):
+            kernels.expert_mlp(x, gate_up, down, weights, torch.tensor([[0], [wrong]]))
+    with pytest.raises(ValueError, match="Router: score='relu'; expected 'softmax'"):
+        Router(HIDDEN, COUNT, 1, score="relu")
+    with pytest.raises(ValueError, match="Router: top_k=7 of 6 experts"):
         Router(HIDDEN, COUNT, 7)
     with pytest.raises(ValueError, match="Experts: activation='relu'; expected one of"):
         Experts(Router(HIDDEN, COUNT, 1), HIDDEN, INNER, "relu")

@@ -131,18 +131,22 @@ def routing_backward_kernel(
 
 
 @triton.jit
-def _is_expert(experts_ptr, pair, pairs, BLOCK: tl.constexpr):
-    """Return (pairs, BLOCK) int32: 1 where the pair is the expert's."""
-    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
+def _is_expert(experts_ptr, pair, pairs, experts, BLOCK: tl.constexpr):
+    """Return (pairs, BLOCK) int32: 1 where the pair is the expert's.
+
+    A number that is no expert's becomes the nearest one, so that each pair has a row of its own.
+    """
+    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    named = tl.where(pair < pairs, tl.minimum(tl.maximum(named, 0), experts - 1), -1)
     return (named[:, None] == tl.arange(0, BLOCK)[None, :]).to(tl.int32)
 
 
 @triton.jit
-def count_kernel(experts_ptr, counts_ptr, pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def count_kernel(experts_ptr, counts_ptr, pairs, experts, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Each program counts how often each expert occurs in a run of pairs."""
     program = tl.program_id(0)
     pair = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = _is_expert(experts_ptr, pair, pairs, BLOCK)
+    own = _is_expert(experts_ptr, pair, pairs, experts, BLOCK)
     tl.store(counts_ptr + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.sum(own, 0))
 
 
@@ -154,13 +158,14 @@ def place_kernel(
     order_ptr,
     place_ptr,
     pairs,
+    experts,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program gives a run of pairs their rows. ends counts up to the run's end."""
     program = tl.program_id(0)
     pair = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = _is_expert(experts_ptr, pair, pairs, BLOCK)
+    own = _is_expert(experts_ptr, pair, pairs, experts, BLOCK)
     expert = tl.arange(0, BLOCK)
     first = tl.load(starts_ptr + expert) + tl.load(ends_ptr + program.to(tl.int64) * BLOCK + expert)
     before = first[None, :] - tl.sum(own, 0)[None, :] + tl.cumsum(own, 0) - 1
@@ -241,8 +246,10 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     if pairs:
         sizes = {"ROWS": setting.rows, "BLOCK": setting.block}
         options = {"num_warps": setting.num_warps, "num_stages": setting.num_stages}
-        count_kernel[(programs,)](experts, ends, pairs, **sizes, **options)
+        count_kernel[(programs,)](experts, ends, pairs, count, **sizes, **options)
         ends = ends.cumsum(0, dtype=torch.int32)
         torch.cumsum(ends[-1], 0, dtype=torch.int32, out=starts[1:])
-        place_kernel[(programs,)](experts, ends, starts, order, place, pairs, **sizes, **options)
+        place_kernel[(programs,)](
+            experts, ends, starts, order, place, pairs, count, **sizes, **options
+        )
     return order, place, starts[: count + 1]
