@@ -115,6 +115,8 @@ def _files(
         options["max_batch"] = given.batch_size
         model.eval()
         path, mode = (given.output, "x") if given.output else (os.devnull, "w")
+        if given.output and os.path.lexists(path):
+            raise LigerError(f"{path}: this exists; give --output another file, or remove it first")
         with open(path, mode, encoding="utf-8", errors="replace") as options["output"]:
             return {x: file_matches(model, tokenizer, [files[x]], **options) for x in files}
     options |= {"batch_size": given.batch_size or 4, "separator": given.separator}

@@ -57,7 +57,9 @@ def test_answers_are_compared_with_references(call, checkpoint, tmp_path):
     assert [line.pop("right") for line in lines] == [True, True, False, False]
     expected = [{**record, "generated": text} for record, text in zip(records, made)]
     assert lines[:3] == expected and lines[3]["messages"][0] == ask[0]
-    assert_one_line(call(*command, "--output", output), str(output), "File exists")
+    assert_one_line(
+        call(*command, "--output", output), str(output), "this exists; give --output another"
+    )
     chat.write_text(json.dumps({"messages": ask}))
     assert_one_line(call(*command), "chat.jsonl:1: ", "must end with a turn of the assistant")
 
