@@ -130,6 +130,16 @@ def outputs_are_stored() -> bool:
     return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
 
 
+def nobody_reads_again() -> bool:
+    """Return whether backward may overwrite what only it has saved.
+
+    It may not if it retains the graph, because the next backward needs the same tensors.
+    torch.compile would copy what is overwritten.
+    """
+    compiling = torch.compiler.is_compiling()
+    return not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def refuse_double_backward(op: str) -> None:
     """Raise if a second derivative is requested, because these ops would compute it wrong."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

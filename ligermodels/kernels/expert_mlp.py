@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import check_expert_mlp
-from ligermodels.kernels.dispatch import apply, autocast_dtype, refuse_double_backward, select
+from ligermodels.kernels.dispatch import (
+    apply,
+    autocast_dtype,
+    nobody_reads_again,
+    refuse_double_backward,
+    select,
+)
 
 _OP = "expert_mlp"
 
@@ -41,16 +47,11 @@ class _ExpertMLP(torch.autograd.Function):
         x, gate_up_weight, down_weight, weights, gate_up, order, place, starts = ctx.saved_tensors
         needs_x, needs_gate_up, needs_down, needs_weights = ctx.needs_input_grad[:4]
         ops, token = ctx.ops, order // weights.shape[1]
-        # Nobody else has gate_up, but the next backward needs it if the graph is retained.
-        overwrite = (
-            not torch.compiler.is_compiling()
-            and not torch._C._autograd._get_current_graph_task_keep_graph()
-        )
         grads: list[Tensor | None] = [None] * 6
         grad_rows = grad_output[token]
         grad_made = ops.expert_linear(grad_rows, down_weight, starts)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
-            gate_up.detach(), grad_made, weights, order, ctx.activation, overwrite
+            gate_up.detach(), grad_made, weights, order, ctx.activation, nobody_reads_again()
         )
         del gate_up, grad_made
         if needs_weights:

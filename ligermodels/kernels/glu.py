@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import check_glu
-from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
+from ligermodels.kernels.dispatch import apply, nobody_reads_again, refuse_double_backward, select
 
 
 class _GLU(torch.autograd.Function):
@@ -35,17 +35,13 @@ def glu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of gate_up, which may take its memory, and the output or None.
 
-    The gradient overwrites gate_up if ctx.consume says that nobody else reads it. It does not if
-    backward retains the graph, because the next backward needs gate_up again.
+    The gradient overwrites gate_up if ctx.consume says that nobody else reads it, and no other
+    backward will.
 
     Args: as in `reference.glu.glu_backward`. ctx has the attributes ops, activation and consume;
         taker: the `Products` that may take the gradient as an operand. Then gate_up stands for it.
     """
-    overwrite = (
-        ctx.consume
-        and not torch.compiler.is_compiling()  # it would copy gate_up
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
-    )
+    overwrite = ctx.consume and nobody_reads_again()
     gate_up = gate_up.detach()
     operand = taker.new_grad_operand(gate_up) if overwrite and taker is not None else None
     grads = ctx.ops.glu_backward(
