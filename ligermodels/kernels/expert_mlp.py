@@ -78,8 +78,8 @@ def expert_mlp(
     """Return each token's weighted sum of the gated MLPs of its experts.
 
     Backward keeps x, gate and up of each pair of a token and an expert, and the order of the pairs:
-    as much as a dense MLP with as many active parameters. Every sum has a fixed order. No tensor is
-    as large as tokens times experts, and the host waits for nothing.
+    as much as a dense MLP with as many active parameters. Every sum has a fixed order, and the host
+    never waits for a GPU.
 
     Args:
         x: (..., hidden).
