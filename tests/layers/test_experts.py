@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from ligermodels import kernels
 from ligermodels.layers import (
     Attention,
+    AttentionContext,
     DecoderBlock,
     Experts,
     GatedMLP,
     RMSNorm,
+    RotaryEmbedding,
     Router,
     load_balancing_loss,
     router_z_loss,
@@ -56,8 +58,12 @@ def test_it_stands_where_an_mlp_would() -> None:
     assert torch.equal(total, x + residual)
     alone, same = experts(norm(x + residual))
     torch.testing.assert_close((out, logits), (alone, same))
-    block = DecoderBlock(Attention(HIDDEN, 2, 2, 8), experts, norm, norm)
-    assert block.mlp is experts
+    attention = Attention(HIDDEN, 2, 2, 8).double()
+    context = AttentionContext(*RotaryEmbedding(8)(torch.arange(3)[None]))
+    x, residual, logits = DecoderBlock(attention, experts, norm, norm)(x, residual, context)
+    between = total + attention(norm(total), context)
+    expected, same = experts(norm(between))
+    torch.testing.assert_close((x + residual, logits), (between + expected, same))
 
 
 def test_losses_of_the_router() -> None:
