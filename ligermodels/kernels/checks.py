@@ -24,6 +24,16 @@ class NormOptions(NamedTuple):
     casting_mode: str
 
 
+class ClampedSwiGLU(NamedTuple):
+    """The activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), of clamped values.
+
+    The gate is at most `limit`, and up is in [-limit, limit].
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
 class Routing(NamedTuple):
     """The options of `routing`, which explains each; eps is added to a sum of scores."""
 
@@ -182,7 +192,9 @@ def check_expert_mlp(
     down: Tensor,
     weights: Tensor,
     experts: Tensor,
-    activation: str,
+    activation: str | ClampedSwiGLU,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
 ) -> None:
     """Raise if the tensors of a mixture of experts do not fit each other.
 
@@ -218,7 +230,16 @@ def check_expert_mlp(
             f"{op}: weights {tuple(weights.shape)} and experts {tuple(experts.shape)} do not fit x "
             f"{tuple(x.shape)}; expected {(*x.shape[:-1], 'top_k')} for both"
         )
-    check_activation(op, activation)
+    for name, bias, width in (
+        ("gate_up_bias", gate_up_bias, 2 * inner),
+        ("down_bias", down_bias, hidden),
+    ):
+        if bias is not None and (bias.shape != (count, width) or bias.dtype != x.dtype):
+            raise ValueError(
+                f"{op}: {name} {tuple(bias.shape)} {bias.dtype} does not fit {shapes} of {x.dtype};"
+                f" expected {(count, width)} {x.dtype}"
+            )
+    check_expert_activation(op, activation)
     if experts.is_cpu and type(experts) is Tensor and not torch.compiler.is_compiling():
         outside = experts[(experts < 0) | (experts >= count)]
         if outside.numel():
@@ -231,6 +252,15 @@ def check_activation(op: str, activation: str) -> None:
         raise ValueError(
             f"{op}: activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}"
         )
+
+
+def check_expert_activation(op: str, activation: str | ClampedSwiGLU) -> None:
+    """Raise if no MLP of an expert has this activation, or a number of it is not positive."""
+    if isinstance(activation, ClampedSwiGLU):
+        check_number(op, "activation.alpha", activation.alpha, above=True)
+        check_number(op, "activation.limit", activation.limit, above=True)
+    else:
+        check_activation(op, activation)
 
 
 def check_rope(

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_expert_mlp
+from ligermodels.kernels.checks import ClampedSwiGLU, check_expert_mlp
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
     nobody_reads_again,
     refuse_double_backward,
     select,
+    without_autocast,
 )
 
 _OP = "expert_mlp"
@@ -26,44 +27,77 @@ class _ExpertMLP(torch.autograd.Function):
         down_weight: Tensor,
         weights: Tensor,
         experts: Tensor,
-        activation: str,
+        activation: str | ClampedSwiGLU,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
     ) -> Tensor:
         ops = ctx.ops = select(_OP, x)
         order, place, starts = select("routing", x).sort_by_expert(experts, len(down_weight))
+        owner = owner_of_row = None
+        if gate_up_bias is not None or down_bias is not None:
+            owner = experts.clamp(0, len(down_weight) - 1)  # no kernel may read another bias
+            owner_of_row = owner.flatten()[order]
         rows = x[order // experts.shape[1]]
         gate_up = ops.expert_linear(rows, gate_up_weight.mT, starts)
         del rows
-        made = select("glu", x).glu_forward(gate_up, activation)
+        made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
         y = ops.expert_linear(made, down_weight.mT, starts)
         ctx.save_for_backward(
-            x, gate_up_weight, down_weight, weights, gate_up, order, place, starts
+            x,
+            gate_up_weight,
+            down_weight,
+            weights,
+            gate_up,
+            order,
+            place,
+            starts,
+            gate_up_bias,
+            down_bias,
+            owner,
         )
         ctx.activation = activation
-        return ops.expert_sum(y, place, weights)
+        return ops.expert_sum(y, place, weights, down_bias, owner)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(_OP)
-        x, gate_up_weight, down_weight, weights, gate_up, order, place, starts = ctx.saved_tensors
+        x, gate_up_weight, down_weight, weights, gate_up, *rest = ctx.saved_tensors
+        order, place, starts, gate_up_bias, down_bias, owner = rest
         needs_x, needs_gate_up, needs_down, needs_weights = ctx.needs_input_grad[:4]
+        needs_gate_up_bias, needs_down_bias = ctx.needs_input_grad[6:8]
         ops, token = ctx.ops, order // weights.shape[1]
-        grads: list[Tensor | None] = [None] * 6
+        grads: list[Tensor | None] = [None] * 8
         grad_rows = grad_output[token]
         grad_made = ops.expert_linear(grad_rows, down_weight, starts)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
-            gate_up.detach(), grad_made, weights, order, ctx.activation, nobody_reads_again()
+            gate_up.detach(),
+            gate_up_bias,
+            None if owner is None else owner.flatten()[order],
+            grad_made,
+            weights,
+            order,
+            ctx.activation,
+            nobody_reads_again(),
         )
         del gate_up, grad_made
         if needs_weights:
             grads[3] = grad_weights[place]
+            if down_bias is not None:
+                with without_autocast(grad_output):
+                    of_bias = (grad_output @ down_bias.mT).gather(1, owner.long())
+                grads[3] += of_bias
+        if needs_down_bias:
+            grads[7] = ops.expert_bias_gradient(grad_rows, starts, weights, order)
         if needs_down:
             grads[2] = ops.expert_linear_weight_gradient(grad_rows, made, starts)
         del grad_rows, made
         if needs_gate_up:
             grads[1] = ops.expert_linear_weight_gradient(grad_gate_up, x[token], starts)
+        if needs_gate_up_bias:
+            grads[6] = ops.expert_bias_gradient(grad_gate_up, starts, None, order)
         if needs_x:
             rows = ops.expert_linear(grad_gate_up, gate_up_weight, starts)
-            grads[0] = ops.expert_sum(rows, place, None)
+            grads[0] = ops.expert_sum(rows, place, None, None, None)
         return tuple(grads)
 
 
@@ -73,7 +107,10 @@ def expert_mlp(
     down_weight: Tensor,
     weights: Tensor,
     experts: Tensor,
-    activation: str = "silu",
+    activation: str | ClampedSwiGLU = "silu",
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Return each token's weighted sum of the gated MLPs of its experts.
 
@@ -84,13 +121,15 @@ def expert_mlp(
     Args:
         x: (..., hidden).
         gate_up_weight: (experts, 2 * inner, hidden), the gate's rows first, in x's dtype. Under
-            autocast, all three are cast.
+            autocast, these, the biases and x are cast.
         down_weight: (experts, hidden, inner).
         weights: (..., top_k) floating point, the weight of each chosen expert.
         experts: (..., top_k) int32 or int64, each token's experts. Those of `routing` differ;
             one that is named twice counts twice. A number that is no expert's is an error on a CPU
             in eager mode, and makes the results of its token undefined on a GPU.
-        activation: of the gate: "silu", "gelu_tanh" or "gelu".
+        activation: of the gate: "silu", "gelu_tanh" or "gelu"; or a `ClampedSwiGLU`.
+        gate_up_bias: (experts, 2 * inner), added before the activation, or None.
+        down_bias: (experts, hidden), added before the weighting, or None.
     Returns: (..., hidden) in x's dtype. The products are rounded once each, and their sum once.
     Raises: ValueError if the shapes, dtypes or the activation are wrong.
     Source: arXiv:2101.03961, with the gated MLP of arXiv:2002.05202.
@@ -98,8 +137,14 @@ def expert_mlp(
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, gate_up_weight, down_weight = (t.to(dtype) for t in (x, gate_up_weight, down_weight))
-    check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation)
+        gate_up_bias, down_bias = (
+            None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias)
+        )
+    biases = gate_up_bias, down_bias
+    check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation, *biases)
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
     weights, experts = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
-    out = apply(_ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, activation)
+    out = apply(
+        _ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, activation, *biases
+    )
     return out.view(x.shape)

@@ -1,5 +1,6 @@
 """The layers of the models: plain nn.Modules that can be combined freely."""
 
+from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
@@ -17,6 +18,7 @@ __all__ = [
     "Attention",
     "AttentionContext",
     "AttentionMask",
+    "ClampedSwiGLU",
     "CrossAttention",
     "DecoderBlock",
     "Experts",

@@ -7,7 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.kernels.checks import check_activation, check_count, check_routing
+from ligermodels.kernels.checks import (
+    ClampedSwiGLU,
+    check_count,
+    check_expert_activation,
+    check_routing,
+)
 from ligermodels.layers.fusion import PreNormed
 
 _STD = 0.02  # of the first weights; a model draws them again with its own
@@ -79,22 +84,34 @@ class Experts(nn.Module):
         router: chooses the experts of each token.
         hidden_size: width of input and output.
         intermediate_size: width of gate and up of one expert.
-        activation: activation of the gate: "silu", "gelu_tanh" or "gelu".
+        activation: activation of the gate: "silu", "gelu_tanh" or "gelu"; or a `ClampedSwiGLU`.
+        bias: whether the experts have biases, `gate_up_bias` (experts, 2 * inner) and `down_bias`
+            (experts, hidden).
 
     Raises:
         ValueError: a size is not a positive integer, or the activation is unknown.
     """
 
     def __init__(
-        self, router: Router, hidden_size: int, intermediate_size: int, activation: str = "silu"
+        self,
+        router: Router,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str | ClampedSwiGLU = "silu",
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         hidden = check_count("Experts", "hidden_size", hidden_size, 1)
         inner = check_count("Experts", "intermediate_size", intermediate_size, 1)
-        check_activation("Experts", activation)
+        check_expert_activation("Experts", activation)
         self.router, self.activation = router, activation
         self.gate_up_proj = nn.Parameter(torch.empty(router.num_experts * 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(router.num_experts * hidden, inner))
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = nn.Parameter(torch.zeros(router.num_experts, 2 * inner))
+            self.down_bias = nn.Parameter(torch.zeros(router.num_experts, hidden))
         nn.init.normal_(self.gate_up_proj, std=_STD)
         nn.init.normal_(self.down_proj, std=_STD)
 
@@ -116,7 +133,16 @@ class Experts(nn.Module):
         weights, experts, logits = self.router(rows)
         shape = (self.router.num_experts, -1)
         gate_up, down = self.gate_up_proj.unflatten(0, shape), self.down_proj.unflatten(0, shape)
-        out = kernels.expert_mlp(rows, gate_up, down, weights, experts, self.activation)
+        out = kernels.expert_mlp(
+            rows,
+            gate_up,
+            down,
+            weights,
+            experts,
+            self.activation,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+        )
         logits = logits.flatten(0, -2)
         return (out, logits) if total is None else (out, total, logits)
 

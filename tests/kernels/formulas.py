@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.checks import ClampedSwiGLU
+
 
 def widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -252,11 +254,24 @@ def expert_mlp(
     down_weight: Tensor,
     weights: Tensor,
     experts: Tensor,
-    activation: str = "silu",
+    activation: str | ClampedSwiGLU = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros((), dtype=weights.dtype, device=x.device)
     for expert, (up, down) in enumerate(zip(gate_up_weight, down_weight)):
         weight = (weights * (experts == expert)).sum(-1, keepdim=True)
-        y = glu(x @ up.T, activation) @ down.T
+        gate_up = x @ up.T
+        if gate_up_bias is not None:
+            gate_up = gate_up + gate_up_bias[expert].to(gate_up.dtype)
+        if isinstance(activation, ClampedSwiGLU):
+            alpha, limit = activation
+            gate, half = gate_up.chunk(2, -1)
+            gate = gate.clamp(max=limit)
+            made = (half.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+        else:
+            made = glu(gate_up, activation)
+        y = made @ down.T
+        y = y if down_bias is None else y + down_bias[expert].to(y.dtype)
         out = out + weight * y
     return out.to(y.dtype)

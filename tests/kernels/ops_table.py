@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.loss_options import TOKEN_STATS
 from tests.kernels import formulas
 from tests.kernels.checks import as_tuple, placed, random
@@ -204,9 +205,14 @@ def expert_mlp(
     hidden: int = 24,
     experts: int = 5,
     top_k: int = 2,
+    biased: bool = False,
     **options: Any,
 ) -> Inputs:
     """Make inputs of which the first expert has no token, and the last ones have most."""
+    biases = {
+        "gate_up_bias": random(experts, 2 * width, seed=22),
+        "down_bias": random(experts, hidden, seed=23),
+    }
     scores = random(*leading, experts, seed=17)
     scores = scores + torch.linspace(0, 2, experts, device=scores.device)
     scores[..., 0] = -9
@@ -216,6 +222,7 @@ def expert_mlp(
         "down_weight": random(experts, hidden, width, seed=21, scale=width**-0.5),
         "weights": scores.softmax(-1).topk(top_k).values,
         "experts": scores.topk(top_k).indices.int(),
+        **(biases if biased else {}),
         **options,
     }
 
@@ -422,7 +429,11 @@ CASES = {
                 (60, 128, 128, 8),
             )
         ),
-        {"with gelu_tanh": {"activation": "gelu_tanh"}},
+        {
+            "with gelu_tanh": {"activation": "gelu_tanh"},
+            # A limit that many values pass, so that their gradients are zero.
+            "of gpt-oss": {"activation": ClampedSwiGLU(limit=1.0), "biased": True},
+        },
     ),
 }
 FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()

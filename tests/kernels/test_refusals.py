@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import geglu, linear_group_loss
+from ligermodels.kernels.checks import ClampedSwiGLU
 from tests.kernels.ops_table import CASES, differentiable
 
 X = torch.float64  # of the inputs
@@ -55,6 +56,8 @@ REFUSALS: dict[str, list[tuple[dict, str]]] = {
         ({"experts": MATRIX}, "experts are torch.float64; expected torch.int32"),
         ({"weights": MATRIX}, r"weights \(5, 8\) and experts .* expected \(2, 3, 'top_k'\)"),
         ({"activation": "relu"}, "expert_mlp: activation='relu'; expected one of 'silu'"),
+        ({"activation": ClampedSwiGLU(limit=0)}, "activation.limit=0; expected a finite number of"),
+        ({"down_bias": ONES[8]}, r"down_bias \(8,\) .* expected \(5, 24\) torch.float64"),
     ],
     "rope": [
         ({"qkv": torch.ones(2, 3, 33)}, "packed rows have 33 columns; expected a multiple of 7"),

@@ -12,6 +12,7 @@ from ligermodels import kernels
 from ligermodels.layers import (
     Attention,
     AttentionContext,
+    ClampedSwiGLU,
     DecoderBlock,
     Experts,
     GatedMLP,
@@ -48,6 +49,26 @@ def test_each_token_gets_the_weighted_sum_of_dense_mlps(top_k) -> None:
     index = chosen.long()[..., None].expand(-1, -1, -1, HIDDEN)
     expected = (torch.stack(each, 2).gather(2, index) * weights[..., None]).sum(2)
     torch.testing.assert_close(out, expected)
+
+
+def test_biases_and_the_activation_of_gpt_oss() -> None:
+    """The weight of an expert also weights its bias."""
+    torch.manual_seed(0)
+    router, activation = Router(HIDDEN, COUNT, 2, normalize=True), ClampedSwiGLU(limit=0.3)
+    experts = Experts(router, HIDDEN, INNER, activation, bias=True).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(5, HIDDEN).double()
+    weights, chosen, _ = router(x)
+    gate_up = (experts.gate_up_proj @ x.T).T.unflatten(1, (COUNT, -1)) + experts.gate_up_bias
+    gate, up = gate_up.clamp(max=0.3).chunk(2, -1)
+    made = (up.clamp(min=-0.3) + 1) * gate * torch.sigmoid(1.702 * gate)
+    down = experts.down_proj.unflatten(0, (COUNT, -1))
+    each = torch.einsum("tei,ehi->teh", made, down) + experts.down_bias
+    expected = (
+        each.gather(1, chosen.long()[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]
+    ).sum(1)
+    torch.testing.assert_close(experts(x)[0], expected)
 
 
 def test_it_stands_where_an_mlp_would() -> None:
@@ -94,5 +115,7 @@ def test_refusals() -> None:
         Router(HIDDEN, COUNT, 1, score="relu")
     with pytest.raises(ValueError, match="Router: top_k=7 of 6 experts"):
         Router(HIDDEN, COUNT, 7)
+    with pytest.raises(ValueError, match=r"Experts: activation\.alpha=0; expected a finite"):
+        Experts(Router(HIDDEN, COUNT, 1), HIDDEN, INNER, ClampedSwiGLU(alpha=0))
     with pytest.raises(ValueError, match="Experts: activation='relu'; expected one of"):
         Experts(Router(HIDDEN, COUNT, 1), HIDDEN, INNER, "relu")

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.dispatch import cast, compute_dtype
 from ligermodels.kernels.reference.glu import glu_backward, glu_forward
 
@@ -37,34 +38,105 @@ def expert_linear_weight_gradient(left: Tensor, right: Tensor, starts: Tensor) -
     return out
 
 
-def expert_sum(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum the rows of each token, with weights (tokens, top_k) or without: (tokens, out)."""
+def expert_bias_gradient(
+    grad: Tensor, starts: Tensor, weights: Tensor | None, order: Tensor
+) -> Tensor:
+    """Return the sum of each expert's rows: (experts, columns) in grad's dtype.
+
+    Args: weights: (tokens, top_k), of which each row has one, or None.
+    """
+    dtype = compute_dtype(grad)
+    each = cast(grad, dtype)
+    if weights is not None:
+        each = each * weights.flatten()[order][:, None]
+    if _has_no_values(starts):
+        return cast(_own(starts, len(grad)).to(dtype).mT @ each, grad.dtype)
+    rows = [each[first:end].sum(0) for first, end in pairwise(starts.tolist())]
+    return cast(torch.stack(rows), grad.dtype)
+
+
+def expert_sum(
+    y: Tensor, place: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
+) -> Tensor:
+    """Sum the rows of each token, with weights (tokens, top_k) or without: (tokens, out).
+
+    Args: bias: (experts, out), added to each row, or None; experts (tokens, top_k), for the bias.
+    """
     each = cast(y, compute_dtype(y))[place.long()]
+    if bias is not None:
+        assert experts is not None
+        each = each + cast(bias, each.dtype)[experts.long()]
     if weights is not None:
         each = each * weights[..., None]
     return cast(each.sum(1), y.dtype)
 
 
+def expert_glu_forward(
+    gate_up: Tensor,
+    bias: Tensor | None,
+    owner: Tensor | None,
+    activation: str | ClampedSwiGLU,
+) -> Tensor:
+    """Return the activations (rows, inner) of gate_up + bias, in gate_up's dtype.
+
+    Args: gate_up (rows, 2 * inner); bias: (experts, 2 * inner) or None; owner: (rows,), the expert
+        of each row, for the bias.
+    """
+    biased = _biased(gate_up, bias, owner)
+    if isinstance(activation, ClampedSwiGLU):
+        return cast(_clamped_swiglu(biased, activation)[0], gate_up.dtype)
+    return cast(glu_forward(biased, activation), gate_up.dtype)
+
+
 def expert_glu_backward(
     gate_up: Tensor,
+    bias: Tensor | None,
+    owner: Tensor | None,
     grad_output: Tensor,
     weights: Tensor,
     order: Tensor,
-    activation: str,
+    activation: str | ClampedSwiGLU,
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of gate_up, the weighted activations, and the gradient of the weights.
 
-    Args: gate_up (rows, 2 * inner); grad_output (rows, inner), the gradient of the activations but
-        for the weight of the row; weights (tokens, top_k); overwrite: whether to write the results
-        into gate_up and grad_output.
+    Args: gate_up, bias, owner: as in forward; grad_output (rows, inner), the gradient of the
+        activations but for the weight of the row; weights (tokens, top_k); overwrite: whether to
+        write the results into gate_up and grad_output.
     Returns: (rows, 2 * inner) and (rows, inner) in gate_up's dtype, and (rows,) in weights' dtype.
     """
     dtype = compute_dtype(gate_up)
     grad, weight = cast(grad_output, dtype), weights.flatten()[order][:, None]
-    made = cast(glu_forward(gate_up, activation), dtype)
-    grad_gate_up, _ = glu_backward(gate_up, grad * weight, activation, False, overwrite)
+    made = cast(expert_glu_forward(gate_up, bias, owner, activation), dtype)
+    biased = _biased(gate_up, bias, owner)
+    if isinstance(activation, ClampedSwiGLU):
+        _, by_gate, by_up = _clamped_swiglu(biased, activation)
+        grad_gate_up = torch.cat((by_gate, by_up), -1) * (grad * weight).repeat(1, 2)
+    else:
+        overwrite = overwrite and biased is gate_up
+        grad_gate_up, _ = glu_backward(biased, grad * weight, activation, False, overwrite)
+    grad_gate_up = cast(grad_gate_up, gate_up.dtype)
     return grad_gate_up, cast(made * weight, gate_up.dtype), (grad * made).sum(-1).to(weights.dtype)
+
+
+def _biased(gate_up: Tensor, bias: Tensor | None, owner: Tensor | None) -> Tensor:
+    """Return gate_up, or in the dtype of computation gate_up + bias."""
+    if bias is None:
+        return gate_up
+    assert owner is not None
+    dtype = compute_dtype(gate_up)
+    return cast(gate_up, dtype) + cast(bias, dtype)[owner.long()]
+
+
+def _clamped_swiglu(gate_up: Tensor, activation: ClampedSwiGLU) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the activations of rows, and their derivatives by gate and by up."""
+    alpha, limit = activation
+    gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
+    gate_inside, up_inside = gate <= limit, up.abs() <= limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    phi = torch.sigmoid(alpha * gate)
+    slope = phi * (1 + alpha * gate * (1 - phi))
+    return gate * phi * up, slope * up * gate_inside, gate * phi * up_inside
 
 
 def _has_no_values(starts: Tensor) -> bool:

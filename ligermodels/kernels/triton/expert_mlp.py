@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.dispatch import real_device
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
-from ligermodels.kernels.triton.glu import _gradients
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
+from ligermodels.kernels.triton.glu import _block_of_row, _gradients
 
 # A tile has `rows` rows and `block` columns, and reads `depth` elements of the summed dimension at
 # once. The tables of LINEAR are by the bytes of an element.
@@ -20,9 +21,13 @@ LINEAR = Launches(
     nvidia=((2, Launch(128, 8, 3, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=32))),
     amd=((2, Launch(64, 4, rows=128, depth=32)), (None, Launch(32, 4, rows=64, depth=16))),
 )
+GLU_FORWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
 GLU_BACKWARD = Launches(
     nvidia=((1024, Launch(0, 4)), (None, Launch(1024, 4))),
     amd=((1024, Launch(0, 2)), (None, Launch(1024, 2))),
+)
+BIAS_GRADIENT = Launches(
+    nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
 )
 SUM = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
 
@@ -121,8 +126,89 @@ def expert_linear_weight_gradient_kernel(
 
 
 @triton.jit
+def expert_bias_gradient_kernel(
+    grad_ptr,
+    starts_ptr,
+    weights_ptr,
+    order_ptr,
+    out_ptr,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles a block of one expert's columns, and loops over the expert's rows."""
+    blocks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    expert = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            pair = tl.load(order_ptr + row, mask=row < end, other=0)
+            weight = tl.load(weights_ptr + pair, mask=row < end, other=0.0)
+            grad *= weight.to(tl.float32)[:, None]
+        total += grad
+    out = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + expert * width + column, out, mask=column < width)
+
+
+@triton.jit
+def _biased(gate_up_ptr, bias_ptr, owner_ptr, row, column, inner):
+    """Return gate and up of a block of a row in float32, with the bias if there is one."""
+    mask = column < inner
+    at = row * 2 * inner + column
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + inner, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        at = tl.load(owner_ptr + row).to(tl.int64) * 2 * inner + column
+        gate += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + at + inner, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _activated(gate, up, grad, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return the gradients of gate and up, and the output, all in float32."""
+    if ACTIVATION != "clamped_swiglu":
+        return _gradients(gate, up, grad, ACTIVATION)
+    alpha, limit = tl.cast(alpha, tl.float32), tl.cast(limit, tl.float32)
+    gate_inside, up_inside = gate <= limit, tl.abs(up) <= limit
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+    phi = tl.sigmoid(alpha * gate)
+    grad_gate = tl.where(gate_inside, grad * up * phi * (1 + alpha * gate * (1 - phi)), 0.0)
+    return grad_gate, tl.where(up_inside, grad * gate * phi, 0.0), gate * phi * up
+
+
+@triton.jit
+def expert_glu_forward_kernel(
+    gate_up_ptr,
+    bias_ptr,
+    owner_ptr,
+    out_ptr,
+    inner,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles a block of one row. bias may be None."""
+    row, column = _block_of_row(inner, BLOCK)
+    gate, up = _biased(gate_up_ptr, bias_ptr, owner_ptr, row, column, inner)
+    _, _, out = _activated(gate, up, 0.0, alpha, limit, ACTIVATION)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * inner + column, out, mask=column < inner)
+
+
+@triton.jit
 def expert_glu_backward_kernel(
     gate_up_ptr,
+    bias_ptr,
+    owner_ptr,
     grad_ptr,
     weights_ptr,
     order_ptr,
@@ -130,6 +216,8 @@ def expert_glu_backward_kernel(
     out_ptr,
     grad_weights_ptr,
     inner,
+    alpha,
+    limit,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -142,10 +230,9 @@ def expert_glu_backward_kernel(
         column = first + tl.arange(0, BLOCK)
         mask = column < inner
         at = row * 2 * inner + column
-        gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + at + inner, mask=mask, other=0.0).to(tl.float32)
+        gate, up = _biased(gate_up_ptr, bias_ptr, owner_ptr, row, column, inner)
         grad = tl.load(grad_ptr + row * inner + column, mask=mask, other=0.0).to(tl.float32)
-        grad_gate, grad_up, out = _gradients(gate, up, grad * weight, ACTIVATION)
+        grad_gate, grad_up, out = _activated(gate, up, grad * weight, alpha, limit, ACTIVATION)
         tl.store(grad_gate_up_ptr + at, grad_gate.to(dtype), mask=mask)
         tl.store(grad_gate_up_ptr + at + inner, grad_up.to(dtype), mask=mask)
         out = out.to(dtype).to(tl.float32)  # as forward rounded it
@@ -157,9 +244,17 @@ def expert_glu_backward_kernel(
 
 @triton.jit
 def expert_sum_kernel(
-    y_ptr, place_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr,
+    place_ptr,
+    weights_ptr,
+    bias_ptr,
+    experts_ptr,
+    out_ptr,
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Each program handles a block of one token's row. weights may be None."""
+    """Each program handles a block of one token's row. weights and bias may be None."""
     blocks = tl.cdiv(width, BLOCK)
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
@@ -168,6 +263,9 @@ def expert_sum_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(place_ptr + token * TOP_K + k).to(tl.int64)
         each = tl.load(y_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            at = tl.load(experts_ptr + token * TOP_K + k).to(tl.int64) * width + column
+            each += tl.load(bias_ptr + at, mask=column < width, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             each *= tl.load(weights_ptr + token * TOP_K + k).to(tl.float32)
         total += each
@@ -239,7 +337,30 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     return out
 
 
-def expert_sum(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+def expert_bias_gradient(
+    grad: Tensor, starts: Tensor, weights: Tensor | None, order: Tensor
+) -> Tensor:
+    """Launch the kernel for `reference.expert_bias_gradient`."""
+    grad = grad.contiguous()
+    experts, width = len(starts) - 1, grad.shape[1]
+    out = grad.new_empty(experts, width)
+    setting = launch(BIAS_GRADIENT, width)
+    expert_bias_gradient_kernel[(experts * cdiv(width, setting.block),)](
+        grad,
+        starts,
+        weights if weights is None else weights.contiguous(),
+        order,
+        out,
+        width,
+        ROWS=setting.rows,
+        **keywords(setting),
+    )
+    return out
+
+
+def expert_sum(
+    y: Tensor, place: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
+) -> Tensor:
     """Launch the kernel for `reference.expert_sum`."""
     (tokens, top_k), width = place.shape, y.shape[1]
     out = y.new_empty(tokens, width)
@@ -249,6 +370,8 @@ def expert_sum(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
             y,
             place,
             weights if weights is None else weights.contiguous(),
+            bias if bias is None else bias.contiguous(),
+            experts,
             out,
             width,
             TOP_K=top_k,
@@ -274,12 +397,46 @@ def expert_linear_weight_gradient(left: Tensor, right: Tensor, starts: Tensor) -
     return out
 
 
+def _name_and_numbers(activation: str | ClampedSwiGLU) -> tuple[str, float, float]:
+    """Return the activation's name in the kernels, and its alpha and limit if it has them."""
+    if isinstance(activation, ClampedSwiGLU):
+        return "clamped_swiglu", *activation
+    return activation, 0.0, 0.0
+
+
+def expert_glu_forward(
+    gate_up: Tensor,
+    bias: Tensor | None,
+    owner: Tensor | None,
+    activation: str | ClampedSwiGLU,
+) -> Tensor:
+    """Launch the kernel for `reference.expert_glu_forward`."""
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, inner)
+    if rows:
+        setting, (name, alpha, limit) = launch(GLU_FORWARD, inner), _name_and_numbers(activation)
+        expert_glu_forward_kernel[(rows * cdiv(inner, setting.block),)](
+            gate_up,
+            bias if bias is None else bias.contiguous(),
+            owner,
+            out,
+            inner,
+            alpha,
+            limit,
+            ACTIVATION=name,
+            **keywords(setting),
+        )
+    return out
+
+
 def expert_glu_backward(
     gate_up: Tensor,
+    bias: Tensor | None,
+    owner: Tensor | None,
     grad_output: Tensor,
     weights: Tensor,
     order: Tensor,
-    activation: str,
+    activation: str | ClampedSwiGLU,
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for `reference.expert_glu_backward`."""
@@ -288,9 +445,11 @@ def expert_glu_backward(
     out = grad_output if overwrite else torch.empty_like(grad_output)
     grad_weights = weights.new_empty(rows)
     if rows:
-        setting = launch(GLU_BACKWARD, inner)
+        setting, (name, alpha, limit) = launch(GLU_BACKWARD, inner), _name_and_numbers(activation)
         expert_glu_backward_kernel[(rows,)](
             gate_up,
+            bias if bias is None else bias.contiguous(),
+            owner,
             grad_output,
             weights.contiguous(),
             order,
@@ -298,7 +457,9 @@ def expert_glu_backward(
             out,
             grad_weights,
             inner,
-            ACTIVATION=activation,
+            alpha,
+            limit,
+            ACTIVATION=name,
             BLOCK=setting.block,
             num_warps=setting.num_warps,
             num_stages=setting.num_stages,
