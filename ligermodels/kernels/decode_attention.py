@@ -16,6 +16,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write tokens' keys and values into the cache, and attend from each to it and those before it.
 
@@ -34,6 +35,7 @@ def decode_attention(
         scale: factor on the scores.
         window: a query sees only the last `window` tokens. By default it sees all in the cache.
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
+        sinks: (heads,), a further logit of each head in the softmax, which has no value.
     Returns: (batch, heads, queries, head_dim).
     Raises:
         ValueError: a shape or dtype does not fit.
@@ -58,5 +60,7 @@ def decode_attention(
         )
     if any(x is not None and x.shape != (batch,) for x in (ends, firsts)):
         raise ValueError(f"decode_attention: ends {tuple(ends.shape)}; expected ({batch},)")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"decode_attention: sinks {tuple(sinks.shape)}; expected ({heads},)")
     ops = select("decode_attention", q)
-    return ops.decode_attention_forward(q, new, k, v, ends, firsts, scale, window, softcap)
+    return ops.decode_attention_forward(q, new, k, v, ends, firsts, sinks, scale, window, softcap)

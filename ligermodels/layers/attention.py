@@ -1,7 +1,6 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
 import copy
-from functools import partial
 from typing import overload
 
 import torch
@@ -148,6 +147,8 @@ class Attention(Planned, CachedLayer, nn.Module):
         shares_kv: whether later layers take the keys and values of this one.
         kv_from: the layer_index of an earlier layer with shares_kv, whose keys and values this one
             takes (arXiv:2405.12981). Then qkv_proj computes queries alone.
+        sinks: whether each query head has a further logit in its softmax, which takes weight from
+            the keys (gpt-oss, arXiv:2508.10925). They are the parameter `sinks`, (num_heads,).
 
     Raises:
         ValueError: a size is not a positive integer, num_heads does not divide hidden_size and
@@ -177,6 +178,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         shares_kv: bool = False,
         kv_from: int | None = None,
         norms_after_rope: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         heads = head_sizes("Attention", hidden_size, num_heads, num_kv_heads, head_dim)
@@ -215,6 +217,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.norms_after_rope = norms_after_rope
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if sinks else None
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=out_bias)
 
@@ -260,16 +263,22 @@ class Attention(Planned, CachedLayer, nn.Module):
             key_positions = context.cache.key_positions(owner, q.shape[2])
 
         def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-            run = partial(
-                attend,
-                mask=mask,
-                scale=self.scale,
-                window=self.sliding_window,
-                softcap=self.softcap,
-                key_positions=key_positions,
-                causal=self.causal,
-            )
-            return attend_once(run, q, k, v) if self.keeps_output else run(q, k, v)
+            def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+                return attend(
+                    q,
+                    k,
+                    v,
+                    mask,
+                    scale=self.scale,
+                    window=self.sliding_window,
+                    softcap=self.softcap,
+                    key_positions=key_positions,
+                    causal=self.causal,
+                    sinks=sinks,
+                )
+
+            inputs = (q, k, v) if self.sinks is None else (q, k, v, self.sinks)
+            return attend_once(run, *inputs) if self.keeps_output else run(*inputs)
 
         out = attend_in_parts(attention, q, k, v, context.mask, self.causal)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
@@ -288,6 +297,7 @@ class Attention(Planned, CachedLayer, nn.Module):
             scale=self.scale,
             window=self.sliding_window,
             softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def _project(

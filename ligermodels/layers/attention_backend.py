@@ -3,16 +3,22 @@
 | case on a GPU | backend |
 | --- | --- |
 | causal, or nothing is hidden; no cap | `sdpa` |
-| causal, for one part of a row whose parts are on several GPUs; no cap, 16 bit | `suffix` |
+| causal with sinks, or one part of a row whose parts are on several GPUs; no cap, 16 bit | `raw` |
 | window, cu_seqlens with max_seqlen, or padding at the ends of rows; no cap, 16 bit | `varlen` |
 | a mask of every pair, given by the caller; a single query | `dense` |
 | anything else | `flex`; `dense` for short passes without gradient |
 
-On other devices the backend is `sdpa`, or `dense` if there is a mask or a cap. `sdpa` is
-scaled_dot_product_attention with is_causal, or without a mask. `dense` is the same function with a
-mask of every query-key pair, or the plain formula if scores are capped. `varlen` is varlen_attn,
-`flex` is FlexAttention, and `suffix` is cuDNN's attention in two calls; where it is slow or cannot
-compute the heads, it is `varlen`.
+On other devices the backend is `sdpa`, or `dense` if there is a mask or a cap. On a CPU it is `raw`
+instead of `sdpa` if there are sinks. `sdpa` is scaled_dot_product_attention with is_causal, or
+without a mask. `dense` is the same function with a mask of every query-key pair, or the plain
+formula if scores are capped or there are sinks. `varlen` is varlen_attn, `flex` is FlexAttention,
+and `raw` is the kernel of `sdpa`, called with its log-sum-exp: on a GPU cuDNN's, and where that is
+slow or cannot compute the heads, the backend is `varlen`.
+
+A sink is a logit that a query head has beside those of the keys. No value belongs to it, so it only
+lowers the weights of the keys: with the output and the log-sum-exp of the keys alone, the output is
+out * sigmoid(lse - sink), and the log-sum-exp logaddexp(lse, sink). The backward of a kernel that
+gets these two returns the gradients of q, k and v (arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
 """
 
 import inspect
@@ -23,12 +29,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ligermodels.kernels.dispatch import autocast_dtype, real_device, simulator_of, without_autocast
 from ligermodels.layers.attention_mask import AttentionMask, compiled
 
-Backend = Literal["sdpa", "suffix", "varlen", "flex", "dense"]
+Backend = Literal["sdpa", "raw", "varlen", "flex", "dense"]
 
 # With at most this many scores, a pass without gradient uses a dense mask, because FlexAttention
 # would have to compile first. In float32 these scores take 64 MiB.
@@ -48,15 +54,19 @@ def choose_backend(
     head_dim: int,
     rows: int,
     causal: bool = True,
+    sinks: bool = False,
 ) -> Backend:
     """Return the backend that attention uses.
 
     Args: rows: the number of (queries, keys) score matrices, which is batch * query heads.
     """
     is_plain = mask.is_causal(window) if causal else mask.hides_nothing(window, causal=False)
-    if softcap is None and is_plain:
+    is_plain = softcap is None and is_plain
+    if is_plain and not sinks:
         return "sdpa"
     kind = device.type if device.type != "meta" else real_device(device).type
+    if is_plain and kind == "cpu":
+        return "raw"
     on_gpu = kind == "cuda" and dtype != torch.float64
     if not on_gpu or mask.mask is not None or mask.queries == 1:
         return "dense"
@@ -73,8 +83,8 @@ def choose_backend(
         and (whole or (last and causal and mask.padding_mask is None))
         and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
-        is_suffix = last and mask.is_causal(window, mask.past)
-        return "suffix" if is_suffix and head_dim <= 128 and _prefers_cudnn(device) else "varlen"
+        is_plain = is_plain or (last and mask.is_causal(window, mask.past))
+        return "raw" if is_plain and head_dim <= 128 and _prefers_cudnn(device) else "varlen"
     if not torch.is_grad_enabled() and rows * mask.queries * mask.keys <= _DENSE_SCORES:
         return "dense"
     return "flex"
@@ -91,6 +101,7 @@ def attend(
     softcap: float | None = None,
     key_positions: Tensor | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(softcap * tanh(scale * q k^T / softcap)) v over the keys that q may see.
 
@@ -105,6 +116,7 @@ def attend(
         key_positions: (keys,) int64, the positions of the keys in k and v. By default k and v hold
             all of the mask's keys in order.
         causal: whether a query sees no key after its own position.
+        sinks: (heads,), a further logit of each head in the softmax, which has no value.
     Returns: (batch, heads, queries, head_dim). Queries that see no key get zeros. If the mask has
         padding_at_ends, those at padding may get other numbers.
     Raises:
@@ -113,13 +125,20 @@ def attend(
     held = k.shape[2] if key_positions is None else mask.keys
     mask.check(q.shape[0], q.shape[2], held)
     rows = q.shape[0] * q.shape[1]
-    backend = choose_backend(mask, window, softcap, q.device, q.dtype, q.shape[-1], rows, causal)
-    if key_positions is not None and backend in ("sdpa", "varlen"):
-        backend = "dense"  # sdpa and varlen need the keys in order; a cache may reorder them
+    has_sinks = sinks is not None
+    options = (window, softcap, q.device, q.dtype, q.shape[-1], rows, causal, has_sinks)
+    backend = choose_backend(mask, *options)
+    if key_positions is not None and backend in ("sdpa", "raw", "varlen"):
+        backend = "dense"  # these need the keys in order; a cache may reorder them
     simulator = simulator_of(q.device) if q.is_meta else None
     if simulator is not None:
         return simulator.attend(
-            backend, q, k, v, mask=mask, scale=scale, window=window, softcap=softcap, causal=causal
+            *(backend, q, k, v, sinks),
+            mask=mask,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            causal=causal,
         )
     if backend == "sdpa":
         # In a compiled model with dynamic lengths the comparison is symbolic; this makes it a bool.
@@ -128,16 +147,16 @@ def attend(
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
         )
-    if backend == "suffix":
-        return causal_suffix(q, k, v, scale)
+    if backend == "raw":
+        return raw_attention(q, k, v, sinks, scale, causal)
     if backend == "varlen":
-        return _varlen(q, k, v, mask, scale, window, causal)
+        return _varlen(q, k, v, sinks, mask, scale, window, causal)
     if backend == "flex":
         score_mod = None if softcap is None else _softcap_mod(softcap)
         blocks = None
         if not mask.hides_nothing(window, key_positions, causal=causal):
             blocks = mask.block_mask(window, q.shape[0], q.device, key_positions, causal=causal)
-        return compiled(flex_attention)(
+        found = compiled(flex_attention)(
             q,
             k,
             v,
@@ -146,14 +165,16 @@ def attend(
             scale=scale,
             enable_gqa=True,
             kernel_options=_FLEX_OPTIONS,
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
+        return found if sinks is None else sunk(found[0], found[1].lse, sinks)
     visible = None
     if not mask.hides_nothing(window, key_positions, causal=causal):
         visible = mask.dense(window, q.device, key_positions, causal=causal)
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
     with without_autocast(q):
-        return _capped(q, k, v, visible, scale, softcap)
+        return _formula(q, k, v, sinks, visible, scale, softcap)
 
 
 def attend_in_parts(
@@ -187,6 +208,7 @@ def prepare(
     dtype: torch.dtype,
     head_dim: int,
     causal: bool = True,
+    sinks: bool = False,
 ) -> None:
     """Compute and cache the form of the mask that `attend` will need.
 
@@ -194,14 +216,14 @@ def prepare(
     not have side effects, so it could not cache the mask itself.
     """
     for part in mask.parts(causal) if mask.shard is not None else ():
-        prepare(part, window, softcap, batch, heads, device, dtype, head_dim, causal)
+        prepare(part, window, softcap, batch, heads, device, dtype, head_dim, causal, sinks)
     if mask.shard is not None:
         return
     rows = batch * heads
-    backend = choose_backend(mask, window, softcap, device, dtype, head_dim, rows, causal)
+    backend = choose_backend(mask, window, softcap, device, dtype, head_dim, rows, causal, sinks)
     if backend == "varlen":
         mask.varlen_seqlens(batch, device, window)
-    elif backend in ("sdpa", "suffix") or mask.hides_nothing(window, causal=causal):
+    elif backend in ("sdpa", "raw") or mask.hides_nothing(window, causal=causal):
         return
     elif backend == "dense":
         mask.dense(window, device, causal=causal)
@@ -237,8 +259,14 @@ def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _capped(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float
+def _formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """Compute the formula in plain PyTorch, in float32 (float64 inputs: in float64).
 
@@ -248,14 +276,19 @@ def _capped(
     groups = k.shape[1]
     q_grouped = q.to(dtype).unflatten(1, (groups, -1))
     scores = q_grouped @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    if visible is None:
-        weights = scores.softmax(-1)
-    else:
-        hidden = ~visible.unsqueeze(2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = None if visible is None else ~visible.unsqueeze(2)
+    if hidden is not None:
         # With -inf, a query that sees no key would become NaN. A finite minimum avoids this, and
         # the second fill sets its weights to zero.
-        weights = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1)
+        scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
+    if sinks is not None:
+        logits = sinks.to(dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, logits), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
     return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
@@ -288,6 +321,7 @@ def _varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     mask: AttentionMask,
     scale: float,
     window: int | None,
@@ -304,18 +338,13 @@ def _varlen(
         k, v = (torch.where(seqlens.seen[:, None], x, 0.0) for x in (k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     reach = -1 if window is None else min(window, seqlens.max_keys) - 1
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        seqlens.queries,
-        seqlens.keys,
-        seqlens.max_queries,
-        seqlens.max_keys,
-        scale=scale,
-        window_size=(reach, 0 if causal else reach),
-        **_varlen_options(),
-    )
+    sizes = (seqlens.queries, seqlens.keys, seqlens.max_queries, seqlens.max_keys)
+    ahead = 0 if causal else reach
+    if sinks is not None:
+        out = _VarlenWithSinks.apply(q, k, v, sinks, *sizes, scale, reach, ahead)
+    else:
+        options = _varlen_options()
+        out = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(reach, ahead), **options)
     assert isinstance(out, torch.Tensor)
     return out.unflatten(0, (batch, -1)).transpose(1, 2)
 
@@ -323,55 +352,134 @@ def _varlen(
 _aten = torch.ops.aten
 
 
-def causal_suffix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return (batch, heads, queries, head_dim); the queries are the last tokens of the keys.
+def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return attention's output with sinks, from that without them; a gradient flows through lse.
 
-    PyTorch's fastest kernels align the causal mask with the first key; these queries need it
-    aligned with the last key. So attention is computed twice: without a mask over the keys before
-    the queries, and with a causal mask over the queries' own keys. The two outputs are weighted by
-    their sums of exponentials, as blocks of keys are in arXiv:2205.14135. The backward of each part
-    uses the output and the log-sum-exp of the whole.
-
-    Args: q (batch, heads, queries, head_dim); k, v (batch, kv heads, keys, head_dim), more keys
-        than queries; scale, the factor on the scores.
+    Args: out (batch, heads, queries, head_dim); lse (batch, heads, queries); sinks (heads,).
     """
-    return _CausalSuffix.apply(q, k, v, scale)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-class _CausalSuffix(torch.autograd.Function):
+def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks, which have one more dimension than the rows of out and lse.
+
+    Args: grad, out: (..., head_dim), of attention with the sinks; lse: (..., 1), theirs, too.
+    """
+    weight = torch.exp(sinks - lse)
+    each = weight * (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
+    return -each.sum_to_size(sinks.shape)
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """The kernel of varlen_attn, whose own backward ignores the gradient of its log-sum-exp."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        past = k.shape[2] - q.shape[2]
-        before, lse_before, *state = _attend(q, k[:, :, :past], v[:, :, :past], False, scale)
-        own, lse_own, *state_own = _attend(q, k[:, :, past:], v[:, :, past:], True, scale)
-        # out = own + share * (before - own), in one float32 buffer
-        share = torch.sigmoid(lse_before - lse_own)
-        out = before.to(share.dtype).sub_(own).mul_(share).add_(own).to(q.dtype)
-        lse = torch.logaddexp(lse_before, lse_own)
-        ctx.save_for_backward(q, k, v, out, lse, *state, *state_own)
-        ctx.scale = scale
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        max_queries: int,
+        max_keys: int,
+        scale: float,
+        reach: int,
+        ahead: int,
+    ) -> Tensor:
+        ctx.sizes = max_queries, max_keys
+        ctx.options = {"scale": scale, "window_size_left": reach, "window_size_right": ahead}
+        out, lse, *state, _ = _aten._flash_attention_forward(
+            q, k, v, queries, keys, *ctx.sizes, 0.0, False, False, **ctx.options
+        )
+        logits = sinks.to(lse.dtype)[:, None]
+        out.mul_(torch.sigmoid(lse - logits).t().unsqueeze(-1))
+        lse = torch.logaddexp(lse, logits)
+        ctx.save_for_backward(q, k, v, sinks, queries, keys, out, lse, *state)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse, *states = ctx.saved_tensors
-        past, half = k.shape[2] - q.shape[2], len(states) // 2
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dq = None
-        for keys, causal, state in (
-            (slice(past, None), True, states[half:]),
-            (slice(0, past), False, states[:half]),
-        ):
-            more, dk[:, :, keys], dv[:, :, keys] = _attend_backward(
-                grad, q, k[:, :, keys], v[:, :, keys], out, lse, causal, ctx.scale, state
+        q, k, v, sinks, queries, keys, out, lse, *state = ctx.saved_tensors
+        dq, dk, dv = _aten._flash_attention_backward(
+            *(grad, q, k, v, out, lse, queries, keys, *ctx.sizes, 0.0, False, *state), **ctx.options
+        )
+        dsinks = None
+        if ctx.needs_input_grad[3]:
+            logits = sinks.to(lse.dtype)[:, None]
+            dsinks = _sinks_gradient(grad, out, lse.t().unsqueeze(-1), logits)
+            dsinks = dsinks.view_as(sinks).to(sinks.dtype)
+        return dq, dk, dv, dsinks, *(None,) * 7
+
+
+def raw_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, causal: bool = True
+) -> Tensor:
+    """Return (batch, heads, queries, head_dim); causal queries are the last tokens of the keys.
+
+    PyTorch's fastest kernels align the causal mask with the first key; queries with keys before
+    them need it aligned with the last key. So attention is computed twice: without a mask over the
+    keys before the queries, and with a causal mask over the queries' own keys. The two outputs are
+    weighted by their sums of exponentials, as blocks of keys are in arXiv:2205.14135. The backward
+    of each part uses the output and the log-sum-exp of the whole.
+
+    Args: q (batch, heads, queries, head_dim); k, v (batch, kv heads, keys, head_dim); sinks
+        (heads,), or None; scale, the factor on the scores.
+    """
+    return _RawAttention.apply(q, k, v, sinks, scale, causal)
+
+
+class _RawAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, causal: bool
+    ) -> Tensor:
+        past = k.shape[2] - q.shape[2] if causal else 0
+        out, lse, *state = _attend(q, k[:, :, past:], v[:, :, past:], causal, scale)
+        if past:
+            before, lse_before, *more = _attend(q, k[:, :, :past], v[:, :, :past], False, scale)
+            # out = own + share * (before - own), in one float32 buffer
+            share = torch.sigmoid(lse_before - lse)
+            out = before.to(share.dtype).sub_(out).mul_(share).add_(out).to(q.dtype)
+            lse = torch.logaddexp(lse_before, lse)
+            state += more
+        if sinks is not None:
+            logits = sinks.to(lse.dtype)[:, None, None]
+            out.mul_(torch.sigmoid(lse - logits))
+            lse = torch.logaddexp(lse, logits)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *state)
+        ctx.options, ctx.past = (causal, scale), past
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, sinks, out, lse, *state = ctx.saved_tensors
+        past, (causal, scale) = ctx.past, ctx.options
+        whole = (out, lse)
+        if not past:
+            dq, dk, dv = _attend_backward(grad, q, k, v, *whole, causal, scale, state)
+        else:
+            half, dk, dv = len(state) // 2, torch.empty_like(k), torch.empty_like(v)
+            own, before = slice(past, None), slice(0, past)
+            dq, dk[:, :, own], dv[:, :, own] = _attend_backward(
+                grad, q, k[:, :, own], v[:, :, own], *whole, True, scale, state[:half]
             )
-            dq = more if dq is None else dq + more
-        return dq, dk, dv, None
+            more, dk[:, :, before], dv[:, :, before] = _attend_backward(
+                grad, q, k[:, :, before], v[:, :, before], *whole, False, scale, state[half:]
+            )
+            dq = dq + more
+        dsinks = None
+        if ctx.needs_input_grad[3]:
+            dsinks = _sinks_gradient(grad, out, lse, sinks.to(lse.dtype)[:, None, None])
+            dsinks = dsinks.view_as(sinks).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return the output, the log-sum-exp (batch, heads, queries, 1), and what backward needs."""
-    if q.device.type == "cpu":
+    if real_device(q.device).type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
@@ -394,7 +502,7 @@ def _attend_backward(
     state: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `_attend`."""
-    if q.device.type == "cpu":
+    if real_device(q.device).type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
         )

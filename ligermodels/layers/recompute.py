@@ -185,6 +185,7 @@ def _attention_ops() -> list[Any]:
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._flash_attention_forward.default,
         higher.flex_attention,
     ]
     if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
@@ -237,34 +238,33 @@ class _Activate:
         _active.kept, _active.replays = self.before.pop()
 
 
-def attend_once(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """Return attend(q, k, v), but compute it only in the first forward of a recomputed layer.
+def attend_once(attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return attend(*inputs), but compute it only in the first forward of a recomputed layer.
 
     Attention's backward needs q, k, v, the output and the log-sum-exp. The first forward keeps the
     last two, and backward computes q, k and v again.
 
-    Args: attend: a differentiable function of (batch, heads, seq, head_dim) tensors.
+    Args: attend: a differentiable function; inputs: the tensors that it needs gradients of: q, k
+        and v, (batch, heads, seq, head_dim), and sinks, if there are any.
     """
     kept = _active.kept
     if kept is None:
-        return attend(q, k, v)
+        return attend(*inputs)
     if _active.replays:
-        return _Replay.apply(q, k, v, kept.next())
-    q, k, v = _Hold.apply(q, k, v)
-    held = q.grad_fn
+        return _Replay.apply(kept.next(), *inputs)
+    inputs = _Hold.apply(*inputs)
+    held = inputs[0].grad_fn
     if held is None:  # nothing before attention needs a gradient
-        out = attend(q, k, v)
+        out = attend(*inputs)
     else:
-        inputs = {x.untyped_storage()._cdata: i for i, x in enumerate((q, k, v))}
-        count = 0  # of the views of q, k and v that attention saves
-        again: list[Tensor] = []  # q, k and v, until backward has taken all of these views
+        places = {x.untyped_storage()._cdata: i for i, x in enumerate(inputs)}
+        count = 0  # of the views of the inputs that attention saves
+        again: list[Tensor] = []  # the inputs, until backward has taken all of these views
         taken = 0
 
         def pack(tensor: Tensor) -> Any:
             nonlocal count
-            index = inputs.get(tensor.untyped_storage()._cdata)
+            index = places.get(tensor.untyped_storage()._cdata)
             if index is None:
                 # The output's grad_fn would refer to itself through this graph.
                 return _Kept(kept.pack(tensor.detach()))
@@ -288,7 +288,7 @@ def attend_once(
             return x.as_strided(shape, stride, offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            out = attend(q, k, v)
+            out = attend(*inputs)
     kept.outputs.append(kept.pack(out.detach()))
     return out
 
@@ -298,12 +298,12 @@ class _Kept(NamedTuple):
 
 
 class _Hold(torch.autograd.Function):
-    """Return q, k and v, and save them, so that the checkpoint can give them back."""
+    """Return attention's inputs, and save them, so that the checkpoint can give them back."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v)
-        return q, k, v
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -311,11 +311,11 @@ class _Hold(torch.autograd.Function):
 
 
 class _Replay(torch.autograd.Function):
-    """Return the kept output, and save q, k and v where the first forward saved them."""
+    """Return the kept output, and save the inputs where the first forward saved them."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
         return out.view_as(out)
 
     @staticmethod

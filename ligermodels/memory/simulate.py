@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from ligermodels.errors import ConfigError, first_line
 from ligermodels.kernels.dispatch import choose, simulating
 from ligermodels.layers import attention_backend
-from ligermodels.layers.attention_backend import causal_suffix
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.plan import check_choice, checked_integer
@@ -86,6 +85,7 @@ class SimulatedDevice:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         *,
         mask: AttentionMask,
         scale: float,
@@ -102,20 +102,22 @@ class SimulatedDevice:
             pairs = batch * heads * queries * k.shape[2]
         kind = attention_kind(backend, q, k, length, window, softcap, causal)
         q = _Count.apply(q, self.tracker, kind, int(4 * pairs * head_dim))
-        if backend == "suffix":
-            return causal_suffix(q, k, v, scale)
+        if backend == "raw":
+            return attention_backend.raw_attention(q, k, v, sinks, scale, causal)
         if backend == "varlen":
-            return attention_backend._varlen(q, k, v, mask, scale, window, causal)
+            return attention_backend._varlen(q, k, v, sinks, mask, scale, window, causal)
         if backend == "flex":
             if not mask.hides_nothing(window, causal=causal):
                 self.block_mask(mask, window, batch, causal)
-            return Flex.apply(q, k, v)
+            out = Flex.apply(q, k, v)
+            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+            return out if sinks is None else attention_backend.sunk(out, lse, sinks)
         visible = None
         if backend == "dense" and not mask.hides_nothing(window, causal=causal):
             visible = mask.dense(window, q.device, causal=causal)
-        if softcap is not None:
+        if softcap is not None or sinks is not None:
             with self.without_autocast():
-                return attention_backend._capped(q, k, v, visible, scale, softcap)
+                return attention_backend._formula(q, k, v, sinks, visible, scale, softcap)
         if self.autocast is not None:
             q, k, v = (x.to(self.autocast) for x in (q, k, v))
         return self._sdpa(q, k, v, visible, scale, causal)

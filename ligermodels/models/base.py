@@ -488,11 +488,12 @@ class DecoderModel(HFModel, PlannedModel):
         """Compute the forms of the mask that the layers will need, once for each kind of layer."""
         dtype = self._compute_dtype
         kinds = {
-            (layer.sliding_window, layer.softcap, layer.num_heads, layer.head_dim, layer.causal)
-            for layer in self._find_attentions()
+            (x.sliding_window, x.softcap, x.num_heads, x.head_dim, x.causal, x.sinks is not None)
+            for x in self._find_attentions()
         }
-        for window, softcap, heads, head_dim, causal in kinds:
-            prepare(mask, window, softcap, batch, heads, device, dtype, head_dim, causal)
+        for window, softcap, heads, head_dim, causal, sinks in kinds:
+            options = device, dtype, head_dim, causal, sinks
+            prepare(mask, window, softcap, batch, heads, *options)
 
     @property
     def _compute_dtype(self) -> torch.dtype:

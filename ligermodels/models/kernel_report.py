@@ -33,11 +33,13 @@ _OPS = {
 }
 _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
-    "suffix": "cuDNN's attention in two calls",
+    "raw": "the kernel of scaled_dot_product_attention with its log-sum-exp",
     "varlen": "varlen_attn",
     "flex": "flex_attention",
     "dense": "scaled_dot_product_attention with a dense mask",
 }
+
+_FORMULA = "the formula with a dense mask"
 
 
 def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, str]:
@@ -137,6 +139,7 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
         key = "attention" if module.causal else "attention in both directions"
         key += "" if module.sliding_window is None else f", window {module.sliding_window}"
         key += "" if module.softcap is None else f", soft cap {module.softcap:g}"
+        key += "" if module.sinks is None else ", sinks"
         with torch.enable_grad():
             taken = {
                 how: choose_backend(
@@ -148,13 +151,17 @@ def _attention(model: nn.Module, weight: Tensor) -> dict[str, str]:
                     module.head_dim,
                     1,
                     module.causal,
+                    module.sinks is not None,
                 )
                 for how, mask in masks.items()
             }
+        names = dict(_ATTENTION)
+        if module.sinks is not None:
+            names["dense"] = _FORMULA
         if module.softcap is not None and "dense" in taken.values():
-            report[key] = "the formula with a dense mask"
+            report[key] = _FORMULA
         else:
-            report[key] = "; ".join(how + _ATTENTION[name] for how, name in taken.items())
+            report[key] = "; ".join(how + names[name] for how, name in taken.items())
     return report
 
 

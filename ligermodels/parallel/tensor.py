@@ -85,6 +85,9 @@ class _Splitter:
             qkv.shared = (q, 2 * kv * size, shares)
         columns = tuple((IndexRange(rank * q, 0, q),) for rank in range(ranks))
         module.qkv_proj, module.o_proj = qkv, self._linear(RowLinear, module.o_proj, columns, 1)
+        if module.sinks is not None:
+            rows = tuple((IndexRange(r * heads // ranks, 0, heads // ranks),) for r in range(ranks))
+            module.sinks = self.split(module.sinks, rows, 0)
         module.num_heads = heads // ranks
         module.num_kv_heads = max(1, module.num_kv_heads // ranks)
         module._own_kv_heads = kv

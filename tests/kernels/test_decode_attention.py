@@ -11,14 +11,16 @@ from ligermodels.kernels.decode_attention import decode_attention
 from tests.pairwise import pairwise
 
 
-def expected_of(q, keys, values, first, window, softcap, scale):
+def expected_of(q, keys, values, first, sinks, window, softcap, scale):
     """Return the attention of a row's last token, in float64: q (heads, d), keys (kv, n, d)."""
     end, group = keys.shape[1], len(q) // len(keys)
     lowest = max(first, 0 if window is None else end - window)
     keys, values = (x.double().repeat_interleave(group, 0)[:, lowest:] for x in (keys, values))
     scores = (keys @ q.double()[:, :, None])[..., 0] * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return (scores.softmax(-1)[:, None] @ values)[:, 0]
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None]), -1)
+    return (scores.softmax(-1)[:, None, : values.shape[1]] @ values)[:, 0]
 
 
 @pairwise(
@@ -32,14 +34,18 @@ def expected_of(q, keys, values, first, window, softcap, scale):
     softcap=[None, 5.0],
     padded=[False, True],
     has_new=[True, False],
+    has_sinks=[False, True],
 )
-def test_values(place, queries, head_dim, heads, tokens, window, softcap, padded, has_new) -> None:
+def test_values(
+    place, queries, head_dim, heads, tokens, window, softcap, padded, has_new, has_sinks
+) -> None:
     """The cache has more slots than the row tokens, or is a ring that holds the last ones."""
     (ends, slots), (num_heads, kv_heads), longest = tokens, heads, max(tokens[0])
     draw = torch.Generator().manual_seed(0)
     shape = (2, kv_heads, longest, head_dim)
     keys, values = (torch.randn(shape, generator=draw).to(place.dtype) for _ in range(2))
     q = torch.randn(2, num_heads, queries, head_dim, generator=draw).to(place.dtype)
+    sinks = torch.randn(num_heads, generator=draw).to(place.dtype) if has_sinks else None
     firsts = [min(2, end - queries) for end in ends] if padded else [0, 0]
     if any(end > slots for end in ends):  # a ring has the tokens of the window alone
         window, firsts = min(window or slots, slots - queries + 1), [0, 0]
@@ -67,13 +73,14 @@ def test_values(place, queries, head_dim, heads, tokens, window, softcap, padded
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=None if sinks is None else sinks.to(place.device),
     )
     bound = {torch.float32: 2e-6, torch.float64: 1e-12}.get(place.dtype, 1e-2)
     for row, end in enumerate(ends):
         for query in range(queries):
             at = end - queries + query
             seen, options = [x[row, :, : at + 1] for x in (keys, values)], (window, softcap, scale)
-            expected = expected_of(q[row, :, query], *seen, firsts[row], *options)
+            expected = expected_of(q[row, :, query], *seen, firsts[row], sinks, *options)
             error = (found[row, :, query].cpu().double() - expected).norm() / expected.norm()
             assert error < bound
             for held, x in ((k, keys), (v, values)):

@@ -17,11 +17,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
 
 
 def attended(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend heads (batch, heads, seq, head_dim) to grouped ones; a query may see no key.
 
-    Args: sees: (batch, 1, queries, keys), or what expands to it; True if a query sees a key.
+    Args: sees: (batch, 1, queries, keys), or what expands to it; True if a query sees a key; sinks:
+        (heads,), a further logit of each head.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = scale * torch.einsum("bhqd,bhkd->bhqk", q, k)
@@ -29,4 +36,6 @@ def attended(
         scores = softcap * torch.tanh(scores / softcap)
     weights = torch.exp(scores) * sees
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks)[:, None, None]
     return torch.einsum("bhqk,bhkd->bhqd", weights / total.where(total > 0, 1.0), v)

@@ -40,7 +40,7 @@ def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tens
     if attention.rotary_dim:
         q, k = (rotated(x, cos, sin, attention.interleaved_rope) for x in (q, k))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = attended(q, k, v, sees[:, None], attention.scale, attention.softcap)
+    out = attended(q, k, v, sees[:, None], attention.scale, attention.softcap, attention.sinks)
     return attention.o_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -70,6 +70,7 @@ NORMS = {"none": (), "q": (0.0,), "k": (None, 1.0), "both": (1.0, 1.0), "differi
     rope=[(6, False), (6, True), (4, False), (4, True), (0, False)],
     options=[{}, {"bias": True}, {"scale": 0.1}],
     fused=[False, True],
+    sinks=[False, True],
 )
 def test_values_and_gradients(
     groups: int,
@@ -81,14 +82,17 @@ def test_values_and_gradients(
     rope: tuple[int, bool],
     options: dict[str, Any],
     fused: bool,
+    sinks: bool,
 ) -> None:
     """Compare the output and all gradients in float32 with the formula in float64."""
     torch.manual_seed(0)
     given: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "causal": causal}
-    given |= {"rotary_dim": rope[0], "interleaved_rope": rope[1]} | options
+    given |= {"rotary_dim": rope[0], "interleaved_rope": rope[1], "sinks": sinks} | options
     for i, (name, offset) in enumerate(zip(("q_norm", "k_norm"), NORMS[norms])):
         given[name] = None if offset is None else head_norm(offset, i)
     attention, norm = Attention(HIDDEN, 4, groups, HEAD_DIM, **given), RMSNorm(HIDDEN)
+    if attention.sinks is not None:
+        nn.init.normal_(attention.sinks)
     assert attention.scale == options.get("scale", HEAD_DIM**-0.5)
 
     sees = torch.ones(BATCH, SEQ, SEQ, dtype=torch.bool)

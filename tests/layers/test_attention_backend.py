@@ -81,6 +81,26 @@ def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
             assert choose_backend(mask, *options, device, *rest) == backend, f"{device}: {case}"
 
 
+def test_choice_of_the_backend_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    with_window = {"window": 128}
+    for device, dtype, head_dim, options, expected in (
+        (GPU, torch.bfloat16, 64, {}, "raw"),
+        (GPU, torch.bfloat16, 64, {"causal": False}, "raw"),
+        (GPU, torch.bfloat16, 256, {}, "varlen"),
+        (GPU, torch.bfloat16, 64, with_window, "varlen"),
+        (GPU, torch.float32, 64, {}, "flex"),
+        (CPU, torch.bfloat16, 64, {}, "raw"),
+        (CPU, torch.bfloat16, 64, with_window, "dense"),
+    ):
+        window = options.get("window")
+        rest = device, dtype, head_dim, 8, options.get("causal", True), True
+        assert choose_backend(AttentionMask(600), window, None, *rest) == expected
+        packed = AttentionMask(600, **ENDS)
+        expected = "dense" if device == CPU else "flex" if dtype == torch.float32 else "varlen"
+        assert choose_backend(packed, window, None, *rest) == expected
+
+
 # What is given of each row's tokens.
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -125,6 +145,7 @@ def split_fits(place: Any, split: bool, rows: str) -> bool:
     past=[0, 40, -40],
     head_dim=[24, 128, 256],
     split=[False, True],
+    has_sinks=[False, True],
 )
 def test_values_and_gradients(
     place: Any,
@@ -135,6 +156,7 @@ def test_values_and_gradients(
     past: int,
     head_dim: int,
     split: bool,
+    has_sinks: bool,
 ) -> None:
     """With `split`, two ranks' outputs, and the sums of their gradients, are those of the rows."""
     device, dtype = place
@@ -165,36 +187,41 @@ def test_values_and_gradients(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, part: AttentionMask) -> Tensor:
         options = {"window": window, "softcap": softcap, "causal": causal}
-        return attend(q, k, v, part, scale=scale, **options)
+        sinks = made[3] if has_sinks else None
+        return attend(q, k, v, part, scale=scale, sinks=sinks, **options)
 
     q, k, v = random(heads, queries), random(groups, keys), random(groups, keys)
     upstream = random(heads, queries).detach()
     if at_ends:  # the outputs at padding are not specified
         upstream = upstream * tokens[:, None, :, None]
-    outs, sums = [], [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+    made = [q, k, v]
+    if has_sinks:
+        made.append(torch.linspace(-2, 5, heads).to(q).requires_grad_())
+    outs, sums = [], [torch.zeros_like(x, dtype=torch.float64) for x in made]
     shards = [SequenceShard(None, 2, rank) for rank in range(2)] if split else [None]
     pieces = [(lambda x: x) if shard is None else partial(shard.split, dim=2) for shard in shards]
     for shard, piece in zip(shards, pieces):
         count = queries if shard is None else queries // 2
         mask = AttentionMask(count, keys, shard=shard, padding_at_ends=bool(at_ends), **given)
         if not at_ends:
-            prepare(mask, window, softcap, batch, heads, q.device, dtype, head_dim, causal)
+            rest = q.device, dtype, head_dim, causal, has_sinks
+            prepare(mask, window, softcap, batch, heads, *rest)
         # The kernel of 16-bit types never waits for the host; the compiler of the other one may.
         varlen = at_ends and dtype == torch.bfloat16 and softcap is None
         with no_synchronisation() if varlen else nullcontext():
             out = attend_in_parts(attention, piece(q), k, v, mask, causal)
         outs.append(out.detach())
-        for total, grad in zip(sums, torch.autograd.grad(out, (q, k, v), piece(upstream))):
+        for total, grad in zip(sums, torch.autograd.grad(out, made, piece(upstream))):
             total += grad
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in made]
     sees = AttentionMask(queries, keys, **given).dense(window, q.device, causal=causal)
-    expected = attended(*wide, sees, scale, softcap)
+    expected = attended(*wide[:3], sees, scale, softcap, wide[3] if has_sinks else None)
     bound = 1.5e-2 if dtype == torch.bfloat16 else 2e-6
     for out, piece in zip(outs, pieces):
         compared = (upstream != 0) if at_ends else torch.ones_like(upstream)
         assert relative(out * piece(compared), piece(expected * compared)) <= bound
     wanted = torch.autograd.grad(expected, wide, upstream.double())
-    for name, total, want in zip("qkv", sums, wanted):
+    for name, total, want in zip("qkvs", sums, wanted):
         if want.norm() > 1e-9:
             assert relative(total, want) <= bound, name
         else:  # in a window of one, the only weight is 1 for any score
@@ -284,13 +311,13 @@ def test_flex_attention_gives_what_a_dense_mask_gives(
     q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
     monkeypatch.setattr(attention_backend, "compiled", lambda function: function)
     monkeypatch.setattr(attention_mask, "compiled", lambda function: function)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0]) if softcap is None else None
     for window, causal in ((None, True), (4, True), (None, False)):
         mask, results = AttentionMask(9), []
+        options = {"scale": 0.3, "window": window, "softcap": softcap, "causal": causal}
         for backend in ("flex", "dense"):
             monkeypatch.setattr(attention_backend, "choose_backend", lambda *_, b=backend: b)
             attention_backend.prepare(mask, window, softcap, 2, 4, q.device, q.dtype, 16, causal)
             with torch.no_grad():
-                results.append(
-                    attend(q, k, v, mask, scale=0.3, window=window, softcap=softcap, causal=causal)
-                )
+                results.append(attend(q, k, v, mask, sinks=sinks, **options))
         assert relative(*results) <= 1e-6, (window, causal)

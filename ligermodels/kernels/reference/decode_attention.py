@@ -13,6 +13,7 @@ def decode_attention_forward(
     v: Tensor,
     ends: Tensor,
     firsts: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -41,7 +42,11 @@ def decode_attention_forward(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     hidden = ~visible[:, None].repeat(1, 1, grouped.shape[2] // queries, 1)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        logits = cast(sinks, dtype).view(k.shape[1], -1).repeat_interleave(queries, 1)
+        scores = torch.cat((scores, logits[..., None].expand(len(q), -1, -1, -1)), -1)
+    weights = scores.softmax(-1)[..., :slots]
     # Slots that no token has been written to may hold anything, also NaN.
     values = cast(v, dtype).masked_fill(~visible.any(1)[:, None, :, None], 0.0)
     return cast(weights @ values, q.dtype).reshape(q.shape)

@@ -73,6 +73,7 @@ def decode_attention_kernel(
     v_ptr,
     ends_ptr,
     firsts_ptr,
+    sinks_ptr,
     out_ptr,
     stats_ptr,
     heads,
@@ -95,7 +96,8 @@ def decode_attention_kernel(
     These are of the QUERIES last tokens and the GROUP heads that share the keys. The parts of the
     rows have equal lengths, of the keys that there are. With stats_ptr, the program writes its part
     of the sum in float32, and the maximum of the scores (base 2) and the sum of their powers;
-    without, it has all keys and writes the output. With NEW 0, there is one new token at most: the
+    without, it has all keys and writes the output. The first part begins with the sinks, if there
+    are any, as the scores of keys without values. With NEW 0, there is one new token at most: the
     program whose part has its slot puts it among the keys of the cache. Otherwise the program of
     the last part adds the new tokens first. Nobody reads them in the cache, and one writes them.
     """
@@ -133,6 +135,10 @@ def decode_attention_kernel(
     v_ptr += buffer
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if sinks_ptr is not None and part == 0:
+        sinks = tl.load(sinks_ptr + head * GROUP + member // QUERIES, mask=mine, other=0.0)
+        highest = sinks.to(tl.float32) * LOG2_E
+        total += 1.0
     out = tl.zeros((ROWS, WIDTH), tl.float32)
 
     new_slot = last % slots
@@ -237,6 +243,7 @@ def decode_attention_forward(
     v: Tensor,
     ends: Tensor,
     firsts: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -277,6 +284,7 @@ def decode_attention_forward(
         v,
         ends,
         firsts,
+        sinks,
         target,
         stats,
         heads,
