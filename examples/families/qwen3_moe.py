@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 import ligermodels as lm
-from ligermodels.layers import Experts, Router, load_balancing_loss
+from ligermodels.layers import Experts, Router
 
 
 @dataclass(kw_only=True)
@@ -79,10 +79,8 @@ class LigerQwen3Moe(lm.LigerQwen3):
         block.mlp = Experts(router, hidden, inner, config.activation)
         return block
 
-    def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
-        """Return the loss of unbalanced experts, if the config asks for it."""
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """The factor of the loss of unbalanced experts, if the config asks for it."""
         config = self.config
-        if not config.output_router_logits:
-            return None
-        loss = load_balancing_loss(extras, config.num_experts_per_tok, attention_mask)
-        return config.router_aux_loss_coef * loss
+        return config.router_aux_loss_coef if config.output_router_logits else 0.0, 0.0

@@ -185,6 +185,21 @@ def check_routing(op: str, experts: int, top_k: int, score: str, scale: float) -
     return check_number(op, "scale", scale, above=True)
 
 
+def check_groups(op: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
+    """Raise if experts cannot be chosen from so many groups."""
+    kept = check_count(op, "topk_group", topk_group, 1)
+    if experts % check_count(op, "n_group", n_group, 1) or kept > n_group:
+        raise ValueError(
+            f"{op}: {kept} of {n_group} groups of {experts} experts; expected groups of equal size "
+            "and topk_group of at most n_group"
+        )
+    if top_k > experts // n_group * kept:
+        raise ValueError(
+            f"{op}: top_k={top_k}, but {kept} of {n_group} groups have {experts // n_group * kept} "
+            "experts"
+        )
+
+
 def check_expert_mlp(
     op: str,
     x: Tensor,

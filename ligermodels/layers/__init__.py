@@ -6,7 +6,15 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.block import DecoderBlock, SandwichBlock
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import ScaledEmbedding
-from ligermodels.layers.experts import Experts, Router, load_balancing_loss, router_z_loss
+from ligermodels.layers.experts import (
+    Experts,
+    Router,
+    Routes,
+    Routing,
+    expert_counts,
+    load_balancing_loss,
+    router_z_loss,
+)
 from ligermodels.layers.fusion import PreNormed, pre_norm
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
@@ -31,8 +39,11 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "Router",
+    "Routes",
+    "Routing",
     "SandwichBlock",
     "ScaledEmbedding",
+    "expert_counts",
     "load_balancing_loss",
     "pre_norm",
     "router_z_loss",

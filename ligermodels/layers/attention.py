@@ -36,6 +36,8 @@ class AttentionContext:
             default none.
         memory, memory_mask: the sequence that `CrossAttention` layers attend to, and its mask, if
             there is one: `cross(x, context.memory, context.memory_mask)`.
+        experts: (batch, seq, top_k), the experts of each token that `Experts` of this layer take
+            as their second argument, or None if the router chooses.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
     floating point tensor that it finds in a module's arguments and in dataclasses, so it would
@@ -51,6 +53,7 @@ class AttentionContext:
         shared: dict[int, tuple[Tensor, Tensor]] | None = None,
         memory: Tensor | None = None,
         memory_mask: AttentionMask | None = None,
+        experts: Tensor | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
@@ -63,6 +66,7 @@ class AttentionContext:
         self.shared = {} if shared is None else shared
         self.memory = memory
         self.memory_mask = memory_mask
+        self.experts = experts
         self._on_device: dict[torch.device, AttentionContext] = {}
 
     def to(
@@ -84,6 +88,7 @@ class AttentionContext:
                 *(cos, sin, mask, self.cache, self.shared),
                 memory=None if memory is None else memory.to(device, non_blocking=non_blocking),
                 memory_mask=None if hides is None else hides.to(device, non_blocking),
+                experts=None if self.experts is None else self.experts.to(device),
             )
         return self._on_device[device]
 
@@ -91,6 +96,12 @@ class AttentionContext:
         """Return this context with other shared keys and values."""
         context = copy.copy(self)
         context.shared, context._on_device = shared, {}
+        return context
+
+    def routed(self, experts: Tensor) -> "AttentionContext":
+        """Return this context with the experts of each token."""
+        context = copy.copy(self)
+        context.experts, context._on_device = experts, {}
         return context
 
 

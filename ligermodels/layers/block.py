@@ -37,7 +37,8 @@ class DecoderBlock(nn.Module):
             means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
-        return self.mlp(pre_norm(self.post_attention_layernorm, x, residual))
+        normed = pre_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp(normed) if context.experts is None else self.mlp(normed, context.experts)
 
 
 class SandwichBlock(nn.Module):

@@ -1,6 +1,6 @@
 """A mixture of experts: a router, and gated MLPs of which each token gets a few."""
 
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,41 @@ from ligermodels.kernels.checks import (
     ClampedSwiGLU,
     check_count,
     check_expert_activation,
+    check_groups,
     check_routing,
 )
+from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.layers.fusion import PreNormed
 
 _STD = 0.02  # of the first weights; a model draws them again with its own
+
+
+class Routes(NamedTuple):
+    """The decisions of a router: the last result of a layer of experts, and of its block.
+
+    Attributes:
+        logits: (tokens, experts), in the dtype of the product.
+        experts: (tokens, top_k) int32, those of each token.
+    """
+
+    logits: Tensor
+    experts: Tensor
+
+
+class Routing(NamedTuple):
+    """The routes of a forward in numbers, without gradients; all are tensors on the device.
+
+    Attributes:
+        experts: (batch, seq, layers, top_k) int32, the experts of each token, as the forward takes
+            them in `routed_experts`. Layers without experts are left out.
+        counts: (layers, experts) int64, how many tokens have chosen each expert, padding left out.
+        entropy: (layers,) float32, the mean entropy over tokens of the softmax of the logits, in
+            nats. It is log(experts) for a router that does not choose.
+    """
+
+    experts: Tensor
+    counts: Tensor
+    entropy: Tensor
 
 
 class Router(nn.Module):
@@ -29,10 +59,12 @@ class Router(nn.Module):
         score: "softmax" or "sigmoid".
         normalize: whether the scores of the chosen experts are divided by their sum.
         scale: a factor of the weights.
+        n_group, topk_group: groups of neighbouring experts, and how many of them a token chooses
+            from.
 
     Raises:
-        ValueError: a number is not positive, top_k is more than num_experts, or the score is
-            unknown.
+        ValueError: a number is not positive, top_k is more than num_experts or than the chosen
+            groups have, or the score is unknown.
     """
 
     def __init__(
@@ -45,27 +77,38 @@ class Router(nn.Module):
         score: str = "softmax",
         normalize: bool = False,
         scale: float = 1.0,
+        n_group: int = 1,
+        topk_group: int = 1,
     ) -> None:
         super().__init__()
         check_count("Router", "hidden_size", hidden_size, 1)
         check_count("Router", "num_experts", num_experts, 1)
         check_routing("Router", num_experts, top_k, score, scale)
+        check_groups("Router", num_experts, top_k, n_group, topk_group)
+        self.n_group, self.topk_group = n_group, topk_group
         self.num_experts, self.top_k = num_experts, top_k
         self.score, self.normalize, self.scale = score, normalize, scale
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         nn.init.normal_(self.weight, std=_STD)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights and the experts of each token, and the logits of all experts.
 
-        Args: x (..., hidden).
+        Args: x (..., hidden); experts (..., top_k) integers, if they are not to be chosen.
         Returns: (..., top_k) in float32, (..., top_k) in int32, and (..., experts) in the dtype of
             the product.
         """
         logits = F.linear(x, self.weight, self.bias)
         weights, experts = kernels.routing(
-            logits, self.top_k, score=self.score, normalize=self.normalize, scale=self.scale
+            logits,
+            self.top_k,
+            score=self.score,
+            normalize=self.normalize,
+            scale=self.scale,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            experts=experts,
         )
         return weights, experts, logits
 
@@ -89,7 +132,8 @@ class Experts(nn.Module):
             (experts, hidden).
 
     Raises:
-        ValueError: a size is not a positive integer, or the activation is unknown.
+        ValueError: a size is not a positive integer, the router is none, or the activation is
+            unknown.
     """
 
     def __init__(
@@ -102,6 +146,8 @@ class Experts(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(router, Router):
+            raise ValueError(f"Experts: router is a {type(router).__name__}; expected a Router")
         hidden = check_count("Experts", "hidden_size", hidden_size, 1)
         inner = check_count("Experts", "intermediate_size", intermediate_size, 1)
         check_expert_activation("Experts", activation)
@@ -116,25 +162,36 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=_STD)
 
     @overload
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Routes]: ...
 
     @overload
-    def forward(self, x: PreNormed) -> tuple[Tensor, Tensor, Tensor]: ...
+    def forward(
+        self, x: PreNormed, experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Routes]: ...
 
-    def forward(self, x: Tensor | PreNormed) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor | PreNormed, experts: Tensor | None = None
+    ) -> tuple[Tensor, Routes] | tuple[Tensor, Tensor, Routes]:
         """Apply the experts to x, or to norm(x + residual) if x comes from `pre_norm`.
 
-        Args: x (..., hidden), or what `pre_norm` returns.
-        Returns: the output (..., hidden) and the router's logits (tokens, experts), from which
-            `load_balancing_loss` is made; for an x from `pre_norm`, (the output, x + residual, the
-            logits), which a block returns as it is.
+        Args: x (..., hidden), or what `pre_norm` returns; experts (..., top_k) integers, the
+            experts of each token if the router is not to choose them.
+        Returns: the output (..., hidden) and the routes, from which `load_balancing_loss` is made;
+            for an x from `pre_norm`, (the output, x + residual, the routes), which a block returns
+            as it is.
         """
         rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
-        weights, experts, logits = self.router(rows)
+        weights, chosen, logits = self.router(rows, experts)
+        out = self._mlps(rows, weights, chosen)
+        routes = Routes(*(each.reshape(-1, each.shape[-1]) for each in (logits, chosen)))
+        return (out, routes) if total is None else (out, total, routes)
+
+    def _mlps(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Return the weighted sums of the experts' MLPs, for what the router returns."""
         shape = (self.router.num_experts, -1)
         gate_up, down = self.gate_up_proj.unflatten(0, shape), self.down_proj.unflatten(0, shape)
-        out = kernels.expert_mlp(
-            rows,
+        return kernels.expert_mlp(
+            x,
             gate_up,
             down,
             weights,
@@ -143,8 +200,6 @@ class Experts(nn.Module):
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
         )
-        logits = logits.flatten(0, -2)
-        return (out, logits) if total is None else (out, total, logits)
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""
@@ -152,35 +207,100 @@ class Experts(nn.Module):
         return f"{self.gate_up_proj.shape[1]}, {inner}, activation={self.activation}"
 
 
+def expert_counts(routes: list[Routes], attention_mask: Tensor | None = None) -> Tensor:
+    """Return how many tokens have chosen each expert of each layer: (layers, experts) int64.
+
+    Args: routes of each layer; attention_mask: (batch, seq) or None, which is 0 where a token does
+        not count.
+    Raises: ValueError if there are no routes, or the mask is not one of these tokens.
+    """
+    real, counts = _real_tokens(routes, attention_mask), []
+    for logits, experts in routes:
+        chosen = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+        index = experts.long()
+        counts.append(chosen.scatter_add_(1, index, real.int()[:, None].expand_as(index)).sum(0))
+    return torch.stack(counts)
+
+
 def load_balancing_loss(
-    logits: list[Tensor], top_k: int, attention_mask: Tensor | None = None
+    routes: list[Routes], attention_mask: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
     """Return the loss of unbalanced experts over all layers: top_k at best, experts at worst.
 
     It is experts * sum over e of f_e P_e: the share of tokens that expert e gets, counted top_k
     times, and its mean probability. Both are means over the tokens of all layers, as in
-    transformers, so that it differs from the mean of the losses of micro-batches.
+    transformers. With the `counts` of a whole step, the losses of its micro-batches add up to the
+    loss of all of them as one batch. In transformers each micro-batch has its own f, so that their
+    mean is another loss.
 
-    Args: logits (tokens, experts) of each layer's router; attention_mask: (batch, seq) or None,
-        which is 0 where a token does not count.
-    Returns: a scalar in float32.
+    Args:
+        routes: of each layer.
+        attention_mask: (batch, seq) or None, which is 0 where a token does not count.
+        counts: (layers, experts), the sum of `expert_counts` over all micro-batches of the step, of
+            which these routes are one. Where gradients are averaged over ranks, it is the mean of
+            the ranks' sums. By default, that of these routes.
+    Returns: a scalar in float32; 0 if no token counts.
+    Raises: ValueError if there are no routes, or the mask is not one of these tokens.
     Source: arXiv:2101.03961, equations 4 to 6.
     """
-    scores = torch.stack(logits).softmax(-1, torch.float32)  # (layers, tokens, experts)
-    count = scores.shape[-1]
-    chosen = F.one_hot(scores.topk(top_k).indices, count).sum(-2)
-    real = torch.ones_like(scores[0, :, 0])
-    if attention_mask is not None:
-        real = attention_mask.flatten().to(scores.dtype)
-    real = real / real.sum() / len(logits)
-    share, mean = (torch.einsum("t,lte->e", real, x.to(scores.dtype)) for x in (chosen, scores))
-    return count * (share * mean).sum()
+    real = _real_tokens(routes, attention_mask)
+    count, tokens = _step(routes, attention_mask, counts)
+    scores = (logits.softmax(-1, compute_dtype(logits)) for logits, _ in routes)
+    total = torch.stack([(x * real[:, None]).sum(0) for x in scores]).sum(0)
+    return len(count) * (count / tokens * (total / tokens)).sum()
 
 
-def router_z_loss(logits: list[Tensor]) -> Tensor:
+def router_z_loss(
+    routes: list[Routes], attention_mask: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
     """Return the mean of logsumexp(logits)^2 over all layers and tokens, a scalar in float32.
 
-    Args: logits (tokens, experts) of each layer's router.
+    Args and errors are those of `load_balancing_loss`.
     Source: arXiv:2202.08906, equation 5.
     """
-    return torch.stack(logits).float().logsumexp(-1).square().mean()
+    real = _real_tokens(routes, attention_mask)
+    _, tokens = _step(routes, attention_mask, counts)
+    scores = (logits.to(compute_dtype(logits)) for logits, _ in routes)
+    squares = torch.stack([x.logsumexp(-1).square() * real for x in scores])
+    return squares.sum() / tokens
+
+
+@torch.no_grad()
+def routing_of(routes: list[Routes], batch: int, attention_mask: Tensor | None = None) -> Routing:
+    """Return the routes of a forward in numbers. The arguments are those of `expert_counts`."""
+    real = _real_tokens(routes, attention_mask)
+    scores = (logits.log_softmax(-1, torch.float32) for logits, _ in routes)
+    entropy = torch.stack([-(x.exp() * x).sum(-1) * real for x in scores]).sum(-1)
+    experts = torch.stack([experts.view(batch, -1, experts.shape[1]) for _, experts in routes], 2)
+    counts = expert_counts(routes, attention_mask)
+    return Routing(experts, counts, entropy / real.sum().clamp_min(1))
+
+
+def _real_tokens(routes: list[Routes], attention_mask: Tensor | None) -> Tensor:
+    """Return (tokens,) float32: 1 where a token counts, and 0 where it does not."""
+    if not routes:
+        raise ValueError("routes: the list is empty; pass those of one layer with experts or more")
+    logits = routes[0].logits
+    if attention_mask is None:
+        return torch.ones(len(logits), device=logits.device)
+    if attention_mask.numel() != len(logits):
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)} has {attention_mask.numel()} tokens, but"
+            f" the routes have {len(logits)}; pass the mask (batch, seq) of these tokens"
+        )
+    return (attention_mask.flatten() != 0).to(logits.device, torch.float32, non_blocking=True)
+
+
+def _step(
+    routes: list[Routes], attention_mask: Tensor | None, counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return how many tokens of a step chose each expert in all layers, and their number.
+
+    Args: counts: those of the step, or None for those of these routes.
+    Returns: (experts,) and a scalar in float32; the number is 1 if there are no tokens.
+    """
+    if counts is None:
+        counts = expert_counts(routes, attention_mask)
+    count = counts.detach().sum(0).float()
+    tokens = count.sum() / routes[0].experts.shape[1]
+    return count, tokens + (tokens == 0)

@@ -55,6 +55,7 @@ from ligermodels.kernels.loss_options import (
     reduce_tokens,
     token_output,
 )
+from ligermodels.layers.experts import Routing
 from ligermodels.layers.fusion import is_plain, is_sharded
 
 
@@ -192,6 +193,7 @@ class HeadOutput(NamedTuple):
     # the loss includes it.
     auxiliary_loss: Tensor | None = None
     hidden: Tensor | None = None  # (..., hidden) of a model that is asked for them
+    routing: Routing | None = None  # of a model with experts that is asked for it
 
     @property
     def logits(self) -> Tensor:
@@ -530,7 +532,8 @@ class LossHead(nn.Module):
 def _head_output(
     made: CrossEntropyOutput, num_valid: Tensor, return_token_loss: bool
 ) -> HeadOutput:
-    loss, z_loss, token_loss, *stats = made
+    loss, z_loss, token_loss = made[:3]
+    stats: list[Any] = [*made[3:]]
     if not return_token_loss and all(x is None for x in stats):
         return HeadOutput(loss, z_loss, num_valid)
     return HeadOutput(loss, z_loss, num_valid, token_loss, *stats)

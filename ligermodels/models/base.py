@@ -26,6 +26,15 @@ from ligermodels.layers import (
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
 from ligermodels.layers.attention_mask import AttentionMask, RowShard
+from ligermodels.layers.experts import (
+    Experts,
+    Routes,
+    Routing,
+    load_balancing_loss,
+    router_z_loss,
+    routing_of,
+)
+from ligermodels.layers.experts import expert_counts as count_experts
 from ligermodels.layers.kv_cache import DecodeStep, KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
@@ -110,8 +119,8 @@ class DecoderModel(HFModel, PlannedModel):
 
         The model calls it as `layer(x, residual, context)`: tensors (batch, seq, hidden), whose sum
         is the layer's input (a residual of None means zero), and an `AttentionContext`. It returns
-        a pair (x, residual), whose sum is its output. If it returns a third tensor, the model
-        passes it to `auxiliary_loss`.
+        a pair (x, residual), whose sum is its output. If it returns a third tensor, or the `Routes`
+        of its experts, the model passes it to `auxiliary_loss`.
         """
         raise ConfigError(
             f"{type(self).__name__} does not define make_block(layer_index); define it, so that "
@@ -180,8 +189,11 @@ class DecoderModel(HFModel, PlannedModel):
         memory_mask: Tensor | None = None,
         cache: KVCache | None = None,
         return_hidden: bool = False,
+        routed_experts: Tensor | None = None,
+        expert_counts: Tensor | None = None,
+        return_routing: bool = False,
         **loss_options: Unpack[HeadOptions],
-    ) -> Tensor | HeadOutput:
+    ) -> Tensor | tuple[Tensor, Routing] | HeadOutput:
         """Return hidden states after the final norm, or the head's output if labels are given.
 
         The model never returns logits; call `model.head.logits` for them.
@@ -216,11 +228,19 @@ class DecoderModel(HFModel, PlannedModel):
             memory_mask: (batch or 1, keys), 0 for padding in the memory.
             cache: a `ligermodels.KVCache`, for inference.
             return_hidden: whether an output for labels has the hidden states, too.
+            routed_experts: (batch, seq, layers with experts, top_k) integers, the experts that each
+                token takes instead of those that its routers would choose, such as the `experts` of
+                an earlier `Routing`. The weights of the experts are those of the routers.
+            expert_counts: (layers with experts, experts), the sum of the `counts` of the `Routing`
+                of all micro-batches of a step. With it, the losses of routers of the micro-batches
+                add up to that of one batch. A model that `shard` has spread averages it over ranks.
+            return_routing: whether to return the `Routing`, too: beside the hidden states, or in
+                the output for labels.
             loss_options: as in `LossHead.forward` (normalizer or its other name num_items_in_batch,
                 reduction, label_smoothing, ...). cu_seq_lens_q and max_length_q, the names of
                 DataCollatorWithFlattening, are taken as cu_seqlens and max_seqlen; its position_ids
                 are not needed then.
-        Returns: (batch, seq, hidden), or a `HeadOutput`.
+        Returns: (batch, seq, hidden), that and a `Routing`, or a `HeadOutput`.
         Raises:
             ValueError: the inputs contradict each other, or the model cannot honour one of them.
             IndexError: on a CPU in eager mode, an id or a label is outside the vocabulary.
@@ -265,12 +285,18 @@ class DecoderModel(HFModel, PlannedModel):
         )
         shard = self.row_shard
         inputs = inputs if shard is None else shard.split(inputs)
+        if routed_experts is not None:
+            context = self._routed(context, routed_experts)
         # No variable here names the embeddings: it would hold them until the end of the head.
         hidden, extras = self.run_layers(
             self.embed_tokens(inputs) if inputs_embeds is None else inputs, context
         )
+        routing = None
+        if return_routing:
+            routing = self._routing(extras, len(inputs), attention_mask)
         if labels is None:
-            return hidden if shard is None else shard.whole(hidden)
+            hidden = hidden if shard is None else shard.whole(hidden)
+            return hidden if routing is None else (hidden, routing)
         ignore_index = (self.head.loss_options | loss_options).get("ignore_index", -100)
         targets = next_token_targets(labels, context.document_ids, ignore_index)
         if shard is None:
@@ -279,42 +305,118 @@ class DecoderModel(HFModel, PlannedModel):
             output = shard.loss(self.head, hidden, targets, loss_options)
         if return_hidden:
             output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
-        auxiliary = self._auxiliary(extras, attention_mask)
-        return output if auxiliary is None else self._add_loss(output, auxiliary, loss_options)
+        if routing is not None:
+            output = output._replace(routing=routing)
+        auxiliary = self._auxiliary(extras, attention_mask, expert_counts)
+        if auxiliary is None:
+            return output
+        return self._add_loss(output, auxiliary, loss_options, expert_counts is not None)
 
-    def _auxiliary(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
+    def _routed(self, context: DecoderContext, experts: Tensor) -> DecoderContext:
+        """Return the context with the experts of each token, (batch, seq, layers, top_k)."""
+        found = [
+            [x.router.top_k for x in layer.modules() if isinstance(x, Experts)]
+            for layer in self.layers
+        ]
+        seq = context.layers[0].cos.shape[1]
+        seq *= 1 if self.row_shard is None else self.row_shard.ranks
+        expected = (seq, sum(map(len, found)), max((k for each in found for k in each), default=0))
+        if experts.shape[1:] != expected or any(len(each) > 1 for each in found):
+            raise ValueError(
+                f"routed_experts: {tuple(experts.shape)} for {expected[1]} layers with experts; "
+                f"expected (batch, {', '.join(map(str, expected))}): tokens, layers, top_k"
+            )
+        if self.row_shard is not None:
+            experts = self.row_shard.split(experts)
+        each = iter(experts.unbind(2))
+        layers = [c.routed(next(each)) if k else c for c, k in zip(context.layers, found)]
+        return context._replace(layers=layers)
+
+    def _routing(
+        self, extras: list[Any], batch: int, attention_mask: Tensor | None
+    ) -> Routing | None:
+        """Return the `Routing` of the routes that layers returned; None without any."""
+        routes, shard = [x for x in extras if isinstance(x, Routes)], self.row_shard
+        if not routes:
+            raise ValueError(f"return_routing: no layer of {type(self).__name__} has experts")
+        if shard is None:
+            return routing_of(routes, batch, attention_mask)
+        mask = None if attention_mask is None else shard.split(attention_mask)
+        found = routing_of(routes, batch, mask)
+        return found._replace(experts=shard.whole(found.experts))
+
+    def _auxiliary(
+        self, extras: list[Any], attention_mask: Tensor | None, counts: Tensor | None = None
+    ) -> Tensor | None:
         """Return `auxiliary_loss`, or None. It is the mean of those of the parts of rows."""
         if not extras:
             return None
         shard = self.row_shard
         if shard is not None and attention_mask is not None:
             attention_mask = shard.split(attention_mask)
-        loss = self.auxiliary_loss(extras, attention_mask)
+        loss = self.auxiliary_loss(extras, attention_mask, counts)
         return loss if shard is None or loss is None else shard.total(loss) / shard.ranks
 
-    def auxiliary_loss(self, extras: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
-        """Return a scalar to add to the loss, from the third tensors that layers returned, or None.
+    def auxiliary_loss(
+        self, extras: list[Any], attention_mask: Tensor | None, expert_counts: Tensor | None = None
+    ) -> Tensor | None:
+        """Return a scalar to add to the loss, from the third results of the layers, or None.
 
-        By default, those are scalars, and their sum is added. `forward` calls it if labels are
-        given. With reduction "mean" the output's loss contains it; with a normalizer, only the
-        fraction num_valid / normalizer of it, so that the micro-batches of a step add up to one.
-        With any reduction, and with a loss_function, it is the output's `auxiliary_loss`.
+        By default, those are `Routes` or scalars. The losses of the routers are added with the
+        factors of `router_losses`, and the sum of the scalars. `forward` calls it if labels are
+        given. With reduction "mean" the output's loss contains it; with a normalizer and without
+        expert_counts, only the fraction num_valid / normalizer of it, so that the micro-batches of
+        a step add up to one. With any reduction, and with a loss_function, it is the output's
+        `auxiliary_loss`.
 
-        Args: extras: these tensors, in the order of the layers; attention_mask: as in `forward`.
+        Args: extras: these results, in the order of the layers; attention_mask and expert_counts:
+            as in `forward`.
         """
-        return torch.stack(extras).sum()
+        routes = [x for x in extras if isinstance(x, Routes)]
+        scalars = [x for x in extras if not isinstance(x, Routes)]
+        loss = torch.stack(scalars).sum() if scalars else None
+        balance, z = self.router_losses
+        if not routes or not (balance or z):
+            return loss
+        counts = count_experts(routes, attention_mask) if expert_counts is None else expert_counts
+        if self.layout is not None:
+            counts = self.layout.mean(counts)
+        if balance:
+            added = balance * load_balancing_loss(routes, attention_mask, counts)
+            loss = added if loss is None else loss + added
+        if z:
+            added = z * router_z_loss(routes, attention_mask, counts)
+            loss = added if loss is None else loss + added
+        return loss
+
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """The factors of `load_balancing_loss` and of `router_z_loss` in the loss: by default 0."""
+        return 0.0, 0.0
 
     def _add_loss(
-        self, output: HeadOutput, auxiliary: Tensor, loss_options: HeadOptions
+        self,
+        output: HeadOutput,
+        auxiliary: Tensor,
+        loss_options: HeadOptions,
+        adds_up: bool = False,
     ) -> HeadOutput:
+        """Return the output with what layers add to the loss.
+
+        Args: adds_up: whether that is a part of the step's, and not the mean of the micro-batch.
+        """
         options: dict[str, Any] = {**self.head.loss_options, **loss_options}
         output = output._replace(auxiliary_loss=auxiliary)
         if options.get("reduction", "mean") != "mean" or options.get("loss_function") is not None:
             return output
         names = ("normalizer", "num_items_in_batch")
         normalizers = [options[name] for name in names if options.get(name) is not None]
-        share = output.num_valid / normalizers[0] if normalizers else 1.0
-        return output._replace(loss=output.loss + share * auxiliary)
+        if not normalizers or adds_up:
+            return output._replace(loss=output.loss + auxiliary)
+        valid = output.num_valid
+        if self.layout is not None and any(self.router_losses):
+            valid = self.layout.mean(valid)  # the routers' losses are those of all ranks
+        return output._replace(loss=output.loss + valid / normalizers[0] * auxiliary)
 
     def loss(self, input_ids: Tensor, labels: Tensor, **options: Unpack[HeadOptions]) -> Tensor:
         """Return `model(input_ids, labels=labels, **options).loss`.
@@ -340,8 +442,8 @@ class DecoderModel(HFModel, PlannedModel):
         check_embeds(inputs_embeds, self.embed_tokens, self.parameters())
         return inputs_embeds
 
-    def run_layers(self, x: Tensor, context: DecoderContext) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states after the final norm, and the third tensors of the layers.
+    def run_layers(self, x: Tensor, context: DecoderContext) -> tuple[Tensor, list[Any]]:
+        """Return the hidden states after the final norm, and the third results of the layers.
 
         `forward` is `prepare_context`, `embed_tokens`, this, and the head. If the context has a
         cache, it advances by these tokens.
@@ -352,8 +454,8 @@ class DecoderModel(HFModel, PlannedModel):
             context: what `prepare_context` returned for them.
         """
         residual = None
-        extras: list[Tensor] = []
-        extra: list[Tensor]
+        extras: list[Any] = []
+        extra: list[Any]
         store = self._offloader(x.device, context.layers)
         cache, seq = context.cache, x.shape[1]
         runs: Counter[nn.Module] = Counter()

@@ -488,6 +488,10 @@ class Layout(Protocol):
         """The whole shapes of the parameters whose own shapes are those of this rank."""
         ...
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of a tensor over the ranks that gradients are averaged over."""
+        ...
+
     def reshard(self, model: nn.Module) -> None:
         """Let the model have this rank's parameters again, if a forward has left whole ones."""
 

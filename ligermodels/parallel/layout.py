@@ -227,10 +227,12 @@ class ModelLayout:
     Attributes:
         tensors: how tensor parallelism has cut parameters, by name; {} without it.
         rows: the part of each row that this rank computes under context parallelism, or None.
+        data: the mesh of the ranks that gradients are averaged over, or None.
     """
 
     tensors: dict[str, TensorSplit] = field(default_factory=dict)
     rows: RowShard | None = None
+    data: DeviceMesh | None = None
 
     @staticmethod
     def of(model: Any) -> ModelLayout:
@@ -244,6 +246,16 @@ class ModelLayout:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shapes of the parameters whose own shapes are those of this rank."""
         return {name: split.shape for name, split in self.tensors.items()}
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of a tensor over the ranks that gradients are averaged over, float32."""
+        x = x.float()
+        if self.data is None or x.is_meta:  # a simulation has one process
+            return x
+        x = x / self.data.size()
+        for dim in range(self.data.ndim):
+            dist.all_reduce(x, group=self.data.get_group(dim))
+        return x
 
     def reshard(self, model: nn.Module) -> None:
         """Call `reshard`, after which the parameters are this rank's."""

@@ -29,7 +29,13 @@ from ligermodels.float8 import Float8Linear
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.context import context_parallel
-from ligermodels.parallel.layout import local_slices, local_tensor, reshard, splits_of
+from ligermodels.parallel.layout import (
+    ModelLayout,
+    local_slices,
+    local_tensor,
+    reshard,
+    splits_of,
+)
 from ligermodels.parallel.ranks import error_on_all_ranks, num_ranks, rank
 from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
@@ -160,7 +166,7 @@ def shard(
             "shard: the model is on the meta device, and no checkpoint belongs to it; load it "
             'with from_hf(path, device="meta"), or make it on another device'
         )
-    data_mesh = fsdp_mesh(mesh)
+    data_mesh = ModelLayout.of(model).data = fsdp_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if CONTEXT in names:
         context_parallel(model, mesh[CONTEXT])

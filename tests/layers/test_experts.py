@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -19,6 +20,8 @@ from ligermodels.layers import (
     RMSNorm,
     RotaryEmbedding,
     Router,
+    Routes,
+    expert_counts,
     load_balancing_loss,
     router_z_loss,
 )
@@ -36,9 +39,13 @@ def layer(top_k: int = 2, **options) -> Experts:
 def test_each_token_gets_the_weighted_sum_of_dense_mlps(top_k) -> None:
     """A `GatedMLP` with the weights of one expert is that expert."""
     experts, x = layer(top_k, normalize=True), torch.randn(2, 5, HIDDEN).double()
-    out, logits = experts(x)
+    out, routes = experts(x)
     weights, chosen, _ = experts.router(x)
-    assert weights.sum(-1).allclose(torch.ones(2, 5).double()) and logits.shape == (10, COUNT)
+    assert weights.sum(-1).allclose(torch.ones(2, 5).double()) and routes.logits.shape == (
+        10,
+        COUNT,
+    )
+    assert torch.equal(routes.experts.view(2, 5, top_k), chosen)
     each = []
     for expert in range(COUNT):
         mlp = GatedMLP(HIDDEN, INNER).double()
@@ -87,21 +94,87 @@ def test_it_stands_where_an_mlp_would() -> None:
     torch.testing.assert_close((x + residual, logits), (between + expected, same))
 
 
+def routes(logits: torch.Tensor, top_k: int = 2) -> Routes:
+    return Routes(logits, kernels.routing(logits, top_k)[1])
+
+
 def test_losses_of_the_router() -> None:
-    logits = [torch.randn(4, COUNT) for _ in range(3)]
-    joined = torch.cat(logits)
+    torch.manual_seed(0)
+    found = [routes(torch.randn(4, COUNT)) for _ in range(3)]
+    joined = torch.cat([each.logits for each in found])
     share = F.one_hot(joined.topk(2).indices, COUNT).sum(1).float().mean(0)
     expected = COUNT * (share * joined.softmax(-1).mean(0)).sum()
-    torch.testing.assert_close(load_balancing_loss(logits, 2), expected)
-    torch.testing.assert_close(router_z_loss(logits), joined.logsumexp(-1).square().mean())
-    even = [torch.zeros(4, COUNT)]
-    assert math.isclose(load_balancing_loss(even, COUNT).item(), COUNT, rel_tol=1e-6)
+    torch.testing.assert_close(load_balancing_loss(found), expected)
+    torch.testing.assert_close(router_z_loss(found), joined.logsumexp(-1).square().mean())
+    even = [routes(torch.zeros(4, COUNT), COUNT)]
+    assert math.isclose(load_balancing_loss(even).item(), COUNT, rel_tol=1e-6)
     # A masked token does not count, whatever its logits are.
-    mask, other = torch.tensor([[1, 1, 1, 0]]), [x.clone() for x in logits]
+    mask, other = torch.tensor([[1, 1, 1, 0]]), [Routes(*map(torch.clone, x)) for x in found]
     for x in other:
-        x[3] = torch.arange(COUNT)
-    one, two = (load_balancing_loss(x, 2, mask) for x in (logits, other))
-    torch.testing.assert_close(one, two)
+        x.logits[3], x.experts[3] = torch.arange(COUNT), 0
+    for loss in (load_balancing_loss, router_z_loss):
+        torch.testing.assert_close(loss(found, mask), loss(other, mask))
+        assert loss(found, 0 * mask) == 0
+
+
+@pytest.mark.parametrize("loss", [load_balancing_loss, router_z_loss])
+def test_losses_of_micro_batches_add_up_to_that_of_the_batch(loss) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 12, COUNT, requires_grad=True)
+    mask = torch.tensor([1] * 9 + [0] * 3)
+    whole = loss([*map(routes, logits)], mask)
+    parts = [([*map(routes, x)], m) for x, m in zip(logits.split([5, 7], 1), mask.split([5, 7]))]
+    counts = sum(expert_counts(*part) for part in parts)
+    total = sum(loss(*part, counts) for part in parts)
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0)
+    grads = [torch.autograd.grad(x, logits)[0] for x in (total, whole)]
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-8)
+
+
+def test_given_experts_are_taken() -> None:
+    """Their weights are those of the router, and so are their gradients."""
+    experts, x = layer(normalize=True), torch.randn(2, 5, HIDDEN).double().requires_grad_()
+    given = torch.tensor([4, 1]).expand(2, 5, 2)
+    out, found = experts(x, given)
+    assert torch.equal(found.experts.long(), given.flatten(0, 1))
+    weights = F.linear(x, experts.router.weight).softmax(-1)[..., [4, 1]]
+    weights = weights / weights.sum(-1, keepdim=True)
+    gate_up, down = (p.unflatten(0, (COUNT, -1)) for p in (experts.gate_up_proj, experts.down_proj))
+    expected = kernels.expert_mlp(x, gate_up, down, weights, given)
+    torch.testing.assert_close(out, expected)
+    inputs = [x, *experts.parameters()]
+    ours, theirs = (torch.autograd.grad(y.square().sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match=r"experts are torch.int64 \(2, 5, 1\); expected integers"):
+        experts(x, given[..., :1])
+
+
+def test_groups_are_those_of_deepseek_v3() -> None:
+    transformers = pytest.importorskip("transformers")
+    modeling = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = transformers.DeepseekV3Config(
+        hidden_size=HIDDEN, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2
+    )
+    torch.manual_seed(0)
+    theirs = modeling.DeepseekV3TopkRouter(config)
+    torch.nn.init.normal_(theirs.weight)
+    torch.nn.init.normal_(theirs.e_score_correction_bias)
+    logits, weights, chosen = theirs(x := torch.randn(7, HIDDEN))
+    options = {"score": "sigmoid", "normalize": True, "scale": config.routed_scaling_factor}
+    bias = theirs.e_score_correction_bias
+    found = kernels.routing(logits, 4, bias=bias, n_group=4, topk_group=2, **options)
+    order = chosen.sort(-1)
+    torch.testing.assert_close(found[1].long().sort(-1).values, order.values)
+    torch.testing.assert_close(
+        found[0].gather(1, found[1].argsort(-1)), weights.gather(1, order.indices)
+    )
+    router = Router(HIDDEN, 12, 4, n_group=4, topk_group=2, **options)
+    groups = router(x)[1] // 3
+    assert all(len(set(row.tolist())) <= 2 for row in groups)
+    with pytest.raises(ValueError, match="top_k=4, but 1 of 4 groups have 3 experts"):
+        Router(HIDDEN, 12, 4, n_group=4)
+    with pytest.raises(ValueError, match="2 of 5 groups of 12 experts; expected groups of equal"):
+        Router(HIDDEN, 12, 4, n_group=5, topk_group=2)
 
 
 def test_refusals() -> None:
@@ -117,5 +190,12 @@ def test_refusals() -> None:
         Router(HIDDEN, COUNT, 7)
     with pytest.raises(ValueError, match=r"Experts: activation\.alpha=0; expected a finite"):
         Experts(Router(HIDDEN, COUNT, 1), HIDDEN, INNER, ClampedSwiGLU(alpha=0))
+    with pytest.raises(ValueError, match="Experts: router is a Linear; expected a Router"):
+        Experts(torch.nn.Linear(HIDDEN, COUNT), HIDDEN, INNER)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="routes: the list is empty"):
+        load_balancing_loss([])
+    with pytest.raises(ValueError, match=r"attention_mask \(1, 3\) has 3 tokens, but the routes"):
+        load_balancing_loss([routes(torch.randn(4, COUNT))], torch.ones(1, 3))
+    assert experts(x[0])[0].shape == (HIDDEN,)
     with pytest.raises(ValueError, match="Experts: activation='relu'; expected one of"):
         Experts(Router(HIDDEN, COUNT, 1), HIDDEN, INNER, "relu")

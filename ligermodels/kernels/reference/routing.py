@@ -18,10 +18,35 @@ def routing_forward(
     chosen = scores if bias is None else scores + bias
     # The sort is stable, so that the first of equal experts is chosen; topk promises nothing.
     experts = chosen.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.gather(-1, experts)
-    if options.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + options.eps)
-    return weights * options.scale, experts.to(torch.int32)
+    return _weights(scores, experts, options), experts.to(torch.int32)
+
+
+def routing_weights(logits: Tensor, experts: Tensor, options: Routing) -> Tensor:
+    """Return the weights (tokens, top_k) of given experts, float32."""
+    scores = _scores(cast(logits, compute_dtype(logits)), options)
+    return _weights(scores, experts.long(), options)
+
+
+def experts_of_groups(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    options: Routing,
+    n_group: int,
+    topk_group: int,
+) -> Tensor:
+    """Return the top_k experts (tokens, top_k) int32 of the best topk_group of n_group groups.
+
+    The score of a group is the sum of its two best scores, bias included.
+    """
+    scores = _scores(cast(logits, compute_dtype(logits)), options)
+    chosen = (scores if bias is None else scores + bias).unflatten(-1, (n_group, -1))
+    best = chosen.topk(min(2, chosen.shape[-1])).values.sum(-1)
+    groups = best.sort(dim=-1, descending=True, stable=True).indices[:, :topk_group]
+    outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, groups, False)
+    chosen = chosen.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    experts = chosen.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return experts.to(torch.int32)
 
 
 def routing_backward(
@@ -45,6 +70,13 @@ def routing_backward(
 
 def _scores(logits: Tensor, options: Routing) -> Tensor:
     return logits.sigmoid() if options.score == "sigmoid" else logits.softmax(-1)
+
+
+def _weights(scores: Tensor, experts: Tensor, options: Routing) -> Tensor:
+    weights = scores.gather(-1, experts)
+    if options.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + options.eps)
+    return weights * options.scale
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
