@@ -6,20 +6,32 @@ packed with others. It therefore trains the same numbers, and has the same names
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.adapters.adapter_config import has_end
+from ligermodels.adapters.adapter_config import ends
 from ligermodels.adapters.lora import LoraLinear
-from ligermodels.adapters.peft_format import adapter_of_hf, linears
-from ligermodels.adapters.quantized import Bits, QuantizedLinear
+from ligermodels.adapters.peft_format import (
+    ExpertLinear,
+    HFLinear,
+    adapter_of_hf,
+    expert_linears,
+    linears,
+)
+from ligermodels.adapters.quantized import FLOAT8, Bits, QuantizedLinear
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
 from ligermodels.errors import CheckpointError, ConfigError, short_repr
+from ligermodels.layers.experts import Experts
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
+
+_STACKS = ("gate_up_proj", "down_proj")  # the weights of `Experts`
 
 
 def add_adapters(
@@ -37,31 +49,45 @@ def add_adapters(
     Args:
         rank, alpha, dropout: as `LoraLinear` takes them.
         targets: HF's names of projections, such as q_proj, or of single modules, such as
-            layers.0.mlp.up_proj. By default, all linears of the layers.
+            layers.0.mlp.up_proj. An expert's projection is gate_proj or experts.gate_proj, those of
+            all experts are experts, and experts.gate_up_proj is PEFT's name of two. By default,
+            and for "all-linear", all linears of the layers, those of experts included.
         dtype: of the adapters.
         seed: determines their values, on every device.
     Raises:
-        ConfigError: a target names no linear of the layers.
+        ConfigError: a target names no linear of the layers, or some experts of a layer only; or the
+            experts of the model cannot have adapters, and targets does not leave them out.
     """
     model.requires_grad_(False)
     draw = torch.Generator().manual_seed(seed)
-    unused, known = {*(targets or ())}, set()
-    for name, parts in linears(model.weight_map(model.built_from)).items():
-        base = model.get_submodule(name)
+    wanted = None if targets is None or targets == ["all-linear"] else frozenset(targets)
+    unused, known = {*(wanted or ())}, set()
+    weight_map = model.weight_map(model.built_from)
+    for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
+        base = module_at(model, name)
         if not name.startswith("layers.") or not hasattr(base, "in_features"):
             continue  # such as a router, which is no linear
+        names = {part: _names(part, name) for part in parts}
         known |= {part.hf.rpartition(".")[2] for part in parts}
-        chosen = [part for part in parts if targets is None or has_end(part.hf, targets)]
-        unused -= {target for target in unused if any(has_end(p.hf, [target]) for p in parts)}
+        chosen = [part for part in parts if wanted is None or not wanted.isdisjoint(names[part])]
+        unused.difference_update(*names.values())
         if chosen:
+            experts = _experts_of(name, parts, chosen)
             rows = [part.rows for part in chosen]
-            adapted = LoraLinear(base, rows, rank=rank, alpha=alpha, dropout=dropout)
+            adapted = LoraLinear(
+                base, rows, rank=rank, alpha=alpha, dropout=dropout, experts=experts
+            )
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
             for end in ("lora_a", "lora_b"):
                 drawn = getattr(adapted, end).detach()
                 setattr(adapted, end, nn.Parameter(drawn.to(device, dtype)))
-            model.set_submodule(name, adapted)
+            _put(model, name, adapted)
+    if wanted is None and (left_out := next(_plain_experts(model), None)):
+        raise ConfigError(
+            f"lora_targets: {left_out} has experts that cannot have adapters in this family; name "
+            f"the linears that shall have some, such as {', '.join(sorted(known))}"
+        )
     if unused:
         raise ConfigError(
             f"lora_targets: {short_repr(min(unused))} is no linear of the layers of this model; "
@@ -78,16 +104,82 @@ def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
         ConfigError: a linear has an odd number of inputs, which 4 bits do not allow, or sizes that
             are no multiples of 16 for float8; or the GPU does not multiply float8.
     """
-    linears = [name for name, each in model.layers.named_modules() if type(each) is nn.Linear]
-    for name in linears:
-        linear = model.layers.get_submodule(name)
+    modules = [*model.layers.named_modules()]
+    names = [name for name, each in modules if type(each) is nn.Linear]
+    stacks = [
+        f"{name}.{end}" for name, each in modules if isinstance(each, Experts) for end in _STACKS
+    ]
+    if stacks and bits == FLOAT8:
+        raise ConfigError(
+            f"load_in: layers.{stacks[0]}: experts have no products in float8; use 4 or 8 bits"
+        )
+    for name in names + stacks:
+        linear = module_at(model.layers, name)
         assert isinstance(linear, nn.Linear)
         try:
             converted = QuantizedLinear(linear, bits, device=device)
         except ConfigError as error:
             raise ConfigError(f"load_in: layers.{name}: {error}") from None
-        model.layers.set_submodule(name, converted)
+        _put(model.layers, name, converted)
     model.to(device)
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module:
+    """Return the module of this name, or an `nn.Linear` of a parameter of this name."""
+    place, _, last = name.rpartition(".")
+    found = getattr(model.get_submodule(place), last)
+    return stacked_linear(found) if isinstance(found, nn.Parameter) else found
+
+
+def stacked_linear(weight: nn.Parameter) -> nn.Linear:
+    """Return a linear that has this very weight (out, in), and no bias."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = weight
+    return linear
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another, or of a parameter."""
+    place, _, last = name.rpartition(".")
+    owner = model.get_submodule(place)
+    delattr(owner, last)
+    setattr(owner, last, module)
+
+
+def _plain_experts(model: DecoderModel) -> Iterator[str]:
+    """Yield the names of weights of experts that have no adapter."""
+    for name, each in model.named_modules():
+        if isinstance(each, Experts):
+            found = {end: getattr(each, end) for end in _STACKS}
+            yield from (f"{name}.{end}" for end, x in found.items() if type(x) is not LoraLinear)
+
+
+def _names(part: HFLinear, native: str) -> set[str]:
+    """Return the names by which a target may mean a linear: its own, and their ends."""
+    names = {part.hf}
+    if isinstance(part, ExpertLinear):
+        last = native.rpartition(".")[2]
+        names |= {part.experts, f"{part.experts}.{part.projection}", f"{part.experts}.{last}"}
+    return {end for name in names for end in ends(name)}
+
+
+def _experts_of(name: str, parts: Sequence[HFLinear], chosen: Sequence[HFLinear]) -> int:
+    """Return the number of experts that a weight is of, or 1 if it is of none.
+
+    Raises:
+        ConfigError: an expert would have another adapter than the first.
+    """
+    every = [part for part in parts if isinstance(part, ExpertLinear)]
+    if not every:
+        return 1
+    count = 1 + max(part.number for part in every)
+    each = Counter(part.projection for part in chosen if isinstance(part, ExpertLinear))
+    if {*each.values()} != {count}:
+        raise ConfigError(
+            f"lora_targets: {chosen[0].hf} is the projection of one of {count} experts of {name}; "
+            f"all of them get an adapter, or none: name {every[0].projection}"
+        )
+    return count
 
 
 def merged(model: DecoderModel) -> DecoderModel:
@@ -105,7 +197,7 @@ def merged(model: DecoderModel) -> DecoderModel:
     _check_same_weights(model, whole)
     for name, each in model.named_modules():
         if isinstance(each, LoraLinear):
-            weight = whole.get_submodule(name).weight
+            weight = module_at(whole, name).weight
             assert isinstance(weight, Tensor)
             each.add_to(weight)
             if not is_finite(weight.detach()):
@@ -120,20 +212,24 @@ def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
     """Raise unless the frozen weights of a model with adapters are those of its checkpoint."""
     for name, stored in whole.named_parameters():
         place, _, last = name.rpartition(".")
-        module = model.get_submodule(place)
-        base = module.base_layer if isinstance(module, LoraLinear) else module
-        if isinstance(base, QuantizedLinear) and last == "weight":
-            linear = whole.get_submodule(place)
-            assert isinstance(linear, nn.Linear)
-            again = QuantizedLinear(linear, base.bits, device=base.codes.device)
+        base = _without_adapter(model.get_submodule(place))
+        if not (isinstance(base, QuantizedLinear) and last == "weight"):
+            base = _without_adapter(getattr(base, last))
+        if isinstance(base, QuantizedLinear):
+            again = QuantizedLinear(stacked_linear(stored), base.bits, device=base.codes.device)
             same = torch.equal(again.codes, base.codes) and torch.equal(again.scales, base.scales)
         else:
-            same = torch.equal(getattr(base, last).detach().cpu(), stored.detach())
+            held = base.weight if isinstance(base, nn.Linear) else base
+            same = torch.equal(held.detach().cpu(), stored.detach())
         if not same:
             raise CheckpointError(
                 f"{model.source.folder}: {name} was changed while the run was using it; restore "
                 "the model and resume the run"
             )
+
+
+def _without_adapter(module: Any) -> Any:
+    return module.base_layer if isinstance(module, LoraLinear) else module
 
 
 def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dtype | None) -> None:
@@ -155,8 +251,9 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
 def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B of the adapter of each linear of HF's model, by its name."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, parts in linears(model.weight_map(model.built_from)).items():
-        each = model.get_submodule(name)
+    weight_map = model.weight_map(model.built_from)
+    for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
+        each = module_at(model, name)
         if isinstance(each, LoraLinear):
             hf = {part.rows: part.hf for part in parts}
             found |= {hf[rows]: (a, b) for rows, a, b in each.factors()}

@@ -5,7 +5,7 @@ The rules by which names match are those of PEFT (`check_target_module_exists`, 
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from ligermodels.converters.files import is_number
@@ -55,6 +55,7 @@ def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
     Args: linears: the name of each linear and embedding -> whether it is a linear of a layer.
     """
     wanted = config["target_modules"]
+    wanted = wanted if isinstance(wanted, str) else frozenset(wanted)
     if isinstance(wanted, str) and wanted.lower() == _ALL_LINEAR:
         found = {name for name, in_layer in linears.items() if in_layer}
     elif isinstance(wanted, str):
@@ -67,7 +68,7 @@ def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
     if isinstance(excluded, str):
         found = {name for name in found if not re.fullmatch(excluded, name)}
     else:
-        found = {name for name in found if not has_end(name, excluded)}
+        found = {name for name in found if not has_end(name, frozenset(excluded))}
     return {name for name in found if not is_saved_whole(config, name)}
 
 
@@ -163,9 +164,15 @@ def _check_pattern(key: str, pattern: str) -> None:
         ) from None
 
 
-def has_end(name: str, ends: Iterable[str]) -> bool:
+def has_end(name: str, names: Set[str]) -> bool:
     """Return whether a module has one of the names, or ends in one."""
-    return any(name == end or name.endswith(f".{end}") for end in ends)
+    return not names.isdisjoint(ends(name))
+
+
+def ends(name: str) -> Iterator[str]:
+    """Yield a module's name, and every end of it that begins after a dot."""
+    yield name
+    yield from (name[i + 1 :] for i, letter in enumerate(name) if letter == ".")
 
 
 def _in_layers(config: Mapping[str, Any], name: str) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels.dispatch import cast, outputs_are_stored
+from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight
+from ligermodels.layers.experts import expert_weight
 
 
 class RowRange(NamedTuple):
@@ -34,6 +36,7 @@ class LoraLinear(nn.Module):
     Args:
         base: the linear, or another module that computes one, from (..., in) to (..., out).
         parts: the rows of each part that has an adapter. By default, one part of all rows.
+        experts: how many experts have rows in the base; each has as many of the parts.
         rank: the rows of each A.
         alpha: the scale of the update, times the rank. By default, twice the rank.
         dropout: the rate at which the adapter's inputs are dropped in training.
@@ -51,12 +54,14 @@ class LoraLinear(nn.Module):
         rank: int = 16,
         alpha: float | None = None,
         dropout: float = 0.0,
+        experts: int = 1,
     ) -> None:
         super().__init__()
         self.base_layer = base
         self.in_features: int = base.in_features  # type: ignore[assignment]
         self.out_features: int = base.out_features  # type: ignore[assignment]
         self.parts = [RowRange(0, self.out_features)] if parts is None else [*parts]
+        self.parts_of_expert = len(self.parts) // experts
         self.rank, self.dropout = rank, nn.Dropout(dropout)
         self.alpha = 2.0 * rank if alpha is None else alpha
         self.disable_adapters = False
@@ -103,6 +108,18 @@ class LoraLinear(nn.Module):
         x = self.dropout(cast(x, out.dtype))
         a, b = cast(self.lora_a, out.dtype), cast(self.lora_b, out.dtype)
         return _Add.apply(out, x, a, b, self.parts, self.scaling)
+
+    def expert_weight(self) -> ExpertWeight:
+        """Return the weight of experts, whose rows are those of `base_layer`, and their adapters.
+
+        The parts are those of the experts, in their order, and all experts have the same ones.
+        """
+        base = expert_weight(self.base_layer)
+        if self.disable_adapters:
+            return base
+        parts = tuple((part.start, part.size) for part in self.parts[: self.parts_of_expert])
+        adapter = Adapter(parts, self.scaling, self.dropout.p if self.training else 0.0)
+        return base._replace(a=self.lora_a, b=self.lora_b, adapter=adapter)
 
     def extra_repr(self) -> str:
         """Return the text that `print` shows."""

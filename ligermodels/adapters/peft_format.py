@@ -14,7 +14,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ligermodels.adapters.adapter_config import (
     KEPT,
     alpha_of,
     check_config,
+    has_end,
     is_saved_whole,
     rank_of,
     scaling_of,
@@ -38,7 +39,7 @@ from ligermodels.converters.files import (
     read_json,
 )
 from ligermodels.converters.safetensors_file import SafetensorsFile
-from ligermodels.converters.weight_map import WeightMap
+from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import CheckpointError, listing, short_repr
 
 Weights = dict[str, Tensor]
@@ -51,11 +52,40 @@ _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _OWN = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 
 
+# The name of an expert's projection: that of all experts, the expert's number, the projection.
+_OF_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)")
+
+
 class HFLinear(NamedTuple):
     """A linear of HF: the rows of a packed one that are its own."""
 
     hf: str  # the module's name
     rows: RowRange
+
+
+class ExpertLinear(HFLinear):
+    """The projection of one expert: the rows of a weight of all experts that are its own."""
+
+    @property
+    def experts(self) -> str:
+        """The name of the module of all experts of the layer."""
+        return _match(self.hf)[1]
+
+    @property
+    def number(self) -> int:
+        """The number of the expert."""
+        return int(_match(self.hf)[2])
+
+    @property
+    def projection(self) -> str:
+        """The name of the projection in its expert."""
+        return _match(self.hf)[3]
+
+
+def _match(name: str) -> re.Match[str]:
+    found = _OF_EXPERT.fullmatch(name)
+    assert found is not None
+    return found
 
 
 def pack_adapter(
@@ -82,11 +112,12 @@ def pack_adapter(
             message names it.
     """
     _check(weights, config, weight_map)
-    left, made = dict(weights), Weights()
+    native, made = linears(weight_map), Weights()
+    of_module, left = _by_module(weights, (p.hf for parts in native.values() for p in parts))
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, parts in linears(weight_map).items():
-        found = {p: _take(left, p.hf) for p in parts}
+    for module, parts in native.items():
+        found = {p: of_module.get(p.hf, {}) for p in parts}
         if not any(found.values()):
             continue
         if len(parts) == 1:
@@ -127,11 +158,12 @@ def unpack_adapter(
     The arguments and errors are those of `pack_adapter`.
     """
     _check(weights, config, weight_map, native=True)
-    left, made = dict(weights), Weights()
+    native, made = linears(weight_map), Weights()
+    of_module, left = _by_module(weights, native)
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, parts in linears(weight_map).items():
-        taken = _take(left, module)
+    for module, parts in native.items():
+        taken = of_module.get(module)
         if not taken:
             continue
         if len(parts) > 1:
@@ -187,18 +219,22 @@ def add_lora(
             of a module that the config names is missing or has another shape, or a sum is not
             finite in the dtype of the parameter. Nothing was changed.
     """
-    _check(weights, config, weight_map)
-    left, found = dict(weights), []
-    for module, parts in linears(weight_map).items():
+    weights, config = of_each_expert(weights, config, weight_map)
+    _check(weights, config, weight_map, experts=True)
+    native = linears(weight_map) | expert_linears(weight_map)
+    of_module, left = _by_module(weights, (p.hf for parts in native.values() for p in parts))
+    found = []
+    for module, parts in native.items():
+        weight = parameters.get(f"{module}.weight", parameters.get(module))
         for part in parts:
-            if taken := _take(left, part.hf):
+            if taken := of_module.get(part.hf):
                 if odd := sorted(taken.keys() - {_A, _B}):
                     raise CheckpointError(
                         f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only a plain LoRA is added to "
                         "weights; merge the adapter with PEFT's merge_and_unload"
                     )
-                rows = parameters[f"{module}.weight"][part.rows.slice]
-                found.append((part.hf, rows, taken))
+                assert weight is not None
+                found.append((part.hf, weight[part.rows.slice], taken))
     if left:
         raise CheckpointError(
             f"adapter: {min(left)!r} is no part of a LoRA on a linear, and would be left out (this "
@@ -209,6 +245,88 @@ def add_lora(
         _check_finite(f"the sum of {name}.weight and its LoRA", _sum(rows, taken, config, name))
     for name, rows, taken in found:  # computed again: a second model would not fit everywhere
         rows.copy_(_sum(rows, taken, config, name))
+
+
+def of_each_expert(
+    weights: Mapping[str, Tensor], config: Mapping[str, Any], weight_map: WeightMap
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Return an adapter that PEFT has for weights of all experts as one of each expert.
+
+    Transformers 5 keeps the projections of all experts in one parameter, for which PEFT has an
+    adapter if target_parameters names it. A is (experts * rank, in), and B is (out, rank * experts)
+    with the experts as the fastest index. Gate and up have one A, which both get here. The adapter
+    of the last parameter of a module has the module's name, and the one before it that name and
+    base_layer.
+
+    Raises:
+        CheckpointError: a tensor that target_parameters names is missing or has another shape, or
+            it names what is no weight of experts.
+    """
+    wanted = frozenset(config.get("target_parameters") or ())
+    if not wanted:
+        return weights, config
+    made, unused = dict(weights), set(wanted)
+    modules: list[str] = []
+    ranks: dict[str, Any] = {}
+    alphas: dict[str, Any] = {}
+    places: dict[str, list[tuple[str, Sequence[ExpertLinear]]]] = {}
+    for native, parts in expert_linears(weight_map).items():
+        # This is the name that transformers 5 has for Mixtral's module.
+        place = parts[0].experts.replace(".block_sparse_moe.", ".mlp.")
+        name = f"{place}.{native.rpartition('.')[2]}"
+        if has_end(name, wanted):
+            unused -= {each for each in wanted if has_end(name, {each})}
+            places.setdefault(place, []).append((name, parts))
+    for place, found in places.items():
+        for depth, (name, parts) in enumerate(found):
+            start = f"{_PREFIX}{place}." + "base_layer." * (len(found) - 1 - depth)
+            rank, count = rank_of(config, name), parts[-1].number + 1
+            rows = sum(part.rows.size for part in parts) // count
+            a, b = (_expert_tensor(made, start + end) for end in (_A, _B))
+            if len(a) != rank * count or b.shape != (rows, rank * count):
+                raise CheckpointError(
+                    f"adapter: {start}{_A} and {_B} have the shapes {[*a.shape]} and {[*b.shape]}, "
+                    f"expected {rank * count} rows and {[rows, rank * count]}, for rank {rank} and "
+                    f"{count} experts"
+                )
+            a_each, b_each = a.view(count, rank, -1), b.view(rows, rank, count)
+            for part in parts:
+                row = part.rows.start % rows
+                made[f"{_PREFIX}{part.hf}.{_A}"] = a_each[part.number]
+                made[f"{_PREFIX}{part.hf}.{_B}"] = b_each[
+                    row : row + part.rows.size, :, part.number
+                ]
+                modules.append(part.hf)
+            names = "|".join(sorted({part.projection for part in parts}))
+            pattern = rf"{re.escape(parts[0].experts)}\.\d+\.({names})"
+            ranks[pattern], alphas[pattern] = rank, alpha_of(config, name)
+    modules += [name.removesuffix(".weight") for name in unused if name.endswith(".weight")]
+    if odd := sorted(name for name in unused if not name.endswith(".weight")):
+        raise CheckpointError(
+            f"adapter: target_parameters: {odd[0]!r} is no weight of all experts of this model"
+        )
+    others = config.get("target_modules") or []
+    if isinstance(others, str):
+        raise CheckpointError(
+            f"adapter: target_modules is the pattern {others!r} beside target_parameters; write "
+            "the names of the modules into adapter_config.json"
+        )
+    kept = {key: value for key, value in config.items() if key != "target_parameters"}
+    return made, kept | {
+        "target_modules": [*others, *modules],
+        "rank_pattern": ranks | (config.get("rank_pattern") or {}),
+        "alpha_pattern": alphas | (config.get("alpha_pattern") or {}),
+    }
+
+
+def _expert_tensor(left: Weights, name: str) -> Tensor:
+    """Remove a tensor from an adapter and return it, or raise if it is missing."""
+    if name not in left:
+        raise CheckpointError(
+            f"adapter: {name} is missing, but target_parameters of adapter_config.json names its "
+            "weight; get the whole adapter, or correct the config"
+        )
+    return left.pop(name)
 
 
 def _sum(rows: Tensor, taken: Weights, config: Mapping[str, Any], name: str) -> Tensor:
@@ -228,9 +346,13 @@ def adapter_of_hf(
         factors: the name of each linear with an adapter -> A (rank, in) and B (out, rank).
         weight_map: the native model's.
         settings: the keys r, lora_alpha and lora_dropout of the config.
-    Returns: the tensors on the CPU, and the content of adapter_config.json.
+    Returns: the tensors on the CPU, and the content of adapter_config.json. Beside adapters of
+        experts, its lora_dropout is 0: PEFT refuses any other, and an export does not train.
     """
     weights = {}
+    of_experts = {p.hf for parts in expert_linears(weight_map).values() for p in parts}
+    if not of_experts.isdisjoint(factors):
+        settings = {**settings, "lora_dropout": 0.0}
     for name, (a, b) in factors.items():
         for end, tensor in ((_A, a), (_B, b)):
             weights[f"{_PREFIX}{name}.{end}"] = tensor.detach().cpu().contiguous()
@@ -248,29 +370,59 @@ def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
     """Return the ends of names that stand for exactly these modules, or else their whole names."""
     chosen = set(names)
     ends = {name.rpartition(".")[2] for name in chosen}
-    every = {part.hf for parts in linears(weight_map).values() for part in parts}
+    native = linears(weight_map) | expert_linears(weight_map)
+    every = {part.hf for parts in native.values() for part in parts}
     meant = {name for name in every if name.rpartition(".")[2] in ends}
     return sorted(ends if meant == chosen else chosen)
 
 
-def linears(weight_map: WeightMap) -> dict[str, list[HFLinear]]:
+def linears(weight_map: WeightMap) -> dict[str, Sequence[HFLinear]]:
     """Return the parts of each native linear, or embedding, by the module's name."""
-    found = {}
-    for entry in weight_map:
-        is_stack = all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
-        if entry.name.endswith(".weight") and len(entry.shape) == 2 and is_stack:
-            found[entry.name.removesuffix(".weight")] = [
-                HFLinear(span.source.removesuffix(".weight"), RowRange(span.row, span.rows))
-                for span in entry.spans
-            ]
-    return found
+    return {
+        entry.name.removesuffix(".weight"): [HFLinear(*part) for part in parts]
+        for entry in weight_map
+        if entry.name.endswith(".weight") and (parts := _parts(entry))
+    }
 
 
-def _take(left: Weights, module: str) -> Weights:
-    """Remove the tensors of a module's adapter from `left`, and return them by their endings."""
-    start = f"{_PREFIX}{module}."
-    names = [name for name in left if name.startswith(start)]
-    return {name.removeprefix(start): left.pop(name) for name in names}
+def expert_linears(weight_map: WeightMap) -> dict[str, Sequence[ExpertLinear]]:
+    """Return the projections of all experts in each native weight of experts, by its name.
+
+    Only those are found that HF keeps in a tensor for each expert.
+    """
+    return {
+        entry.name: [ExpertLinear(*part) for part in parts]
+        for entry in weight_map
+        if not entry.name.endswith(".weight")
+        and (parts := _parts(entry))
+        and all(_OF_EXPERT.fullmatch(name) for name, _ in parts)
+    }
+
+
+def _parts(entry: Entry) -> list[tuple[str, RowRange]]:
+    """Return the names and rows of the HF linears that a native matrix is a stack of, if it is."""
+    is_stack = all(s.source_row == 0 and s.source.endswith(".weight") for s in entry.spans)
+    if len(entry.shape) != 2 or not is_stack:
+        return []
+    return [(s.source.removesuffix(".weight"), RowRange(s.row, s.rows)) for s in entry.spans]
+
+
+def _by_module(
+    weights: Mapping[str, Tensor], modules: Iterable[str]
+) -> tuple[dict[str, Weights], Weights]:
+    """Return the tensors of each module's adapter by their endings, and all other tensors."""
+    known, left = {*modules}, Weights()
+    found: dict[str, Weights] = {}
+    for name, tensor in weights.items():
+        module = name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
+        while module and module not in known:
+            module = module.rpartition(".")[0]
+        if module:
+            end = name.removeprefix(f"{_PREFIX}{module}.")
+            found.setdefault(module, {})[end] = tensor
+        else:
+            left[name] = tensor
+    return found, left
 
 
 def _check_lora(found: Mapping[HFLinear, Weights]) -> None:
@@ -327,27 +479,32 @@ def _check(
     weight_map: WeightMap,
     *,
     native: bool = False,
+    experts: bool = False,
 ) -> None:
     """Raise CheckpointError unless the tensors are those of the modules that the config names.
 
     Tensors that belong to no linear are not looked at, unless the config names their module.
 
-    Args: native: whether the names are those of the native model.
+    Args:
+        native: whether the names are those of the native model.
+        experts: whether the projections of experts count as linears.
     """
     check_config(config)
     shapes = {entry.name: entry.shape for entry in weight_map}
     known: dict[str, dict[str, tuple[int, ...]]] = {}
     in_layer = {}
-    for module, parts in linears(weight_map).items():
-        rows, width = shapes[f"{module}.weight"]
+    packed = linears(weight_map) | (expert_linears(weight_map) if experts else {})
+    for module, parts in packed.items():
+        rows, width = shapes.get(f"{module}.weight") or shapes[module]
         for part in [HFLinear(module, RowRange(0, rows))] if native else parts:
             name, size = part.hf, (part.rows.size, width)
             known[name] = _shapes(config, name, *size, embedding=module == "embed_tokens")
             in_layer[name] = module.startswith("layers.")
-    targeted, left = targets(config, in_layer), dict(weights)
+    targeted = targets(config, in_layer)
+    of_module, left = _by_module(weights, known)
     needed: dict[str, tuple[int, ...] | None] = {}
     for module, tensors in known.items():
-        for end in sorted(_take(left, module).keys() - {*_OWN}):
+        for end in sorted(of_module.get(module, {}).keys() - {*_OWN}):
             if module not in targeted or end not in tensors:
                 key = "use_dora" if end == _MAGNITUDE else "target_modules"
                 raise CheckpointError(

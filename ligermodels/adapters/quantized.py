@@ -24,6 +24,7 @@ from ligermodels.kernels.float8_cast import (
     float8_product,
     formats,
 )
+from ligermodels.kernels.frozen_experts import ExpertWeight
 
 FLOAT8: Literal["float8"] = "float8"
 Bits = int | Literal["float8"]
@@ -118,6 +119,10 @@ class QuantizedLinear(nn.Module):
         kind = _Float8Linear if self.bits == FLOAT8 else _FrozenLinear
         out: Tensor = kind.apply(x, self.codes, self.scales, self.levels)
         return out if self.bias is None else out + self.bias.to(x.dtype)
+
+    def expert_weight(self) -> ExpertWeight:
+        """Return the weight of experts, whose rows are those of this layer."""
+        return ExpertWeight(self.codes, self.scales, self.levels)
 
     def extra_repr(self) -> str:
         """Return the text that `print` shows."""

@@ -1,6 +1,6 @@
 """A mixture of experts: a router, and gated MLPs of which each token gets a few."""
 
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from ligermodels.kernels.checks import (
     check_routing,
 )
 from ligermodels.kernels.dispatch import compute_dtype
+from ligermodels.kernels.frozen_experts import ExpertWeight, frozen_expert_mlp
 from ligermodels.layers.fusion import PreNormed
 
 _STD = 0.02  # of the first weights; a model draws them again with its own
@@ -152,6 +153,7 @@ class Experts(nn.Module):
         inner = check_count("Experts", "intermediate_size", intermediate_size, 1)
         check_expert_activation("Experts", activation)
         self.router, self.activation = router, activation
+        self.hidden_size, self.intermediate_size = hidden, inner
         self.gate_up_proj = nn.Parameter(torch.empty(router.num_experts * 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(router.num_experts * hidden, inner))
         self.gate_up_bias = self.down_bias = None
@@ -187,24 +189,37 @@ class Experts(nn.Module):
         return (out, routes) if total is None else (out, total, routes)
 
     def _mlps(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Return the weighted sums of the experts' MLPs, for what the router returns."""
-        shape = (self.router.num_experts, -1)
-        gate_up, down = self.gate_up_proj.unflatten(0, shape), self.down_proj.unflatten(0, shape)
-        return kernels.expert_mlp(
-            x,
-            gate_up,
-            down,
-            weights,
-            experts,
-            self.activation,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-        )
+        """Return the weighted sums of the experts' MLPs, for what the router returns.
+
+        A weight may have been replaced by a module, which makes the weights frozen ones.
+        """
+        gate_up: Any = self.gate_up_proj
+        down: Any = self.down_proj
+        count = self.router.num_experts
+        biases: Any = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        routes = weights, experts
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            gate_up, down = gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1))
+            return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **biases)
+        frozen = expert_weight(gate_up), expert_weight(down)
+        return frozen_expert_mlp(x, *frozen, *routes, count, self.activation, **biases)
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""
-        inner = self.down_proj.shape[1]
-        return f"{self.gate_up_proj.shape[1]}, {inner}, activation={self.activation}"
+        return f"{self.hidden_size}, {self.intermediate_size}, activation={self.activation}"
+
+
+def expert_weight(weight: Any) -> ExpertWeight:
+    """Return what a product of experts takes for a weight, or for the module in its place.
+
+    A module is an `nn.Linear` of all rows, or has a method `expert_weight`, as `LoraLinear` and
+    `QuantizedLinear` do.
+    """
+    if isinstance(weight, Tensor):
+        return ExpertWeight(weight)
+    if type(weight) is nn.Linear:
+        return ExpertWeight(weight.weight)
+    return weight.expert_weight()  # type: ignore[no-any-return]
 
 
 def expert_counts(routes: list[Routes], attention_mask: Tensor | None = None) -> Tensor:

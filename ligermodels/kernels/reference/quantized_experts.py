@@ -1,0 +1,33 @@
+"""Plain PyTorch: the product of each row with its expert's weight, which is kept in few bits."""
+
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import compute_dtype
+from ligermodels.kernels.reference.dequantize import dequantize_forward
+from ligermodels.kernels.reference.expert_mlp import expert_linear
+
+
+def quantized_expert_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    starts: Tensor,
+    transposed: bool,
+) -> Tensor:
+    """Return x W of each row's expert, or x W^T if transposed.
+
+    Args:
+        x: (rows, out), or (rows, in) if transposed.
+        codes: (experts * out, in) int8, or (experts * out, in / 2) uint8: see `dequantize`.
+        scales: (experts * out, 1) for 8 bits, (experts * out, blocks) for 4 bits.
+        levels: (16,), the values of 4 bits; None for 8 bits.
+        starts: (experts + 1,), see `routing.sort_by_expert`.
+    """
+    dtype = compute_dtype(x)
+    if levels is None:
+        weight = codes.to(dtype) * scales.to(dtype)
+    else:
+        weight = dequantize_forward(codes, scales, levels, dtype)
+    stack = weight.to(x.dtype).unflatten(0, (len(starts) - 1, -1))
+    return expert_linear(x, stack.mT if transposed else stack, starts)

@@ -1,0 +1,318 @@
+"""Adapters on experts: as products, in PEFT's format, merged, and on weights of few bits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ligermodels import AutoLiger, kernels
+from ligermodels.adapters import LoraLinear, QuantizedLinear
+from ligermodels.adapters.adapted_model import (
+    add_adapters,
+    export_adapter,
+    factors_of,
+    merged,
+    quantize,
+    stacked_linear,
+)
+from ligermodels.adapters.lora import RowRange
+from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.kernels.checks import ClampedSwiGLU
+from ligermodels.layers import Experts, Router
+from tests import outside
+from tests.training.tiny_run import make_text, make_tokenizer, run, same, tensors
+
+HIDDEN, INNER, COUNT = 16, 24, 6
+IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
+P = "base_model.model.model.layers.0.mlp.experts"
+
+
+def adapted(gate_up: tuple[int, ...], down: bool, like: str = "", **options: Any) -> Experts:
+    """Return experts of which gate (0), up (1) and down have an adapter."""
+    how: dict[str, Any] = {}
+    if like == "gpt-oss":
+        how = {"bias": True, "activation": ClampedSwiGLU(limit=1.0)}
+    torch.manual_seed(0)
+    layer = Experts(Router(HIDDEN, COUNT, 2), HIDDEN, INNER, **how).double().requires_grad_(False)
+    if layer.down_bias is not None:
+        nn.init.normal_(layer.gate_up_bias), nn.init.normal_(layer.down_bias)
+    parts = {
+        "gate_up_proj": [
+            RowRange((2 * e + i) * INNER, INNER) for e in range(COUNT) for i in gate_up
+        ],
+        "down_proj": [RowRange(e * HIDDEN, HIDDEN) for e in range(COUNT) if down],
+    }
+    for name, rows in parts.items():
+        if rows:
+            base = stacked_linear(getattr(layer, name))
+            lora = LoraLinear(base, rows, rank=3, experts=COUNT, **options).double()
+            nn.init.normal_(lora.lora_b)
+            delattr(layer, name)
+            setattr(layer, name, lora)
+    return layer
+
+
+def by_formula(layer: Experts, x: Tensor) -> Tensor:
+    """Return the output of experts whose weights contain their adapters."""
+    weights, experts, _ = layer.router(x)
+    stacks = []
+    for each in (layer.gate_up_proj, layer.down_proj):
+        whole = each if isinstance(each, Tensor) else each.base_layer.weight
+        for rows, a, b in [] if isinstance(each, Tensor) else each.factors():
+            here = whole[rows.slice] + each.scaling * b @ a
+            whole = torch.cat([whole[: rows.start], here, whole[rows.start + rows.size :]])
+        stacks.append(whole.unflatten(0, (COUNT, -1)))
+    biases = {"gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    return kernels.expert_mlp(x, *stacks, weights, experts, layer.activation, **biases)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "like"),
+    [
+        ((0, 1), True, ""),
+        ((0,), False, ""),
+        ((1,), True, ""),
+        ((), True, ""),
+        ((0, 1), True, "gpt-oss"),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients(gate_up, down, like) -> None:
+    layer = adapted(gate_up, down, like, alpha=5.0)
+    x = torch.randn(2, 5, HIDDEN).double().requires_grad_()
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    assert len(leaves) == 1 + 2 * bool(gate_up) + 2 * down
+    (out, _), expected = layer(x), by_formula(layer, x)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad)
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_dropout_drops_inputs_of_the_adapters_alone() -> None:
+    """The gradients are those of finite differences, at the same random numbers."""
+    layer, x = adapted((0, 1), True, dropout=0.5), torch.randn(4, HIDDEN).double()
+    leaves = [x.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
+
+    def call(*_: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return layer(x)[0]
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+    with torch.no_grad():
+        assert not torch.equal(call(), by_formula(layer, x))
+        torch.testing.assert_close(layer.eval()(x)[0], by_formula(layer, x))
+        for each in (layer.gate_up_proj, layer.down_proj):
+            each.enable_adapters(False)
+        plain = copy.deepcopy(layer)
+        for each in (plain.gate_up_proj, plain.down_proj):
+            each.enable_adapters(True)
+            each.lora_b.zero_()
+        torch.testing.assert_close(layer(x)[0], by_formula(plain, x))
+
+
+def test_nothing_of_the_size_of_a_weight_is_kept() -> None:
+    layer, x = adapted((0, 1), True), torch.randn(5, HIDDEN).double().requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        layer(x)
+    own = {p.data_ptr() for p in layer.parameters()} | {x.data_ptr()}
+    sizes = sorted(t.numel() for t in kept if t.data_ptr() not in own and t.is_floating_point())
+    # Of each of 10 rows: A x of gate and up, and gate and up. All else is smaller.
+    assert sizes[-2:] == [10 * 2 * 3, 10 * 2 * INNER] and sizes[-3] <= 10 * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_moe")
+    torch.manual_seed(0)
+    cls = outside.family("qwen3_moe")
+    cls(cls.config_class.small(vocab_size=258)).save_hf(made)
+    make_tokenizer(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def family(registry: None) -> None:
+    outside.family("qwen3_moe")
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def disturbed(model: nn.Module) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.05 * torch.randn_like(weight))
+    return model.eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.head.logits(model(IDS))
+
+
+def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(folder, tmp_path) -> None:
+    model = AutoLiger.from_hf(folder)
+    add_adapters(model, 4, 8.0, dropout=0.1)
+    disturbed(model)
+    export_adapter(model, tmp_path, str(folder), None)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    assert f"{P}.3.gate_proj.lora_A.weight" in written
+    factors = factors_of(model)
+    config = model.config
+    each = config.num_hidden_layers * (4 + 3 * config.num_experts)  # projections
+    assert len(factors) == each and len(written) == 2 * each
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(x.numel() for x in written.values()) == trained
+    for name, pair in factors.items():
+        for end, x in zip("AB", pair):
+            assert torch.equal(written[f"base_model.model.{name}.lora_{end}.weight"], x)
+    again = AutoLiger.from_hf(tmp_path)
+    assert same(again.state_dict(), merged(model).state_dict())
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-5, atol=1e-6)
+    found = peft.PeftModel.from_pretrained(theirs(folder), tmp_path).eval()
+    torch.testing.assert_close(found(IDS).logits, logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"]},
+        {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+        {"target_modules": ["k_proj"], "target_parameters": ["experts.gate_up_proj"], "r": 3},
+        {"target_modules": "all-linear", "use_rslora": True},
+    ],
+    ids=str,
+)
+def test_an_adapter_that_peft_writes_for_parameters_of_experts(options, folder, tmp_path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = disturbed(peft.get_peft_model(theirs(folder), LoraConfig(**options)))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    torch.testing.assert_close(logits(AutoLiger.from_hf(tmp_path)), expected, rtol=1e-4, atol=1e-5)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    for name in [name for name in weights if "experts" in name]:
+        rest = {key: x for key, x in weights.items() if key != name}
+        save_file(rest, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=f"{name} is missing, but target_parameters"):
+            AutoLiger.from_hf(tmp_path)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    config["target_parameters"].append("experts.other")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"'experts\.other' is no weight of all experts"):
+        AutoLiger.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("targets", "projections"),
+    [
+        (["experts"], {"gate_proj", "up_proj", "down_proj"}),
+        (["mlp.experts.down_proj"], {"down_proj"}),
+        (["experts.gate_up_proj", "v_proj"], {"gate_proj", "up_proj", "v_proj"}),
+        (["up_proj"], {"up_proj"}),
+    ],
+    ids=str,
+)
+def test_targets(targets, projections, folder) -> None:
+    model = AutoLiger.from_hf(folder)
+    add_adapters(model, 2, 4.0, targets=targets)
+    assert {name.rpartition(".")[2] for name in factors_of(model)} == projections
+    by_default, by_name = (AutoLiger.from_hf(folder) for _ in range(2))
+    add_adapters(by_default, 2, 4.0)
+    add_adapters(by_name, 2, 4.0, targets=["all-linear"])
+    assert same(by_default.state_dict(), by_name.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["experts", "w1"], "lora_targets: 'w1' is no linear of the layers"),
+        (["experts.1.up_proj"], "is the projection of one of 4 experts .* name gate_proj"),
+    ],
+)
+def test_targets_that_cannot_have_adapters(targets, message, folder) -> None:
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(AutoLiger.from_hf(folder), 2, 4.0, targets=targets)
+
+
+def test_an_adapter_without_one_of_its_experts_is_refused(folder, tmp_path) -> None:
+    model = AutoLiger.from_hf(folder)
+    add_adapters(model, 2, 4.0, targets=["experts"])
+    export_adapter(model, tmp_path, str(folder), None)
+    file = tmp_path / "adapter_model.safetensors"
+    weights, name = load_file(file), f"{P}.2.up_proj.lora_B.weight"
+    save_file({key: x for key, x in weights.items() if key != name}, file)
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        AutoLiger.from_hf(tmp_path)
+    other = name.replace("experts.2", "experts.9")
+    save_file(weights | {other: weights[name].clone()}, file)
+    with pytest.raises(CheckpointError, match=r"experts\.9\.up_proj\.lora_B.* would be left out"):
+        AutoLiger.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_merged_equals_unmerged(bits, folder) -> None:
+    model = AutoLiger.from_hf(folder)
+    if bits is not None:
+        quantize(model, bits, torch.device("cpu"))
+    add_adapters(model, 4, 8.0)
+    disturbed(model)
+    whole = merged(model)
+    if bits is None:
+        torch.testing.assert_close(logits(model), logits(whole), rtol=1e-6, atol=1e-6)
+    else:
+        difference = (logits(model) - logits(whole)).norm() / logits(whole).norm()
+        assert 0 < difference < (0.2 if bits == 4 else 0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_of_few_bits(bits) -> None:
+    """They compute what their values give, forward and backward."""
+    layer = adapted((0, 1), True).float()
+    exact = copy.deepcopy(layer)
+    for name in ("gate_up_proj", "down_proj"):
+        lora, other = getattr(layer, name), getattr(exact, name)
+        lora.base_layer = QuantizedLinear(lora.base_layer, bits)
+        other.base_layer.weight.copy_(lora.base_layer.dequantized(torch.float32))
+    x = torch.randn(5, HIDDEN, requires_grad=True)
+    grad, found = torch.randn(5, HIDDEN), []
+    for each in (layer, exact):
+        leaves = [x, *(p for p in each.parameters() if p.requires_grad)]
+        out, _ = each(x)
+        found.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_run_on_experts_of_4_bits(folder, tmp_path) -> None:
+    text = make_text(tmp_path / "words.txt", 4)
+    options: dict[str, Any] = {"lora_r": 4, "load_in": "4bit", "lora_targets": ["experts"]}
+    options |= {"max_steps": 2, "seq_len": 32, "learning_rate": 0.02, "eval_fraction": 0}
+    made = run(folder, text, tmp_path / "run", **options)
+    before, after = tensors(folder), tensors(made.model_dir)
+    changed = {name for name in before if not after[name].equal(before[name])}
+    assert changed == {
+        f"layers.{i}.mlp.{end}" for i in (0, 1) for end in ("gate_up_proj", "down_proj")
+    }
+    alone = run(folder, text, tmp_path / "run", resume=True, export="adapter", **options)
+    assert same(tensors(alone.model_dir), after)
