@@ -30,6 +30,7 @@ class _ExpertMLP(torch.autograd.Function):
         activation: str | ClampedSwiGLU,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
+        keep_gate_up: bool,
     ) -> Tensor:
         ops = ctx.ops = select(_OP, x)
         order, place, starts = select("routing", x).sort_by_expert(experts, len(down_weight))
@@ -37,17 +38,14 @@ class _ExpertMLP(torch.autograd.Function):
         if gate_up_bias is not None or down_bias is not None:
             owner = experts.clamp(0, len(down_weight) - 1)  # no kernel may read another bias
             owner_of_row = owner.flatten()[order]
-        rows = x[order // experts.shape[1]]
-        gate_up = ops.expert_linear(rows, gate_up_weight.mT, starts)
-        del rows
+        gate_up = ops.expert_linear(x[order // experts.shape[1]], gate_up_weight.mT, starts)
         made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
-        y = ops.expert_linear(made, down_weight.mT, starts)
         ctx.save_for_backward(
             x,
             gate_up_weight,
             down_weight,
             weights,
-            gate_up,
+            gate_up if keep_gate_up else None,
             order,
             place,
             starts,
@@ -56,6 +54,8 @@ class _ExpertMLP(torch.autograd.Function):
             owner,
         )
         ctx.activation = activation
+        del gate_up
+        y = ops.expert_linear(made, down_weight.mT, starts)
         return ops.expert_sum(y, place, weights, down_bias, owner)
 
     @staticmethod
@@ -66,7 +66,9 @@ class _ExpertMLP(torch.autograd.Function):
         needs_x, needs_gate_up, needs_down, needs_weights = ctx.needs_input_grad[:4]
         needs_gate_up_bias, needs_down_bias = ctx.needs_input_grad[6:8]
         ops, token = ctx.ops, order // weights.shape[1]
-        grads: list[Tensor | None] = [None] * 8
+        grads: list[Tensor | None] = [None] * 9
+        if gate_up is None:
+            gate_up = ops.expert_linear(x[token], gate_up_weight.mT, starts)
         grad_rows = grad_output[token]
         grad_made = ops.expert_linear(grad_rows, down_weight, starts)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
@@ -111,6 +113,7 @@ def expert_mlp(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    keep_gate_up: bool = True,
 ) -> Tensor:
     """Return each token's weighted sum of the gated MLPs of its experts.
 
@@ -130,6 +133,7 @@ def expert_mlp(
         activation: of the gate: "silu", "gelu_tanh" or "gelu"; or a `ClampedSwiGLU`.
         gate_up_bias: (experts, 2 * inner), added before the activation, or None.
         down_bias: (experts, hidden), added before the weighting, or None.
+        keep_gate_up: whether gate and up are kept for backward; otherwise it computes them again.
     Returns: (..., hidden) in x's dtype. The products are rounded once each, and their sum once.
     Raises: ValueError if the shapes, dtypes or the activation are wrong.
     Source: arXiv:2101.03961, with the gated MLP of arXiv:2002.05202.
@@ -144,7 +148,6 @@ def expert_mlp(
     check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation, *biases)
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
     weights, experts = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
-    out = apply(
-        _ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, activation, *biases
-    )
+    options = activation, *biases, keep_gate_up
+    out = apply(_ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, *options)
     return out.view(x.shape)

@@ -17,6 +17,7 @@ from ligermodels.kernels.checks import (
 from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.kernels.frozen_experts import ExpertWeight, frozen_expert_mlp
 from ligermodels.layers.fusion import PreNormed
+from ligermodels.layers.recompute import Planned
 
 _STD = 0.02  # of the first weights; a model draws them again with its own
 
@@ -118,7 +119,7 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]}, {self.num_experts}, top_k={self.top_k}, {self.score}"
 
 
-class Experts(nn.Module):
+class Experts(Planned, nn.Module):
     """Each token's weighted sum of the gated MLPs of its experts. `kernels.expert_mlp` computes it.
 
     It stands in a block where a `GatedMLP` would. The rows of `gate_up_proj` (experts * 2 * inner,
@@ -196,13 +197,14 @@ class Experts(nn.Module):
         gate_up: Any = self.gate_up_proj
         down: Any = self.down_proj
         count = self.router.num_experts
-        biases: Any = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        options: Any = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         routes = weights, experts
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             gate_up, down = gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1))
-            return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **biases)
+            options["keep_gate_up"] = self.policy != "no_gate_up"
+            return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **options)
         frozen = expert_weight(gate_up), expert_weight(down)
-        return frozen_expert_mlp(x, *frozen, *routes, count, self.activation, **biases)
+        return frozen_expert_mlp(x, *frozen, *routes, count, self.activation, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""

@@ -37,6 +37,7 @@ _PRODUCTS = {
     "aten::addmm_": 1,
     "aten::baddbmm": 1,
     "aten::_scaled_mm": 0,
+    "aten::_grouped_mm": 0,
     "ligermodels::wide_product": 0,
     "ligermodels::accumulate_product": 1,
 }

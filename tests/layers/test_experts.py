@@ -94,6 +94,24 @@ def test_it_stands_where_an_mlp_would() -> None:
     torch.testing.assert_close((x + residual, logits), (between + expected, same))
 
 
+def test_gate_and_up_are_computed_again_under_the_policy_that_drops_them() -> None:
+    experts, x = layer(), torch.randn(2, 5, HIDDEN).double().requires_grad_()
+    inputs = [x, *experts.parameters()]
+    found, sizes = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[-1].append(tensor.shape)
+        return tensor
+
+    for experts.policy in ("all", "no_gate_up"):
+        sizes.append([])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out, _ = experts(x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    assert all(map(torch.equal, *found))
+    assert [(20, 2 * INNER) in each for each in sizes] == [True, False]
+
+
 def routes(logits: torch.Tensor, top_k: int = 2) -> Routes:
     return Routes(logits, kernels.routing(logits, top_k)[1])
 

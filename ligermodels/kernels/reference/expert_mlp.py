@@ -21,8 +21,8 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
         every = torch.einsum("ri,eio->reo", x.to(dtype), weight.to(dtype))
         return cast((every * own[..., None]).sum(1), x.dtype)
     out = x.new_empty(len(x), weight.shape[2])
-    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
-        out[first:end] = cast(x[first:end], dtype) @ cast(weight[expert], dtype)
+    for expert, (first, end) in enumerate(pairwise(_bounds(starts, len(x)))):
+        _product(cast(x[first:end], dtype), cast(weight[expert], dtype), out[first:end])
     return out
 
 
@@ -33,8 +33,8 @@ def expert_linear_weight_gradient(left: Tensor, right: Tensor, starts: Tensor) -
         own = _own(starts, len(left)).to(dtype)
         return cast(torch.einsum("re,rl,ri->eli", own, left.to(dtype), right.to(dtype)), left.dtype)
     out = left.new_empty(len(starts) - 1, left.shape[1], right.shape[1])
-    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
-        out[expert] = cast(left[first:end], dtype).mT @ cast(right[first:end], dtype)
+    for expert, (first, end) in enumerate(pairwise(_bounds(starts, len(left)))):
+        _product(cast(left[first:end], dtype).mT, cast(right[first:end], dtype), out[expert])
     return out
 
 
@@ -51,7 +51,7 @@ def expert_bias_gradient(
         each = each * weights.flatten()[order][:, None]
     if _has_no_values(starts):
         return cast(_own(starts, len(grad)).to(dtype).mT @ each, grad.dtype)
-    rows = [each[first:end].sum(0) for first, end in pairwise(starts.tolist())]
+    rows = [each[first:end].sum(0) for first, end in pairwise(_bounds(starts, len(grad)))]
     return cast(torch.stack(rows), grad.dtype)
 
 
@@ -139,9 +139,24 @@ def _clamped_swiglu(gate_up: Tensor, activation: ClampedSwiGLU) -> tuple[Tensor,
     return gate * phi * up, slope * up * gate_inside, gate * phi * up_inside
 
 
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a b into out, which may have another dtype."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def _bounds(starts: Tensor, rows: int) -> list[int]:
+    """Return starts as numbers. Without data, as in a simulation, all experts have as many rows."""
+    if starts.is_meta:
+        return [rows * expert // (len(starts) - 1) for expert in range(len(starts))]
+    return starts.tolist()
+
+
 def _has_no_values(starts: Tensor) -> bool:
-    """Return whether the rows of each expert are unknown, so that all pairs are computed."""
-    return torch.compiler.is_compiling() or type(starts) is not Tensor or starts.is_meta
+    """Return whether torch.compile traces, so that all pairs are computed."""
+    return torch.compiler.is_compiling() or type(starts) is not Tensor
 
 
 def _own(starts: Tensor, rows: int) -> Tensor:
