@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ligermodels.layers.experts import Routes
 from ligermodels.layers.kv_cache import CachedLayer
 
 CheckpointingPolicy = Literal["all", "no_gate_up", "attention", "input"]
@@ -165,7 +165,7 @@ def _check_output(layer: nn.Module, out: Any, x: Tensor) -> None:
     if len(parts) in (2, 3) and isinstance(out, (tuple, list)):
         summands = parts[:1] if parts[1] is None else parts[:2]
         good = all(isinstance(each, Tensor) and each.shape == x.shape for each in summands)
-        if good and all(isinstance(each, (Tensor, Routes)) for each in parts[2:]):
+        if good and all(isinstance(each, Tensor) for each in tree_leaves(parts[2:])):
             return
     shown = ", ".join(
         f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
