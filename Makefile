@@ -3,6 +3,7 @@
 # make test-long    run each night what takes minutes, and the tests of other people's products
 # make coverage     run the tests with branch coverage, print it, and write build/coverage/html
 # make lint         run only ruff and mypy
+# make site         build the documentation into build/site; warnings are errors
 # make parity       compare with transformers, and write docs/parity.md
 # make parity-gpu   the same at real vocabulary sizes on a GPU: write docs/parity_gpu.md
 # make outside-tools  train in Axolotl, LLaMA-Factory and Unsloth, in separate environments
@@ -31,7 +32,7 @@ INTERPRETED := tests/kernels tests/interpreter tests/test_docs.py
 # done first takes over some of the other's.
 SHARED := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-long coverage lint format parity parity-gpu outside-tools bench-ops clean
+.PHONY: demo test test-long coverage lint format site parity parity-gpu outside-tools bench-ops clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -68,6 +69,9 @@ lint: $(VENV)/.test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+site: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 parity: $(VENV)/.test
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.models.parity_table -n $(WORKERS)

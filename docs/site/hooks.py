@@ -1,0 +1,238 @@
+"""What mkdocs runs while it builds the site: pages that are made from the code, and links.
+
+A page of a family shows its sizes, its parity with transformers and its measured steps. A page of
+the reference shows the docstrings of a room. A link to a file outside docs/ leads to GitHub.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # where the package is not installed
+
+PACKAGE = ROOT / "ligermodels"
+BLOB = "https://github.com/ligermodels/ligermodels/blob/main/"
+# Title of a page of the reference -> the modules of the package whose public names it shows. A
+# package stands for the names of its `__all__`.
+REFERENCE = {
+    "Models": [
+        "models.auto",
+        "models.base",
+        "models.config",
+        "models.hf_model",
+        "models.planned",
+        "models.kernel_report",
+        "models.decoder_weight_map",
+    ],
+    "Layers": ["layers"],
+    "Kernels": ["kernels"],
+    "Heads": ["heads.classifier", "heads.embedding", "heads.medusa", "heads.multi_token"],
+    "Generation": ["generation.generate", "generation.many", "layers.kv_cache"],
+    "Text": ["text"],
+    "Memory": ["memory.plan", "memory.planner"],
+    "float8": ["float8"],
+    "Adapters": ["adapters", "adapters.reference"],
+    "Losses": [
+        "losses.preference",
+        "losses.kto",
+        "losses.policy",
+        "losses.reward",
+        "losses.contrastive",
+        "losses.distillation",
+        "losses.terms",
+    ],
+    "Training": [
+        "training.config",
+        "training.losses",
+        "training.objectives",
+        "training.finetune",
+        "training.optimizers",
+        "training.packing",
+    ],
+    "Parallel": ["parallel.shard", "parallel.state"],
+    "Converters": [
+        "converters.weight_map",
+        "converters.load_pretrained",
+        "converters.verify",
+        "converters.inspect",
+    ],
+    "Other tools": [
+        "integrations.hf_model",
+        "integrations.peft_adapters",
+        "integrations.trl_trainers",
+        "checks.check_family",
+    ],
+    "Errors": ["errors"],
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pictures of benchmarks/results and the pages that are made from the code."""
+    from mkdocs.structure.files import File
+
+    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
+        uri = f"results/{picture.name}"
+        files.append(File.generated(config, uri, abs_src_path=str(picture)))
+    for uri, text in (*family_pages(), *reference_pages()):
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Make links and pictures that leave docs/ lead to GitHub and to the copied pictures."""
+    return outside_links(markdown, page.file.src_uri)
+
+
+def outside_links(markdown: str, uri: str) -> str:
+    """Return the text of the page `uri` with each link that leaves docs/ replaced."""
+
+    def replace(match: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join("docs", os.path.dirname(uri), match[1]))
+        anchor = match[2] or ""
+        if path.startswith("docs" + os.sep):
+            return match[0]
+        if path.startswith("benchmarks/results/") and path.endswith(".png"):
+            return f"](results/{os.path.basename(path)})"
+        return f"]({BLOB}{path}{anchor})"
+
+    return re.sub(r"\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", replace, markdown)
+
+
+def family_pages() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of a page for each family, and of their index."""
+    from ligermodels.models.auto import families
+
+    rows = []
+    for name, cls in families().items():
+        module = sys.modules[cls.__module__]
+        what = (module.__doc__ or "").strip().split("\n")[0]
+        title = cls.__name__.removeprefix("Liger")
+        rows.append(
+            f"| [{title}]({name}.md) | `{name}` | {len(cls.config_class.presets)} | {what} |"
+        )
+        yield f"families/{name}.md", family_page(name, cls, title, module.__doc__ or "")
+    head = "| family | model_type | sizes by name | |\n| --- | --- | --- | --- |\n"
+    intro = (
+        "# Families\n\nEach family is one file, which reads top to bottom. `ligermodels inspect "
+        "NAME` tells whether a checkpoint can be loaded, and [a family of your "
+        "own](../adding_a_family.md) is one file, too.\n\n"
+    )
+    yield "families/index.md", intro + head + "\n".join(rows) + "\n"
+
+
+def family_page(name: str, cls: Any, title: str, doc: str) -> str:
+    """Return the card of a family."""
+    config = cls.config_class
+    preset = next(iter(config.presets), None)
+    lines = [f"# {title}", "", doc.strip(), ""]
+    file = Path(sys.modules[cls.__module__].__file__ or "").relative_to(ROOT)
+    lines += [f"The source is [{file}]({BLOB}{file}).", ""]
+    if preset is not None:
+        lines += [
+            "```python",
+            f"from ligermodels import {cls.__name__}, {config.__name__}",
+            "",
+            f"model = {cls.__name__}.from_hf(FOLDER)  # a hub id or a local folder",
+            f'model = {cls.__name__}({config.__name__}.preset("{preset}"))  # random weights',
+            "```",
+            "",
+        ]
+    lines += ["## Sizes", "", *size_table(cls)]
+    own = own_fields(config())
+    if own:
+        lines += ["", "## Its own config fields", "", "| field | default |", "| --- | --- |"]
+        lines += [f"| `{field}` | `{value!r}` |" for field, value in own.items()]
+    parity = [line for line in parity_rows() if line.split("|")[1].strip() == name]
+    if parity:
+        lines += ["", "## Parity with transformers", ""]
+        lines += ["The largest errors of all rows of [parity](../parity.md), in float32.", ""]
+        lines += ["| logits | loss | gradients | generation | round trip | compile |"]
+        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        lines += ["|" + "|".join(line.split("|")[2:]) for line in parity]
+    measured = measured_rows(name)
+    if measured:
+        lines += ["", "## Measured", "", "A training step in bfloat16 with AdamW on one H200.", ""]
+        lines += ["| model, tokens | implementation | ms | peak GiB |", "| --- | --- | --- | --- |"]
+        lines += measured
+    return "\n".join(lines) + "\n"
+
+
+def size_table(cls: Any) -> Iterator[str]:
+    """Yield a table of the published sizes of a family."""
+    yield "| size | parameters | layers | hidden | heads, of which keys | vocabulary | positions |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for preset in cls.config_class.presets:
+        config = cls.config_class.preset(preset)
+        count = sum(math.prod(entry.shape) for entry in cls.weight_map(config))
+        yield (
+            f"| `{preset}` | {count / 1e9:.2f}B | {config.num_hidden_layers} "
+            f"| {config.hidden_size} | {config.num_attention_heads}, {config.num_key_value_heads} "
+            f"| {config.vocab_size} | {config.max_position_embeddings} |"
+        )
+
+
+def own_fields(config: Any) -> dict[str, Any]:
+    """Return the fields that not every family has, with their defaults."""
+    from dataclasses import fields
+
+    from ligermodels.models.config import ModelConfig
+
+    shared = {each.name for each in fields(ModelConfig)}
+    names = [each.name for each in fields(config) if each.name not in shared]
+    return {name: getattr(config, name) for name in names}
+
+
+def parity_rows() -> list[str]:
+    """Return the rows of the first table of docs/parity.md."""
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    table = text.partition("## The largest error of each family")[2].partition("\n## ")[0]
+    return [line for line in table.splitlines() if line.startswith("| ")]
+
+
+def measured_rows(family: str) -> list[str]:
+    """Return the rows of a table of the measured steps of a family."""
+    path = ROOT / "benchmarks" / "results" / "families.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [
+        f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
+        f"| {row['peak GiB']:.1f} |"
+        for row in rows
+        if row["family"] == family and "ms" in row
+    ]
+
+
+def reference_pages() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each page of the reference, and of its index."""
+    index = ["# Reference", "", "The public names, with the text of their docstrings.", ""]
+    for title, modules in REFERENCE.items():
+        page = title.lower().replace(" ", "_") + ".md"
+        lines, found = [f"# {title}", ""], []
+        for module in modules:
+            for name in public_names(module):
+                lines += [f"::: ligermodels.{module}.{name}", ""]
+                found.append(name)
+        index.append(f"- [{title}]({page}): " + ", ".join(f"`{name}`" for name in found))
+        yield f"reference/{page}", "\n".join(lines)
+    yield "reference/index.md", "\n".join(index) + "\n"
+
+
+def public_names(module: str) -> list[str]:
+    """Return the names of `__all__`, or else the public functions and classes of a module."""
+    path = PACKAGE.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
+            return list(ast.literal_eval(node.value))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for node in tree.body if isinstance(node, kinds)]
+    return [name for name in names if not name.startswith("_")]
