@@ -1,6 +1,7 @@
 """A mixture of experts: a router, and gated MLPs of which each token gets a few."""
 
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +120,19 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]}, {self.num_experts}, top_k={self.top_k}, {self.score}"
 
 
+class ExpertExchange(Protocol):
+    """How tokens get to the ranks that have their experts; `ligermodels.parallel` makes it."""
+
+    def __call__(
+        self, mlps: Callable[..., Tensor], x: Tensor, weights: Tensor, experts: Tensor
+    ) -> Tensor:
+        """Return `mlps(x, weights, experts)` of all experts, where `mlps` has those of this rank.
+
+        Args: x (tokens, hidden); weights and experts (tokens, top_k).
+        """
+        ...
+
+
 class Experts(Planned, nn.Module):
     """Each token's weighted sum of the gated MLPs of its experts. `kernels.expert_mlp` computes it.
 
@@ -132,6 +146,10 @@ class Experts(Planned, nn.Module):
         activation: activation of the gate: "silu", "gelu_tanh" or "gelu"; or a `ClampedSwiGLU`.
         bias: whether the experts have biases, `gate_up_bias` (experts, 2 * inner) and `down_bias`
             (experts, hidden).
+
+    Attributes:
+        num_experts: how many experts have their parameters here.
+        exchange: how tokens get to the experts of other ranks, or None if all are here.
 
     Raises:
         ValueError: a size is not a positive integer, the router is none, or the activation is
@@ -155,6 +173,7 @@ class Experts(Planned, nn.Module):
         check_expert_activation("Experts", activation)
         self.router, self.activation = router, activation
         self.hidden_size, self.intermediate_size = hidden, inner
+        self.num_experts, self.exchange = router.num_experts, None
         self.gate_up_proj = nn.Parameter(torch.empty(router.num_experts * 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(router.num_experts * hidden, inner))
         self.gate_up_bias = self.down_bias = None
@@ -163,6 +182,8 @@ class Experts(Planned, nn.Module):
             self.down_bias = nn.Parameter(torch.zeros(router.num_experts, hidden))
         nn.init.normal_(self.gate_up_proj, std=_STD)
         nn.init.normal_(self.down_proj, std=_STD)
+
+    exchange: ExpertExchange | None
 
     @overload
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Routes]: ...
@@ -185,18 +206,23 @@ class Experts(Planned, nn.Module):
         """
         rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
         weights, chosen, logits = self.router(rows, experts)
-        out = self._mlps(rows, weights, chosen)
         routes = Routes(*(each.reshape(-1, each.shape[-1]) for each in (logits, chosen)))
+        if self.exchange is None:
+            out = self._mlps(rows, weights, chosen)
+        else:
+            flat = rows.reshape(-1, rows.shape[-1])
+            weights = weights.reshape(routes.experts.shape)
+            out = self.exchange(self._mlps, flat, weights, routes.experts).view(rows.shape)
         return (out, routes) if total is None else (out, total, routes)
 
     def _mlps(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Return the weighted sums of the experts' MLPs, for what the router returns.
+        """Return the weighted sums of the MLPs of the experts that are here.
 
         A weight may have been replaced by a module, which makes the weights frozen ones.
         """
         gate_up: Any = self.gate_up_proj
         down: Any = self.down_proj
-        count = self.router.num_experts
+        count = self.num_experts
         options: Any = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         routes = weights, experts
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):

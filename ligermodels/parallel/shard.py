@@ -10,10 +10,13 @@ cp              context parallelism: each rank computes a part of each row; para
                 sharded over it as over dp_shard
 tp              tensor parallelism, with the sequence split between the blocks; alone or with
                 the others
+ep              expert parallelism: each rank has its own rows and some of the experts; other
+                parameters are sharded over it as over dp_shard
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,9 +29,11 @@ from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.float8 import Float8Linear
+from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.context import context_parallel
+from ligermodels.parallel.expert import expert_parallel
 from ligermodels.parallel.layout import (
     ModelLayout,
     local_slices,
@@ -41,13 +46,18 @@ from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
-DIMENSIONS = (REPLICATE, SHARD, CONTEXT, TENSOR)
+EXPERT = "ep"
+DIMENSIONS = (REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR)
 NOT_SHARDED = "this model is not sharded; call ligermodels.shard(model) first"
 
 
 def data_mesh_of(model: nn.Module) -> DeviceMesh:
     """Return the mesh of the ranks that gradients of a sharded model are averaged over."""
     reshard(model)  # after a forward without backward, no parameter may be a sharded one
+    layout = getattr(model, "layout", None)
+    if layout is not None and layout.data is not None:
+        data: DeviceMesh = layout.data
+        return data
     parameter = next(filter(is_sharded, model.parameters()), None)
     if parameter is None:
         raise ConfigError(NOT_SHARDED)
@@ -82,23 +92,34 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"shard: the mesh has the dimensions {names}; put {REPLICATE} before {SHARD}, because "
             "the copies are the outer dimension"
         )
+    if {EXPERT, TENSOR} <= {*names}:
+        raise ConfigError(
+            f"shard: the mesh has the dimensions {names}; use either {EXPERT} or {TENSOR}, because "
+            "tensor parallelism cannot cut experts"
+        )
     return mesh
 
 
-def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for `fully_shard`: one dimension of shards, or copies and shards."""
+def fsdp_mesh(mesh: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh:
+    """Return the mesh for `fully_shard`: one dimension of shards, or copies and shards.
+
+    Args: of_experts: whether it is that of the experts, of which the ranks of ep have others.
+    """
     names = mesh.mesh_dim_names or ()
-    if SHARD not in names or CONTEXT in names:
+    if SHARD not in names or CONTEXT in names or EXPERT in names:
         # Without dp_shard, shards over a single rank are copies of the whole, averaged by the
-        # engine of HSDP. The ranks of cp have other tokens, as those of dp_shard have.
-        # A process group orders its ranks, so those of both stay in the order of the mesh.
-        data = [name for name in names if name in (SHARD, CONTEXT)]
-        order = [name for name in (REPLICATE, *data, TENSOR) if name in names]
+        # engine of HSDP. The ranks of cp have other tokens, as those of dp_shard have, and so have
+        # those of ep.
+        # A process group orders its ranks, so those of all stay in the order of the mesh.
+        apart = EXPERT if of_experts else TENSOR
+        data = [name for name in names if name not in (REPLICATE, apart)]
+        order = [name for name in (REPLICATE, *data, apart) if name in names]
         sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
+        shards = math.prod(sizes[name] for name in data)
         ranks = mesh.mesh.permute([*map(names.index, order)]).reshape(
-            sizes[REPLICATE], sizes[SHARD] * sizes[CONTEXT], sizes[TENSOR]
+            sizes[REPLICATE], shards, sizes[apart]
         )
-        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+        mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(REPLICATE, SHARD, apart))
     return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[SHARD]
 
 
@@ -149,9 +170,9 @@ def shard(
             the host does well ahead of the GPU.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
-            cannot be split over the ranks of tp, a layer mixes tokens in a way that cp does not
-            know, torch.distributed is not initialised, the model is sharded already, or is a model
-            on the meta device that no checkpoint belongs to.
+            cannot be split over the ranks of tp or ep, a layer mixes tokens in a way that cp does
+            not know, torch.distributed is not initialised, the model is sharded already, or is a
+            model on the meta device that no checkpoint belongs to.
         CheckpointError: the values of the checkpoint cannot be read.
     """
     # These take half a second to import.
@@ -173,6 +194,9 @@ def shard(
     if TENSOR in names:
         tensor_parallel(model, mesh[TENSOR])
         give_whole_state(model)
+    if EXPERT in names:
+        expert_parallel(model, mesh[EXPERT])
+        give_whole_state(model)
     if reduce_dtype is None:
         wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         reduce_dtype = torch.float64 if wide else torch.float32
@@ -186,6 +210,12 @@ def shard(
         total = sum(p.numel() * (compute_dtype or p.dtype).itemsize for p in model.parameters())
         reshard_after_forward = total >= KEEP_GATHERED_BYTES
     options: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy}
+    if EXPERT in names:
+        apart = options | {"mesh": fsdp_mesh(mesh, of_experts=True)}
+        for module in [*model.layers.modules()]:
+            if isinstance(module, Experts):
+                fully_shard(module.router, reshard_after_forward=reshard_after_forward, **options)
+                fully_shard(module, reshard_after_forward=reshard_after_forward, **apart)
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     if any(True for _ in model.head.parameters()):
@@ -236,24 +266,25 @@ def clip_grad_norm_(model: DecoderModel, max_norm: float) -> Tensor:
 
     Returns: the norm of all gradients before, a scalar, the same on all ranks.
     """
-    mesh = data_mesh_of(model)
-    shared, cut = torch.zeros((2,), device=device_of(mesh)).unbind()
-    tensor_group, grads, splits = None, [], splits_of(model)
+    device = device_of(data_mesh_of(model))
+    # The sums of squares by the groups of ranks that have parts of the same parameters.
+    squares: dict[tuple[Any, ...], Tensor] = {}
+    grads, splits = [], splits_of(model)
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         grads.append(local_tensor(parameter.grad))
-        split = splits.get(name)
+        split, mesh = splits.get(name), parameter.device_mesh  # type: ignore[attr-defined]
+        last = mesh.get_group(mesh.ndim - 1)
+        groups = (last,) if split is None else (last, split.mesh.get_group())
         own = [each for each in local_slices(parameter.grad, split) if not each.is_copy]
-        squares = [each.values.float().square().sum() for each in own]
-        if split is None:
-            shared = shared + sum(squares)
-        else:
-            tensor_group, cut = split.mesh.get_group(), cut + sum(squares)
-    if tensor_group is not None:
-        dist.all_reduce(cut, group=tensor_group)
-    total = shared + cut
-    dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+        found = squares.get(groups, torch.zeros((), device=device))
+        squares[groups] = found + sum(each.values.float().square().sum() for each in own)
+    total = torch.zeros((), device=device)
+    for sharing, square in squares.items():
+        for group in sharing:
+            dist.all_reduce(square, group=group)
+        total += square
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:

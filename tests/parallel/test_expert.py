@@ -1,0 +1,150 @@
+"""Models with experts, sharded by FSDP2 or by experts, compute what one process computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ligermodels import ConfigError, MemoryPlan, families, mean_over_ranks, shard
+from ligermodels.models.base import DecoderModel
+from ligermodels.parallel.expert import expert_parallel
+from tests import outside
+from tests.parallel import test_shard
+from tests.parallel.ranks import Case, check, run_ranks
+from tests.parallel.steps import count, data, differences, gradients, make, mesh_of, relative
+from tests.parallel.test_shard import own_rows
+from tests.parallel.test_tensor import Mesh
+
+# Two ranks have 3 and 2 experts, and four ranks 2, 1, 1 and 1.
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 2, tmp_path), subtests)
+
+
+@pytest.mark.long
+def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    check(run_ranks(__name__, 4, tmp_path), subtests)
+
+
+def make_experts(tied: bool, family: str = "qwen3_moe", **changes: Any) -> DecoderModel:
+    if "qwen3_moe" not in families():
+        outside.family("qwen3_moe")
+    return make(tied, "qwen3_moe", **(EXPERTS | changes))
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    layouts = {"ep": mesh_of(ep=ranks)}
+    if ranks == 4:
+        layouts |= {
+            "fsdp and ep": mesh_of(dp_shard=2, ep=2),
+            "ep and fsdp": mesh_of(ep=2, dp_shard=2),
+            "ddp and ep": mesh_of(dp_replicate=2, ep=2),
+            "ep and cp": mesh_of(ep=2, cp=2),
+        }
+    else:
+        layouts["fsdp"] = mesh_of(dp_shard=2)
+    found: dict[str, Case] = {}
+    for layout, mesh in layouts.items():
+        steps: dict[str, dict[str, Any]] = {
+            "a step": {"reshard_after_forward": True},
+            "micro-batches": {"steps": 2, "tied": True},
+            "a memory plan": {"plan": MemoryPlan.of(["input", "attention"])},
+            "all to one rank": {"skewed": True},
+        }
+        found |= {f"{layout}, {name}": partial(step, mesh, **how) for name, how in steps.items()}
+        if layout != "ep and cp":  # the rows are too short
+            case: Callable[..., dict[str, float]]
+            for case in (test_shard.clipping, test_shard.save, test_shard.training_state):
+                found[f"{layout}, {case.__name__}"] = partial(with_experts, partial(case, mesh))
+            load = partial(test_shard.load, mesh, False)
+            found[f"{layout}, load"] = partial(with_experts, load)
+        if layout != "fsdp":
+            state = partial(test_shard.state_dict, mesh)
+            found[f"{layout}, state dict"] = partial(with_experts, state)
+    return found
+
+
+def with_experts(case: Case, rank: int, folder: Path) -> dict[str, float]:
+    """Run a case of test_shard.py on a model with experts."""
+    with mock.patch.object(test_shard, "make", make_experts):
+        return case(rank, folder)
+
+
+def step(
+    mesh: DeviceMesh,
+    rank: int,
+    folder: Path,
+    *,
+    tied: bool = False,
+    steps: int = 1,
+    plan: MemoryPlan | None = None,
+    skewed: bool = False,
+    **options: Any,
+) -> dict[str, float]:
+    """The balance of a step is that of one batch, although ranks have other rows and loads."""
+    model = make_experts(tied)
+    sharded = shard(copy.deepcopy(model), mesh, **options)
+    sharded.set_memory_plan(plan)
+    ids, labels = data()
+    given = torch.tensor([1, 0]).expand(*ids.shape, 2, 2) if skewed else None  # all to rank 0
+    expected = model(ids, labels=labels, routed_experts=given)
+    expected.loss.backward()
+    rows = own_rows(mesh)
+    micros, counts = rows.chunk(steps), None
+    normalizer = mean_over_ranks(sharded, count(labels[rows]))
+    if steps > 1:
+        with torch.no_grad():
+            counts = sum(sharded(ids[x], return_routing=True)[1].counts for x in micros)
+    total = torch.zeros(2)
+    for micro in micros:
+        routes = None if given is None else given[micro]
+        how = {"expert_counts": counts, "routed_experts": routes}
+        out = sharded(ids[micro], labels=labels[micro], normalizer=normalizer, **how)
+        out.loss.backward()
+        total += torch.stack([out.loss.detach(), out.auxiliary_loss.detach()])
+    dist.all_reduce(total)
+    loss, auxiliary = total / mesh.size()
+    gradient = differences(gradients(sharded), gradients(model))
+    with torch.no_grad():
+        hidden, routing = sharded(ids, return_routing=True)
+        whole, same = model(ids, return_routing=True)
+        again = sharded(ids, routed_experts=same.experts)
+    return {
+        "loss": relative(loss, expected.loss),
+        "auxiliary loss": relative(auxiliary, expected.auxiliary_loss),
+        "gradient": gradient,
+        "hidden": relative(hidden, whole),
+        "hidden, given routes": relative(again, whole),
+        "experts": float((routing.experts != same.experts).sum()),
+    }
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    model = make_experts(True)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"5 experts of layers.0.mlp cannot be split over 6"):
+        expert_parallel(model, Mesh(6))  # type: ignore[arg-type]
+    model.layers[1].mlp.shared = torch.nn.Linear(20, 20)
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.shared is a Linear, which cannot be spl"):
+        expert_parallel(model, Mesh(2))  # type: ignore[arg-type]
+    del model.layers[1].mlp.shared
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match="no layer of LigerLlama has experts"):
+        expert_parallel(make(True), Mesh(2))  # type: ignore[arg-type]
