@@ -38,7 +38,7 @@ class _ExpertMLP(torch.autograd.Function):
         if gate_up_bias is not None or down_bias is not None:
             owner = experts.clamp(0, len(down_weight) - 1)  # no kernel may read another bias
             owner_of_row = owner.flatten()[order]
-        gate_up = ops.expert_linear(x[order // experts.shape[1]], gate_up_weight.mT, starts)
+        gate_up = ops.expert_linear(ops.expert_rows(x, place), gate_up_weight.mT, starts)
         made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
         ctx.save_for_backward(
             x,
@@ -65,11 +65,11 @@ class _ExpertMLP(torch.autograd.Function):
         order, place, starts, gate_up_bias, down_bias, owner = rest
         needs_x, needs_gate_up, needs_down, needs_weights = ctx.needs_input_grad[:4]
         needs_gate_up_bias, needs_down_bias = ctx.needs_input_grad[6:8]
-        ops, token = ctx.ops, order // weights.shape[1]
+        ops = ctx.ops
         grads: list[Tensor | None] = [None] * 9
         if gate_up is None:
-            gate_up = ops.expert_linear(x[token], gate_up_weight.mT, starts)
-        grad_rows = grad_output[token]
+            gate_up = ops.expert_linear(ops.expert_rows(x, place), gate_up_weight.mT, starts)
+        grad_rows = ops.expert_rows(grad_output, place)
         grad_made = ops.expert_linear(grad_rows, down_weight, starts)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
             gate_up.detach(),
@@ -83,7 +83,7 @@ class _ExpertMLP(torch.autograd.Function):
         )
         del gate_up, grad_made
         if needs_weights:
-            grads[3] = grad_weights[place]
+            grads[3] = grad_weights
             if down_bias is not None:
                 with without_autocast(grad_output):
                     of_bias = (grad_output @ down_bias.mT).gather(1, owner.long())
@@ -94,7 +94,9 @@ class _ExpertMLP(torch.autograd.Function):
             grads[2] = ops.expert_linear_weight_gradient(grad_rows, made, starts)
         del grad_rows, made
         if needs_gate_up:
-            grads[1] = ops.expert_linear_weight_gradient(grad_gate_up, x[token], starts)
+            rows = ops.expert_rows(x, place)
+            grads[1] = ops.expert_linear_weight_gradient(grad_gate_up, rows, starts)
+            del rows
         if needs_gate_up_bias:
             grads[6] = ops.expert_bias_gradient(grad_gate_up, starts, None, order)
         if needs_x:
@@ -148,6 +150,13 @@ def expert_mlp(
     check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation, *biases)
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
     weights, experts = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
+    ops = select(_OP, x)
+    if not torch.is_grad_enabled() and ops.are_few(experts.numel(), len(down_weight)):
+        owner = experts.clamp(0, len(down_weight) - 1)
+        gate_up = ops.expert_linear_few(rows, gate_up_weight.mT, owner)
+        made = ops.expert_glu_forward(gate_up, gate_up_bias, owner.flatten(), activation)
+        y = ops.expert_linear_few(made, down_weight.mT, owner.view(-1, 1))
+        return ops.expert_sum(y, None, weights, down_bias, owner).view(x.shape)
     options = activation, *biases, keep_gate_up
     out = apply(_ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, *options)
     return out.view(x.shape)

@@ -117,7 +117,7 @@ class _FrozenExpertMLP(torch.autograd.Function):
         )
         del gate_up, grad_made
         if needs_weights:
-            grads[1] = grad_weights[place]
+            grads[1] = grad_weights
             if down_bias is not None:
                 with without_autocast(grad_output):
                     of_bias = (grad_output @ down_bias.mT).gather(1, owner.long())

@@ -24,6 +24,7 @@ from ligermodels.kernels import dispatch
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
+from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_cast_blocks
 from ligermodels.kernels.launch import Launches
 from tests.kernels import ops_table
@@ -172,6 +173,13 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
             norm.rms_norm_forward(
                 x[:, :width], x[:, :width], x[0, :width], options, out, known, limit
             )
+    with torch.no_grad():  # few rows of experts
+        for hidden, inner in ((2048, 768), (60, 100)):
+            down = torch.empty(128, hidden, inner, dtype=dtype, device="meta")
+            gate_up = torch.empty(128, 2 * inner, hidden, dtype=dtype, device="meta")
+            weights = torch.empty(16, 8, device="meta")
+            rows = torch.empty(16, hidden, dtype=dtype, device="meta")
+            expert_mlp(rows, gate_up, down, weights, weights.int())
     for axis in ("tensor", "rows", "columns"):
         amax = absolute_maximum(x, axis)
         for kind in FLOAT8_TYPES[vendor]:

@@ -22,8 +22,30 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
         return cast((every * own[..., None]).sum(1), x.dtype)
     out = x.new_empty(len(x), weight.shape[2])
     for expert, (first, end) in enumerate(pairwise(_bounds(starts, len(x)))):
-        _product(cast(x[first:end], dtype), cast(weight[expert], dtype), out[first:end])
+        if first < end:  # most experts have no row of few
+            _product(cast(x[first:end], dtype), cast(weight[expert], dtype), out[first:end])
     return out
+
+
+def are_few(pairs: int, experts: int) -> bool:
+    """Return False: `expert_linear` reads no more weights than `expert_linear_few`."""
+    return False
+
+
+def expert_linear_few(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    """Return x W of each pair of a row and an expert: (pairs, out), in the order of experts.
+
+    Args: x (rows, in); weight (experts, in, out), any strides; experts (rows, top_k).
+    """
+    dtype, chosen = compute_dtype(x), weight[experts.flatten().long()]
+    rows = cast(x, dtype).repeat_interleave(experts.numel() // len(x), 0)
+    return cast(torch.einsum("pi,pio->po", rows, cast(chosen, dtype)), x.dtype)
+
+
+def expert_rows(x: Tensor, place: Tensor) -> Tensor:
+    """Return each token's row of x in the rows of its pairs, place (tokens, top_k)."""
+    rows = x.repeat_interleave(place.shape[1], 0)
+    return torch.empty_like(rows).index_copy_(0, place.flatten().long(), rows)
 
 
 def expert_linear_weight_gradient(left: Tensor, right: Tensor, starts: Tensor) -> Tensor:
@@ -56,13 +78,23 @@ def expert_bias_gradient(
 
 
 def expert_sum(
-    y: Tensor, place: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
+    y: Tensor,
+    place: Tensor | None,
+    weights: Tensor | None,
+    bias: Tensor | None,
+    experts: Tensor | None,
 ) -> Tensor:
     """Sum the rows of each token, with weights (tokens, top_k) or without: (tokens, out).
 
-    Args: bias: (experts, out), added to each row, or None; experts (tokens, top_k), for the bias.
+    Args: place (tokens, top_k), or None if the rows are in the order of weights; bias: (experts,
+        out), added to each row, or None; experts (tokens, top_k), for the bias.
     """
-    each = cast(y, compute_dtype(y))[place.long()]
+    each = cast(y, compute_dtype(y))
+    if place is None:
+        assert weights is not None
+        each = each.view(*weights.shape, -1)
+    else:
+        each = each[place.long()]
     if bias is not None:
         assert experts is not None
         each = each + cast(bias, each.dtype)[experts.long()]
@@ -103,7 +135,7 @@ def expert_glu_backward(
     Args: gate_up, bias, owner: as in forward; grad_output (rows, inner), the gradient of the
         activations but for the weight of the row; weights (tokens, top_k); overwrite: whether to
         write the results into gate_up and grad_output.
-    Returns: (rows, 2 * inner) and (rows, inner) in gate_up's dtype, and (rows,) in weights' dtype.
+    Returns: (rows, 2 * inner) and (rows, inner) in gate_up's dtype, and the last like weights.
     """
     dtype = compute_dtype(gate_up)
     grad, weight = cast(grad_output, dtype), weights.flatten()[order][:, None]
@@ -116,7 +148,9 @@ def expert_glu_backward(
         overwrite = overwrite and biased is gate_up
         grad_gate_up, _ = glu_backward(biased, grad * weight, activation, False, overwrite)
     grad_gate_up = cast(grad_gate_up, gate_up.dtype)
-    return grad_gate_up, cast(made * weight, gate_up.dtype), (grad * made).sum(-1).to(weights.dtype)
+    grad_weights = (grad * made).sum(-1).to(weights.dtype)
+    grad_weights = torch.empty_like(grad_weights).index_copy_(0, order.long(), grad_weights)
+    return grad_gate_up, cast(made * weight, gate_up.dtype), grad_weights.view(weights.shape)
 
 
 def _biased(gate_up: Tensor, bias: Tensor | None, owner: Tensor | None) -> Tensor:

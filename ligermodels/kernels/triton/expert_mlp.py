@@ -21,6 +21,15 @@ LINEAR = Launches(
     nvidia=((2, Launch(128, 8, 3, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=32))),
     amd=((2, Launch(64, 4, rows=128, depth=32)), (None, Launch(32, 4, rows=64, depth=16))),
 )
+# For few rows. Reading the weights takes the time, so many bytes must be on their way.
+LINEAR_FEW = Launches(
+    nvidia=(
+        (2, Launch(64, 4, 4, rows=16, depth=128)),
+        (None, Launch(32, 4, 3, rows=16, depth=64)),
+    ),
+    amd=((2, Launch(64, 4, rows=16, depth=64)), (None, Launch(32, 4, rows=16, depth=32))),
+)
+ROWS = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
 GLU_FORWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
 GLU_BACKWARD = Launches(
     nvidia=((1024, Launch(0, 4)), (None, Launch(1024, 4))),
@@ -89,6 +98,72 @@ def expert_linear_kernel(
         at = row[:, None].to(tl.int64) * width + column[None, :]
         mask = (row < end)[:, None] & (column < width)[None, :]
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expert_linear_few_kernel(
+    x_ptr,
+    weight_ptr,
+    experts_ptr,
+    out_ptr,
+    pairs,
+    top_k,
+    width,
+    depth,
+    weight_expert,
+    weight_depth,
+    weight_column,
+    EVEN: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program handles all pairs of one expert, and a block of columns.
+
+    It has the number of a pair, and does nothing if an earlier pair has the same expert.
+    """
+    blocks = tl.cdiv(width, BLOCK)
+    first = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.arange(0, PAIRS)
+    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    expert = tl.sum(tl.where(pair == first, named, 0), 0)
+    own = ((named == expert) & (pair < pairs)).to(tl.int32)
+    if tl.sum(tl.where(pair < first, own, 0), 0) == 0:
+        count = tl.sum(own, 0)
+        number = tl.where(own > 0, tl.cumsum(own, 0) - 1, -1)
+        b_column = (column % width).to(tl.int64) * weight_column
+        b_ptr = weight_ptr + expert.to(tl.int64) * weight_expert
+        for done in range(0, count, ROWS):
+            slot = done + tl.arange(0, ROWS)
+            # Slots without a pair compute the first pair, and store nothing.
+            row = tl.sum(tl.where(number[None, :] == slot[:, None], pair[None, :], 0), 1)
+            a_row = (row // top_k).to(tl.int64) * depth
+            out = tl.zeros((ROWS, BLOCK), tl.float32)
+            for start in range(0, depth, DEPTH):
+                at = start + tl.arange(0, DEPTH)
+                a_at = x_ptr + a_row[:, None] + at[None, :]
+                b_at = b_ptr + b_column[None, :] + at[:, None] * weight_depth
+                if EVEN:
+                    a, b = tl.load(a_at), tl.load(b_at)
+                else:
+                    a = tl.load(a_at, mask=at[None, :] < depth, other=0.0)
+                    b = tl.load(b_at, mask=at[:, None] < depth, other=0.0)
+                out = tl.dot(a, b, out, input_precision="ieee")
+            at = row[:, None].to(tl.int64) * width + column[None, :]
+            mask = (slot < count)[:, None] & (column < width)[None, :]
+            tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expert_rows_kernel(x_ptr, place_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program copies a block of one token's row to the rows of its pairs."""
+    token, column = _block_of_row(width, BLOCK)
+    x = tl.load(x_ptr + token * width + column, mask=column < width, other=0.0)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(place_ptr + token * TOP_K + k).to(tl.int64)
+        tl.store(out_ptr + row * width + column, x, mask=column < width)
 
 
 @triton.jit
@@ -223,7 +298,8 @@ def expert_glu_backward_kernel(
 ):
     """Each program handles one row, a block after the other, so that its sum has a fixed order."""
     row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weights_ptr + tl.load(order_ptr + row)).to(tl.float32)
+    pair = tl.load(order_ptr + row)
+    weight = tl.load(weights_ptr + pair).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, inner, BLOCK):
@@ -239,7 +315,7 @@ def expert_glu_backward_kernel(
         tl.store(out_ptr + row * inner + column, (out * weight).to(dtype), mask=mask)
         total += grad * out
     grad_weight = tl.sum(total, 0).to(grad_weights_ptr.dtype.element_ty)
-    tl.store(grad_weights_ptr + row, grad_weight)
+    tl.store(grad_weights_ptr + pair, grad_weight)
 
 
 @triton.jit
@@ -254,14 +330,16 @@ def expert_sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles a block of one token's row. weights and bias may be None."""
+    """Each program handles a block of one token's row. place, weights and bias may be None."""
     blocks = tl.cdiv(width, BLOCK)
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(place_ptr + token * TOP_K + k).to(tl.int64)
+        row = token * TOP_K + k
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row).to(tl.int64)
         each = tl.load(y_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             at = tl.load(experts_ptr + token * TOP_K + k).to(tl.int64) * width + column
@@ -337,6 +415,50 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     return out
 
 
+def are_few(pairs: int, experts: int) -> bool:
+    """Return whether `expert_linear_few` is faster than a sort and products of sorted rows.
+
+    On an H100 it is, for up to 512 pairs and four for each expert: with 128 experts of Qwen3, 8 of
+    them, a layer takes 38 instead of 73 us for 1 token, and 271 instead of 340 us for 16.
+    """
+    return 0 < pairs <= min(512, 4 * experts)
+
+
+def expert_linear_few(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+    """Launch the product for `reference.expert_linear_few`."""
+    x, pairs, (_, depth, width) = x.contiguous(), experts.numel(), weight.shape
+    out = x.new_empty(pairs, width)
+    if pairs:
+        setting = launch(LINEAR_FEW, x.element_size())
+        expert_linear_few_kernel[(pairs * cdiv(width, setting.block),)](
+            x,
+            weight,
+            experts.contiguous(),
+            out,
+            pairs,
+            pairs // len(x),
+            width,
+            depth,
+            *weight.stride(),
+            EVEN=depth % setting.depth == 0,
+            PAIRS=_padded(pairs),
+            **_options(setting),
+        )
+    return out
+
+
+def expert_rows(x: Tensor, place: Tensor) -> Tensor:
+    """Launch the kernel for `reference.expert_rows`."""
+    x, (tokens, top_k), width = x.contiguous(), place.shape, x.shape[1]
+    out = x.new_empty(tokens * top_k, width)
+    if tokens:
+        setting = launch(ROWS, width)
+        expert_rows_kernel[(tokens * cdiv(width, setting.block),)](
+            x, place, out, width, TOP_K=top_k, **keywords(setting)
+        )
+    return out
+
+
 def expert_bias_gradient(
     grad: Tensor, starts: Tensor, weights: Tensor | None, order: Tensor
 ) -> Tensor:
@@ -359,10 +481,16 @@ def expert_bias_gradient(
 
 
 def expert_sum(
-    y: Tensor, place: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
+    y: Tensor,
+    place: Tensor | None,
+    weights: Tensor | None,
+    bias: Tensor | None,
+    experts: Tensor | None,
 ) -> Tensor:
     """Launch the kernel for `reference.expert_sum`."""
-    (tokens, top_k), width = place.shape, y.shape[1]
+    of_pairs = weights if place is None else place
+    assert of_pairs is not None
+    (tokens, top_k), width = of_pairs.shape, y.shape[1]
     out = y.new_empty(tokens, width)
     if tokens:
         setting = launch(SUM, width)
@@ -443,7 +571,7 @@ def expert_glu_backward(
     rows, inner = grad_output.shape
     grad_gate_up = gate_up if overwrite else torch.empty_like(gate_up)
     out = grad_output if overwrite else torch.empty_like(grad_output)
-    grad_weights = weights.new_empty(rows)
+    grad_weights = weights.new_empty(weights.shape)
     if rows:
         setting, (name, alpha, limit) = launch(GLU_BACKWARD, inner), _name_and_numbers(activation)
         expert_glu_backward_kernel[(rows,)](

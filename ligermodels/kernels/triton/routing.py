@@ -147,7 +147,9 @@ def count_kernel(experts_ptr, counts_ptr, pairs, experts, ROWS: tl.constexpr, BL
     program = tl.program_id(0)
     pair = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     own = _is_expert(experts_ptr, pair, pairs, experts, BLOCK)
-    tl.store(counts_ptr + program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.sum(own, 0))
+    expert = tl.arange(0, BLOCK)
+    at = expert.to(tl.int64) * tl.num_programs(0) + program
+    tl.store(counts_ptr + at, tl.sum(own, 0), mask=expert < experts)
 
 
 @triton.jit
@@ -162,13 +164,21 @@ def place_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program gives a run of pairs their rows. ends counts up to the run's end."""
+    """Each program gives a run of pairs their rows.
+
+    ends (experts, programs) counts the pairs of the experts before, and of the expert up to the
+    run's end.
+    """
     program = tl.program_id(0)
     pair = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     own = _is_expert(experts_ptr, pair, pairs, experts, BLOCK)
     expert = tl.arange(0, BLOCK)
-    first = tl.load(starts_ptr + expert) + tl.load(ends_ptr + program.to(tl.int64) * BLOCK + expert)
-    before = first[None, :] - tl.sum(own, 0)[None, :] + tl.cumsum(own, 0) - 1
+    at = expert.to(tl.int64) * tl.num_programs(0) + program
+    end = tl.load(ends_ptr + at, mask=expert < experts, other=0)
+    if program == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, end, mask=expert < experts)
+        tl.store(starts_ptr, 0)
+    before = (end - tl.sum(own, 0))[None, :] + tl.cumsum(own, 0) - 1
     row = tl.sum(tl.where(own > 0, before, 0), 1)
     tl.store(place_ptr + pair, row, mask=pair < pairs)
     tl.store(order_ptr + row, pair, mask=pair < pairs)
@@ -241,15 +251,12 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     order, place = experts.new_empty(pairs), torch.empty_like(experts)
     setting = launch(SORT, count)
     programs = cdiv(pairs, setting.rows)
-    ends = experts.new_empty(programs, setting.block)
-    starts = experts.new_zeros(setting.block + 1)
-    if pairs:
-        sizes = {"ROWS": setting.rows, "BLOCK": setting.block}
-        options = {"num_warps": setting.num_warps, "num_stages": setting.num_stages}
-        count_kernel[(programs,)](experts, ends, pairs, count, **sizes, **options)
-        ends = ends.cumsum(0, dtype=torch.int32)
-        torch.cumsum(ends[-1], 0, dtype=torch.int32, out=starts[1:])
-        place_kernel[(programs,)](
-            experts, ends, starts, order, place, pairs, count, **sizes, **options
-        )
-    return order, place, starts[: count + 1]
+    if not pairs:
+        return order, place, experts.new_zeros(count + 1)
+    counts, starts = experts.new_empty(count * programs), experts.new_empty(count + 1)
+    sizes = {"ROWS": setting.rows, "BLOCK": setting.block}
+    options = {"num_warps": setting.num_warps, "num_stages": setting.num_stages}
+    count_kernel[(programs,)](experts, counts, pairs, count, **sizes, **options)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    place_kernel[(programs,)](experts, ends, starts, order, place, pairs, count, **sizes, **options)
+    return order, place, starts
