@@ -84,7 +84,7 @@ def _main(argv: list[str]) -> int:
 
 def _module(argv: list[str]) -> ModuleType:
     """Return the module of the command that is asked for; show the help if that is asked for."""
-    name = argv[0] if argv else ""
+    name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print("usage: ligermodels COMMAND [...]\n")
         print("Load, fine-tune, run and export Hugging Face checkpoints.\n")
@@ -98,8 +98,8 @@ def _module(argv: list[str]) -> ModuleType:
         raise SystemExit(0)
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        what = f"no command {short_repr(name)}" if name else "COMMAND is missing"
-        complain("", f"{what} (choose from {known}){did_you_mean(name, COMMANDS)}")
+        what = f"no command {short_repr(name)} (choose from {known})"
+        complain("", what + did_you_mean(name, COMMANDS))
     return COMMANDS[name]
 
 

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.cli import launch
+from ligermodels.cli import console, launch
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import CommonOptions, data_library, import_modules, parse
 from ligermodels.errors import LigerError
@@ -148,6 +148,7 @@ def run(given: Arguments) -> None:
                 progress=not given.command.quiet,
                 modules=given.command.modules or (),
                 data_library=data_library,
+                show=None if given.command.quiet else console.show,
             )
     except Interrupted as stop:
         if launch.is_rank0():

@@ -1,5 +1,7 @@
 """The report of `model.kernels()`: which implementation each op will use, and why."""
 
+import shutil
+import textwrap
 from collections.abc import Iterator
 
 import torch
@@ -42,14 +44,29 @@ _ATTENTION = {
 _FORMULA = "the formula with a dense mask"
 
 
-def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> dict[str, str]:
+class KernelReport(dict[str, str]):
+    """{op: "implementation (reason)"}, which `print` shows as a table."""
+
+    def __str__(self) -> str:
+        """Return a line for each op, and more where the text is longer than the terminal."""
+        width = max(map(len, self), default=0) + 2
+        columns = max(shutil.get_terminal_size().columns, width + 34)
+        lines = []
+        for op, text in self.items():
+            lines += textwrap.wrap(
+                text, columns, initial_indent=f"{op:<{width}}", subsequent_indent=" " * width
+            )
+        return "\n".join(lines)
+
+
+def kernels_of(model: nn.Module, weight: Tensor, head: nn.Module) -> KernelReport:
     """Return {op: "implementation (reason)"} for the model in its present state.
 
     Args: weight: a parameter whose device and dtype are those of the ops' inputs; head: the head.
     """
     name, reason = dispatch.choose(weight.device, weight.dtype)
     here = f"{name} ({reason})"
-    report = dict.fromkeys(_ops(model), here)
+    report = KernelReport(dict.fromkeys(_ops(model), here))
     report.update(_attention(model, weight))
     replaced, unknown = list(_replaced_modules(model)), ", ".join(_unknown_types(model))
     fused = "fused"

@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ def finetune(
     progress: bool = True,
     modules: Sequence[str] = (),
     data_library: Library | None = None,
+    show: Callable[[str, dict[str, str]], None] | None = None,
 ) -> FinetuneResult:
     """Train, evaluate and export as `config` says.
 
@@ -69,6 +70,8 @@ def finetune(
     `modules` are those that the command line has imported: run.yaml names them, and so does the
     command in the message of an interrupted run. `data_library` imports what reads data sets,
     tables and data larger than memory, such as `lambda: ligermodels.integrations.hub_data`.
+    `show` gets a title and rows of a name and a value: before the first step what the run does, and
+    after the export what it has reached.
 
     Raises:
         DataError: a file is missing, unreadable or empty; the message names file and line.
@@ -84,7 +87,9 @@ def finetune(
         processes.process_group(device, parallel.rank_timeout, parallel.context_parallel),
         Interrupts(verbose=progress and rank() == 0) as interrupts,
     ):
-        run = Run(config, device, progress and rank() == 0, interrupts, modules, data_library)
+        shows = show if rank() == 0 else None
+        bar = progress and rank() == 0
+        run = Run(config, device, bar, interrupts, modules, data_library, shows)
         # fork_rng restores the random generators of the caller.
         gpus = [device] if device.type == "cuda" else []
         try:
@@ -142,6 +147,7 @@ class Run:
     interrupts: Interrupts
     modules: Sequence[str]
     library: Library | None
+    show: Callable[[str, dict[str, str]], None] | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -209,6 +215,8 @@ class Run:
                 folder = self.run_dir.path / "reference"
                 self.objective.prepare(self.model, trainer.call, every, folder, fingerprint(base))
                 first = trainer.restore(self.checkpoints)
+                if self.show is not None:
+                    self.show("fine-tuning", reports.beginning(trainer, self.model))
                 with reports.logged(self.run_dir, openers, self._settings(), first):
                     trainer.train(
                         self.run_dir,
@@ -218,7 +226,10 @@ class Run:
                         progress=self.progress,
                     )
                 check()
-                return self._finish(trainer)
+                result = self._finish(trainer)
+                if self.show is not None:
+                    self.show("finished", reports.end(result))
+                return result
             except KeyboardInterrupt:
                 if not self.exported:
                     trainer.save(self.run_dir, self.checkpoints)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,11 +15,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ligermodels import float8
 from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
+from ligermodels.kernels import dispatch
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import OutputOptions
+from ligermodels.training.model import summary
+from ligermodels.training.processes import num_row_ranks
 from ligermodels.training.run_dir import Metrics, RunDir
+from ligermodels.training.trainer import Trainer, shown_perplexity
 
 
 def logger_openers(names: list[str]) -> list[Any]:
@@ -151,6 +158,62 @@ class FinetuneResult:
     def perplexity_after(self) -> float | None:
         """Held-out perplexity of the trained weights; None if the loss is another one."""
         return self.eval_after.get("eval_perplexity")
+
+
+def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
+    """Return what a run is about to do, by name, for a terminal."""
+    config, device, rows = trainer.config, trainer.device, trainer.rows
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if trainer.batches_per_step > trainer.objective.batches_per_step:
+        where += f", {num_row_ranks()} processes"
+    weights = [*trainer.model.parameters()]
+    count = sum(p.numel() for p in weights)
+    trained = sum(p.numel() for p in weights if p.requires_grad) / count
+    per_step = trainer.objective.batch_size * trainer.batches_per_step
+    name, reason = dispatch.choose(device, next(model.parameters()).dtype)
+    plan = model.memory_plan
+    steps = f"{trainer.total_steps:,} of {per_step:,} x {rows.width:,} tokens"
+    if trainer.done:
+        steps += f", of which {trainer.done:,} are done"
+    return {
+        "model": f"{config.model.path} ({type(model).__name__})",
+        "parameters": f"{count / 1e6:,.1f} million, of which {100 * trained:.3g}% are trained",
+        "device": f"{where}, {trainer.precision}",
+        "loss": f"{config.loss.name}, {config.optimizer.name}, "
+        f"learning rate {config.schedule.learning_rate:g}",
+        "data": f"{len(rows):,} rows, {rows.num_tokens:,} tokens",
+        "steps": steps,
+        "memory": "everything is kept for backward" if plan is None else summary(plan),
+        "kernels": float8.report(model) or f"{name} ({reason})",
+        "folder": str(config.output.output_dir),
+    }
+
+
+def end(result: FinetuneResult) -> dict[str, str]:
+    """Return what a run has reached, by name, and the next command, for a terminal."""
+    rows: dict[str, str] = {}
+    key, name = result.shown
+    shown = shown_perplexity if name == "perplexity" else "{:.4f}".format
+    for each, label, text in (("eval_loss", "loss", "{:.4f}".format), (key, name, shown)):
+        found = [x[each] for x in (result.eval_before, result.eval_after) if each in x]
+        if found:
+            rows[f"held-out {label}"] = " -> ".join(map(text, found))
+    if result.loss is not None:
+        rows["training loss"] = f"{result.loss:.4f}"
+    for each, label, text in (
+        ("tokens_per_second", "tokens per second", "{:,.0f}".format),
+        ("mfu", "of the GPU's peak", "{:.1%}".format),
+    ):
+        if found := [entry[each] for entry in result.metrics if each in entry]:
+            rows[label] = text(statistics.median(found))
+    if torch.cuda.is_available():
+        rows["peak of memory"] = f"{torch.cuda.max_memory_reserved() / 2**30:.1f} GiB"
+    rows["export"] = str(result.model_dir)
+    for file in ("loss.png", "metrics.jsonl"):
+        if (result.output_dir / file).exists():
+            rows["loss" if file == "loss.png" else "metrics"] = str(result.output_dir / file)
+    rows["try it"] = shlex.join(["ligermodels", "generate", str(result.model_dir), "Once upon"])
+    return rows
 
 
 def check_login() -> None:

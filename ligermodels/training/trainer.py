@@ -340,7 +340,16 @@ class Trainer:
     def _evaluate(self, run_dir: RunDir, bar: tqdm[Any], check: Callable[[], None]) -> None:
         if self.eval_rows is None:
             return
-        found = self.evaluate(check)
+        number = 0
+
+        def each() -> None:
+            nonlocal number
+            number += 1
+            bar.set_description(f"evaluating, batch {number}", refresh=sys.stderr.isatty())
+            check()
+
+        found = self.evaluate(each)
+        bar.set_description(refresh=False)
         key, name = self.objective.shown
         if odd := next((k for k in found if not math.isfinite(found[k])), None):
             label = "held-out loss" if odd == "eval_loss" else odd

@@ -52,10 +52,16 @@ def test_nothing_heavy_is_imported_for_the_package_and_for_help():
 RUN = "finetune m --train-files t --output-dir o"
 
 
+def test_without_a_command_the_commands_are_listed(call):
+    code, out, err = call()
+    assert (code, err) == (0, "")
+    assert all(f"  {command}" in out for command in cli.COMMANDS)
+    assert out == call("--help")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "COMMAND"),
         ("train", "no command 'train'"),
         ("fintune", "did you mean 'finetune'?"),
         ("finetune m --lr 1", "--lr; did you mean '--learning-rate'?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,13 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     assert first.startswith("held-out perplexity ") and first.endswith("in 2 steps")
     assert second == f"exported to {output}/model"
     assert "training data: " in err and "held-out loss" in err and "tokens/s" in err
+    before, finished = err.index("\nfine-tuning\n"), err.index("finished\n")
+    assert before < err.index("100%") < finished
+    for name, value in (("parameters", "100% are trained"), ("device", "CPU, float32")):
+        assert re.search(rf"^{name} +.*{value}", err[before:], re.MULTILINE)
+    for name in ("held-out perplexity", "tokens per second", "export", "loss", "try it"):
+        assert re.search(rf"^{name}  ", err[finished:], re.MULTILINE)
+    assert "\x1b[" not in err[finished:]  # no colour in a pipe
 
     assert_one_line(call(*base), f"{output}: the folder holds another run")
     mistake = "seed: the run was started with 0 and cannot be resumed with 1; leave it out"

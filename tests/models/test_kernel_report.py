@@ -69,3 +69,10 @@ def test_blocks_from_outside_are_unknown() -> None:
     report = model.kernels()
     assert report[FUSED] == "fused; unknown in Odd"
     assert report["modules from outside"] == "unknown (the code of Odd decides)"
+
+
+def test_printed_it_is_a_table_of_the_terminals_width():
+    report = random_model("mistral", sliding_window=7).kernels()
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split("  ")[0] for line in lines if not line.startswith(" ")] == list(report)
