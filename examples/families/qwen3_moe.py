@@ -79,8 +79,7 @@ class LigerQwen3Moe(lm.LigerQwen3):
         block.mlp = Experts(router, hidden, inner, config.activation)
         return block
 
-    @property
-    def router_losses(self) -> tuple[float, float]:
-        """The factor of the loss of unbalanced experts, if the config asks for it."""
-        config = self.config
-        return config.router_aux_loss_coef if config.output_router_logits else 0.0, 0.0
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__(config)
+        if config.output_router_logits:
+            self.router_losses = config.router_aux_loss_coef, 0.0

@@ -103,6 +103,10 @@ class DecoderModel(HFModel, PlannedModel):
     # each row out of num_items_in_batch.
     loss_type = "ForCausalLM"
 
+    # The factors of `load_balancing_loss` and of `router_z_loss` in the loss. A family sets them
+    # from its config, and a user may set others.
+    router_losses: tuple[float, float] = (0.0, 0.0)
+
     embed_tokens: nn.Embedding
     rotary_emb: RotaryEmbedding
     layers: nn.ModuleList
@@ -388,11 +392,6 @@ class DecoderModel(HFModel, PlannedModel):
             added = z * router_z_loss(routes, attention_mask, counts)
             loss = added if loss is None else loss + added
         return loss
-
-    @property
-    def router_losses(self) -> tuple[float, float]:
-        """The factors of `load_balancing_loss` and of `router_z_loss` in the loss: by default 0."""
-        return 0.0, 0.0
 
     def _add_loss(
         self,

@@ -58,6 +58,9 @@ class ModelOptions(Options):
             weights in bfloat16 (default: bf16-mixed on a GPU, float32 on a CPU)
         float8: let the linears of the layers multiply in float8, by this recipe (docs/float8.md);
             needs a GPU of the generation Ada, Hopper or a later one
+        router_aux_loss_coef: factor of the balance of experts in the loss (default: that of
+            config.json if its output_router_logits is true, else 0)
+        router_z_loss_coef: factor of the routers' z-loss (default: that of config.json, or 0)
         device: cpu or cuda (default: cuda if there is a GPU)
         compile: run the model through torch.compile
     """
@@ -68,6 +71,8 @@ class ModelOptions(Options):
     train_only: list[str] | None = option(None, metavar="NAME")
     precision: str | None = option(None, choices=PRECISIONS)
     float8: str | None = option(None, choices=FLOAT8_RECIPES)
+    router_aux_loss_coef: float | None = option(None, at_least=0)
+    router_z_loss_coef: float | None = option(None, at_least=0)
     device: str | None = free_option(None)
     compile: bool = option(False)
 

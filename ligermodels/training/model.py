@@ -18,8 +18,9 @@ from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
 from ligermodels.adapters.quantized import FLOAT8
 from ligermodels.converters.files import CONFIG_NAME, copied_files, is_adapter
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.heads.medusa import MedusaHeads
+from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import GIB
 from ligermodels.memory.fit import Planner
@@ -63,6 +64,14 @@ def load_model(
         source, dtype=dtype, device=place, float8=options.float8
     )
     weights = None if meta else weights_hash(model)
+    given = options.router_aux_loss_coef, options.router_z_loss_coef
+    if given != (None, None) and not any(isinstance(x, Experts) for x in model.modules()):
+        raise ConfigError(
+            f"{source}: router_aux_loss_coef and router_z_loss_coef are for models with experts; "
+            "leave them out"
+        )
+    balance, z = (old if new is None else new for old, new in zip(model.router_losses, given))
+    model.router_losses = balance, z
     if adapter.lora_r is not None:
         if adapter.load_in is not None:
             quantize(model, {"4bit": 4, "8bit": 8}.get(adapter.load_in, FLOAT8), device)

@@ -49,6 +49,7 @@ class Objective:
         rows_per_item: how many rows of the model one item of the data makes.
         whole_model: whether each of several processes holds the whole model, not a part of it.
         heads: heads that are trained beside the model, after `module` has made them.
+        expert_counts: how many tokens of the step chose each expert, if the trainer has counted.
     """
 
     shown = ("eval_perplexity", "perplexity")
@@ -57,6 +58,7 @@ class Objective:
     whole_model = False
     trains_heads = False
     heads: Any = None
+    expert_counts: Tensor | None = None
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
@@ -235,6 +237,8 @@ class Objective:
             )
             loss = out.loss
         if out.auxiliary_loss is not None:
+            # With the counts of the step, it is a part already.
+            share = share if self.expert_counts is None else 1.0
             loss = loss + share * out.auxiliary_loss
         return LossOutput(loss, metrics)
 

@@ -156,6 +156,14 @@ def summed_output(loss: Tensor, metrics: dict[str, Mean]) -> tuple[Tensor, dict[
     return total[0].to(loss), dict(zip(metrics, means))
 
 
+def averaged(x: Tensor) -> Tensor:
+    """Return the mean of a tensor over the ranks, in float32, without waiting for the device."""
+    x = x.float() / num_ranks()
+    if is_distributed():
+        dist.all_reduce(x)
+    return x
+
+
 def average_gradients(parameters: Sequence[Tensor]) -> None:
     """Average the gradients of parameters that every rank has whole, in place."""
     if not is_distributed():

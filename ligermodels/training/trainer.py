@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ligermodels import float8
 from ligermodels.adapters import LoraLinear
 from ligermodels.errors import LigerError, SaveError
-from ligermodels.layers import HeadOutput
+from ligermodels.layers import Experts, HeadOutput, Routing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
@@ -39,6 +39,7 @@ from ligermodels.training.optimizers import decoder_of, make_optimizer, set_lear
 from ligermodels.training.packing import IGNORE_INDEX, Batch, MixedOrder, row_order
 from ligermodels.training.processes import (
     average_gradients,
+    averaged,
     num_row_ranks,
     partition,
     share_scales,
@@ -94,6 +95,11 @@ class Trainer:
         steps = schedule.num_train_epochs * len(self.rows) / per_step
         self.total_steps = schedule.max_steps or max(1, math.ceil(steps))
         self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
+        decoder = decoder_of(self.model)
+        self._routes = decoder is self.model and any(
+            isinstance(each, Experts) for each in decoder.modules()
+        )
+        self._routings: list[Routing] = []  # of the batches of a step
         self.done = 0
         self._saved = 0  # the step of the last checkpoint
         self._between_steps = True
@@ -135,6 +141,7 @@ class Trainer:
         torch.manual_seed((config.schedule.seed * 1_000_003 + step) % 2**63)
         self.model.train()
         batches, metrics = self.objective.begin(self.call, batches, shared=True)
+        self.objective.expert_counts = self._expert_counts(batches)
         # The gradients of ranks are averaged, not summed.
         normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
@@ -165,7 +172,45 @@ class Trainer:
             "flops": sum(map(self.flops.count, batches)),
         }
         made: dict[str, Any] = {"loss": loss, "learning_rate": rate, "grad_norm": norm}
-        return {**made, **_values(metrics), **summed(counts)}
+        return {**made, **_values(metrics), **self._loads(), **summed(counts)}
+
+    @torch.no_grad()
+    def _expert_counts(self, batches: list[Batch]) -> Tensor | None:
+        """Return the mean over ranks of how many tokens of a step chose each expert of a layer.
+
+        A forward of the layers counts them. None is returned if no loss needs them, or if the only
+        batch of a step counts for itself, in which a sharded model adds up the ranks.
+        """
+        alone = len(batches) == 1 and (self.is_sharded or num_ranks() == 1)
+        extras = self.batches_per_step % num_row_ranks()  # which count for nothing
+        if not self._routes or not any(decoder_of(self.model).router_losses):
+            return None
+        if alone and not extras:
+            return None
+        counts = []
+        for batch in batches:
+            with self.autocast():
+                _, routing = self.forward(
+                    batch.input_ids.to(self.device),
+                    position_ids=batch.position_ids.to(self.device),
+                    return_routing=True,
+                )
+            counts.append(routing.counts * bool(batch.num_targets))
+        return averaged(torch.stack(counts).sum(0))
+
+    def _loads(self) -> dict[str, Any]:
+        """Return metrics of the routers in a step: {} for a model without experts.
+
+        The load of an expert is its number of tokens over the mean of its layer.
+        """
+        if not self._routings:
+            return {}
+        counts = averaged(torch.stack([each.counts for each in self._routings]).sum(0))
+        entropy = averaged(torch.stack([each.entropy for each in self._routings]).mean())
+        self._routings.clear()
+        load = counts / counts.mean(-1, keepdim=True).clamp_min(1)
+        found = {"expert_load_max": load.max(), "expert_load_min": load.min()}
+        return {**found, "router_entropy": entropy, "dropped_tokens": 0}
 
     def call(
         self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
@@ -174,14 +219,20 @@ class Trainer:
         skipping = self.head_options(batch)
         if "loss_function" in options:  # With a bound, it costs a fourth matrix product.
             skipping.pop("max_valid", None)
+        trains = model is None and self._routes and torch.is_grad_enabled()
+        if trains:
+            options |= {"return_routing": True, "expert_counts": self.objective.expert_counts}
         with self.autocast():
-            return (model or self.forward)(
+            out: HeadOutput = (model or self.forward)(
                 batch.input_ids.to(self.device),
                 labels=batch.labels.to(self.device),
                 position_ids=batch.position_ids.to(self.device),
                 **options,
                 **skipping,
             )
+        if trains and out.routing is not None:
+            self._routings.append(out.routing)
+        return out
 
     def _batch(self, rows: Rows, indices: Iterable[int], is_extra: bool) -> Batch:
         """Return the rows with these indices, which count for nothing if the batch is an extra."""

@@ -18,15 +18,13 @@ SEQ, EXPERTS, TOP_K = 9, 5, 2
 class Routed(LigerLlama):
     """Llama with experts in the second and the third layer."""
 
+    router_losses = 0.5, 0.25
+
     def make_block(self, layer_index: int) -> nn.Module:
         block = super().make_block(layer_index)
         if layer_index:
             block.mlp = Experts(Router(20, EXPERTS, TOP_K, normalize=True), 20, 12)
         return block
-
-    @property
-    def router_losses(self) -> tuple[float, float]:
-        return 0.5, 0.25
 
 
 def make() -> Routed:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import AutoLiger, LigerLlama
+from ligermodels.layers import Experts, Router
 from ligermodels.training import processes
 from ligermodels.training.config import SCHEDULES, FinetuneConfig, ScheduleOptions
 from ligermodels.training.data import Document
@@ -38,9 +39,20 @@ def make_rows(count=24, seq_len=32, seed=0):
     return PackedRows([documents], seq_len)
 
 
-def make_trainer(rows, eval_rows=None, **options):
+class Routed(LigerLlama):
+    """Llama with experts, whose balance and z-loss are large parts of the loss."""
+
+    router_losses = 0.5, 0.1
+
+    def make_block(self, layer_index):
+        block = super().make_block(layer_index)
+        block.mlp = Experts(Router(64, 6, 2), 64, 24)
+        return block
+
+
+def make_trainer(rows, eval_rows=None, kind=LigerLlama, **options):
     torch.manual_seed(0)
-    model = LigerLlama(tiny_config())
+    model = kind(tiny_config())
     config = FinetuneConfig.from_options(
         model="m", train_files=["t"], output_dir="o", adam_epsilon=ADAM_EPSILON, **options
     )
@@ -110,6 +122,23 @@ def test_accumulating_with_the_exact_normalizer_equals_one_big_batch():
     for other in weights[1:]:
         for name, value in weights[0].items():
             torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_the_balance_of_experts_is_that_of_the_step(loss):
+    """Micro-batches add up, also where the loss is computed from rows, and the loads are logged."""
+    rows, found = make_rows(), []
+    for size, count in ((4, 1), (1, 4)):
+        options = {"batch_size": size, "gradient_accumulation_steps": count, "loss_type": loss}
+        trainer = make_trainer(rows, kind=Routed, max_steps=2, **options)
+        made = trainer.step(0, trainer.micro_batches(0))
+        assert made["dropped_tokens"] == 0 and 0 < made["router_entropy"] < math.log(6)
+        assert made["expert_load_max"] > 1 > made["expert_load_min"] >= 0
+        names = ("loss", "grad_norm", "expert_load_max", "expert_load_min", "router_entropy")
+        found.append([float(made[name]) for name in names])
+        trainer.model.router_losses = 0.0, 0.0
+        assert trainer.step(0, trainer.micro_batches(0))["loss"] < made["loss"] - 0.5
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_packed_step_equals_its_documents_one_by_one():
