@@ -16,10 +16,10 @@ from ligermodels.kernels.float8_linear import (
     Recipe,
     Scales,
     float8_linear,
-    float8_products,
 )
 from ligermodels.kernels.fused_linear import Products
 from ligermodels.layers.fusion import FusableLinear
+from ligermodels.layers.recompute import Planned
 
 # Linears whose delayed scales move on after the next step of an optimizer.
 waiting: "WeakSet[Float8Linear]" = WeakSet()
@@ -45,7 +45,7 @@ class _Inference(Float8Products):
         return super().output(x, weight, bias, amax)
 
 
-class Float8Linear(FusableLinear):
+class Float8Linear(Planned, FusableLinear):
     """A linear with float8 products: the output, the gradient of x, and that of the weight.
 
     Weight and bias keep their dtype, so the state dict, exports and optimizers see an `nn.Linear`.
@@ -73,7 +73,9 @@ class Float8Linear(FusableLinear):
         casts = self._casts_now()
         if casts is None and not torch.is_grad_enabled():
             return partial(_Inference, self.recipe)
-        return float8_products(self.recipe, casts, self._scales_now())
+        return partial(
+            Float8Products, self.recipe, casts, self._scales_now(), self.keeps_float8
+        )
 
     @_disable_dynamo  # torch.compiler.disable, which would import the compiler now
     def forward(self, x: Tensor) -> Tensor:

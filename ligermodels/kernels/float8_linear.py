@@ -1,6 +1,5 @@
 """A linear whose three products run in float8."""
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from ligermodels.kernels.float8_cast import (
     formats,
 )
 from ligermodels.kernels.fused_linear import Products
-from ligermodels.kernels.reference.float8_cast import MULTIPLE
+from ligermodels.kernels.reference.float8_cast import BLOCK, MULTIPLE
 
 
 class Recipe(NamedTuple):
@@ -88,13 +87,19 @@ class Float8Products(Products):
 
     Args: recipe: how scales are made; casts: the casts of the weight, which this call may take and
         which it completes; None means that each product makes its own; scales: those of the step
-        before, or None if each must come from its operand.
+        before, or None if each must come from its operand; keeps_float8: whether the activation
+        before the linear keeps its input in float8.
     """
 
     def __init__(
-        self, recipe: Recipe, casts: Casts | None = None, scales: Scales | None = None
+        self,
+        recipe: Recipe,
+        casts: Casts | None = None,
+        scales: Scales | None = None,
+        keeps_float8: bool = False,
     ) -> None:
         self.recipe, self.casts, self.scales = recipe, casts, scales
+        self.keeps_float8 = keeps_float8
         self.by_tensor = recipe.scales == "tensor"
         self.e4m3, self.e5m2 = formats()
         self.limit = self._limit(X)
@@ -116,6 +121,13 @@ class Float8Products(Products):
 
     def direct(self) -> tuple[torch.dtype, Tensor] | None:
         return None if self.limit is None else (self.e4m3, self.limit)
+
+    def new_kept(self, gate_up: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not self.keeps_float8:
+            return None
+        rows, blocks = gate_up.shape[:-1].numel(), -(-gate_up.shape[-1] // (2 * BLOCK))
+        scale = gate_up.new_empty(2 * blocks, rows, dtype=torch.float32)
+        return gate_up.new_empty(gate_up.shape, dtype=self.e4m3), scale
 
     def new_grad_amax(self, grad: Tensor) -> Tensor | None:
         if not self.by_tensor or self.limit is not None:
@@ -361,10 +373,3 @@ def float8_linear(
         empty = _Float8Linear.apply(x, weight, bias, products, keeps_input)
         bias = None if bias is None else bias.detach()
         return _Product.apply(empty, weight.detach(), bias, products)
-
-
-def float8_products(
-    recipe: Recipe, casts: Casts | None, scales: Scales | None = None
-) -> "partial[Float8Products]":
-    """Return what makes the products of a call, for the fused ops of `kernels.fused_linear`."""
-    return partial(Float8Products, recipe, casts, scales)

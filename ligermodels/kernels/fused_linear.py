@@ -54,6 +54,10 @@ class Products:
         """
         return None
 
+    def new_kept(self, gate_up: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return where the activation may write gate_up in float8, which backward then reads."""
+        return None
+
     def new_grad_amax(self, grad: Tensor) -> Tensor | None:
         """Return zeros for the amax of a gradient that `hand_over` gets, or None."""
         return None
@@ -303,22 +307,24 @@ class _GLULinear(torch.autograd.Function):
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.activation, ctx.consume = activation, consume
         ctx.taker = getattr(gate_up, "_taker", None)
-        # A rounding to another dtype would change it.
-        amax = ctx.products.new_amax(gate_up) if gate_up.dtype == weight.dtype else None
+        amax = kept = None
+        if gate_up.dtype == weight.dtype:  # a rounding to another dtype would change the amax
+            amax = ctx.products.new_amax(gate_up)
+            kept = ctx.products.new_kept(gate_up) if ctx.needs_input_grad[0] else None
         keeps_y = ctx.needs_input_grad[1] and not ctx.needs_input_grad[0]
         direct = None if keeps_y or amax is None else ctx.products.direct()
-        y = ctx.ops.glu_forward(gate_up, activation, amax, direct)
+        y = ctx.ops.glu_forward(gate_up, activation, amax, direct, kept)
         y = y if direct else y.to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(gate_up, weight, None)
+            ctx.save_for_backward(*(kept or (gate_up, None)), weight, None)
         else:
-            ctx.save_for_backward(None, None, y if keeps_y else None)
+            ctx.save_for_backward(None, None, None, y if keeps_y else None)
         return ctx.products.output(y, weight, bias, amax)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("glu_linear")
-        gate_up, weight, y = ctx.saved_tensors
+        gate_up, scale, weight, y = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
         grad_gate_up = None
         with without_autocast(grad_output):
@@ -330,7 +336,7 @@ class _GLULinear(torch.autograd.Function):
                 recomputes = needs_grad[1] and turned is None
                 taker = None if turned is None else ctx.taker
                 grad_gate_up, y = glu_backward(
-                    ctx, gate_up, grad_y, recomputes, amax, turned, taker
+                    ctx, gate_up, grad_y, recomputes, amax, turned, taker, scale
                 )
                 y = turned if y is None else y
                 ctx.products.hand_over(grad_gate_up, amax)
@@ -352,7 +358,7 @@ def glu_linear(
 ) -> Tensor:
     """Return linear(glu(gate_up, activation)); save only gate_up for backward.
 
-    If gate_up needs no gradient, it saves the activation's output instead, which is half as large.
+    The products may ask for gate_up in float8, which changes its gradient. If gate_up needs no gradient, it saves the activation's output instead, which is half as large.
 
     Args: gate_up: (..., 2 * intermediate); weight: (out, intermediate); bias: (out); activation,
         consume: as in `glu`; products: as in `norm_linear`.

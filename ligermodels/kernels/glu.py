@@ -32,6 +32,7 @@ def glu_backward(
     amax: Tensor | None = None,
     turned: tuple[Tensor, Tensor] | None = None,
     taker: Any = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of gate_up, which may take its memory, and the output or None.
 
@@ -39,15 +40,17 @@ def glu_backward(
     backward will.
 
     Args: as in `reference.glu.glu_backward`. ctx has the attributes ops, activation and consume;
-        taker: the `Products` that may take the gradient as an operand. Then gate_up stands for it.
+        taker: the `Products` that may take the gradient as an operand. Then the gradient that is
+        returned stands for it.
     """
     overwrite = ctx.consume and nobody_reads_again()
     gate_up = gate_up.detach()
     operand = taker.new_grad_operand(gate_up) if overwrite and taker is not None else None
     grads = ctx.ops.glu_backward(
-        gate_up, grad_output, ctx.activation, recompute_output, overwrite, amax, turned, operand
+        *(gate_up, grad_output, ctx.activation, recompute_output, overwrite),
+        *(amax, turned, operand, scale),
     )
-    if overwrite:
+    if overwrite and scale is None:
         # If another op has saved gate_up after all, autograd raises an error there.
         torch.autograd.graph.increment_version(gate_up)
     if operand is not None:

@@ -25,7 +25,7 @@ from ligermodels.layers.fusion import (
     norm_then_linear,
     products_of,
 )
-from ligermodels.layers.recompute import CheckpointingPolicy, Planned
+from ligermodels.layers.recompute import CheckpointingPolicy, Planned, checkpointed
 
 
 class GatedMLP(Planned, nn.Module):
@@ -79,8 +79,10 @@ class GatedMLP(Planned, nn.Module):
             out, total = self._run_tiles(self.policy, x, self.tile)
         elif grad and self.policy == "no_gate_up":
             # The tensors are arguments themselves, so that checkpoint saves them as autograd does.
-            parts = (None, x) if isinstance(x, Tensor) else (type(x), *x)
-            out, total = checkpoint(self._run_parts, self.policy, *parts, use_reentrant=False)
+            kind, (first, *rest) = (None, [x]) if isinstance(x, Tensor) else (type(x), x)
+            out, total = checkpointed(
+                *(self._run_parts, first, self.policy, kind, *rest), in_float8=self.keeps_float8
+            )
         else:
             out, total = self._run(self.policy, x)
         return out if isinstance(x, Tensor) else (out, total)
@@ -102,9 +104,9 @@ class GatedMLP(Planned, nn.Module):
         return out, total
 
     def _run_parts(
-        self, policy: CheckpointingPolicy, kind: type[PreNormed] | None, *parts: Any
+        self, first: Tensor, policy: CheckpointingPolicy, kind: type[PreNormed] | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
-        return self._run(policy, parts[0] if kind is None else kind(*parts))
+        return self._run(policy, first if kind is None else kind(first, *rest))
 
     def _run(
         self, policy: CheckpointingPolicy, x: Tensor | PreNormed

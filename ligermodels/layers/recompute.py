@@ -15,6 +15,10 @@ inputs of a product before it computes the product.
 
 Every policy gives bitwise the same gradients, as far as attention's own backward is
 deterministic.
+
+A layer may keep some of these tensors in float8, which rounds them to e4m3: gate_up under `all`,
+with a scale for each 128 elements of a row, where the linear after the activation computes in
+float8; and the input of what runs again under the other policies, with a scale for each row.
 """
 
 import threading
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, formats
 from ligermodels.layers.kv_cache import CachedLayer
 
 CheckpointingPolicy = Literal["all", "no_gate_up", "attention", "input"]
@@ -50,10 +55,12 @@ class Planned:
     Attributes:
         policy: the checkpointing policy of the layer.
         tile: the number of tokens that an MLP computes at once. By default it computes all.
+        keeps_float8: whether it keeps some tensors in float8.
     """
 
     policy: CheckpointingPolicy = "all"
     tile: int | None = None
+    keeps_float8: bool = False
 
     @property
     def keeps_output(self) -> bool:
@@ -64,12 +71,17 @@ class Planned:
         return self.policy == "attention" and not torch.compiler.is_compiling()
 
 
-def set_policy(layer: nn.Module, policy: CheckpointingPolicy, mlp_tile: int | None = None) -> None:
-    """Set the checkpointing policy of a layer, and the number of tokens of its MLP's tiles."""
+def set_policy(
+    layer: nn.Module,
+    policy: CheckpointingPolicy,
+    mlp_tile: int | None = None,
+    in_float8: bool = False,
+) -> None:
+    """Set what a layer keeps for backward; the arguments are those of `run_layer`."""
     for module in layer.modules():
         if isinstance(module, Planned):
-            module.policy, module.tile = policy, mlp_tile
-    vars(layer)["_policy"] = policy, mlp_tile
+            module.policy, module.tile, module.keeps_float8 = policy, mlp_tile, in_float8
+    vars(layer)["_policy"] = policy, mlp_tile, in_float8
 
 
 def run_layer(
@@ -79,6 +91,7 @@ def run_layer(
     context: Any,
     policy: CheckpointingPolicy,
     mlp_tile: int | None = None,
+    in_float8: bool = False,
     store: Store | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call `layer(x, residual, context)` under a checkpointing policy.
@@ -90,6 +103,7 @@ def run_layer(
         context: the `AttentionContext` of the pass.
         policy: the checkpointing policy. With a cache, a layer never runs again, so it is "all".
         mlp_tile: the number of tokens that an MLP computes at once. By default it computes all.
+        in_float8: whether some kept tensors are in float8.
         store: where the policy "attention" puts the outputs of attention. By default they stay.
     Returns: (x, residual), whose sum is the layer's output.
     Raises:
@@ -99,8 +113,8 @@ def run_layer(
     def run(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor]:
         # The recomputation has the policy of its forward, although the plan may have changed.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if vars(layer).get("_policy", ("all", None)) != (policy, mlp_tile):
-                set_policy(layer, policy, mlp_tile)
+            if vars(layer).get("_policy", ("all", None, False)) != (policy, mlp_tile, in_float8):
+                set_policy(layer, policy, mlp_tile, in_float8)
         out = layer(x, residual, context)
         _check_output(layer, out, x)
         return out
@@ -124,7 +138,7 @@ def run_layer(
             )
     taken, left = _shared_by(layer)
     if not taken and not left:
-        return checkpoint(run, x, None, context, use_reentrant=False, **options)
+        return checkpointed(run, x, None, context, in_float8=in_float8, **options)
 
     # Shared keys and values are arguments and results: the recomputation neither reads nor writes
     # the context of the pass, which may have changed by then.
@@ -137,11 +151,35 @@ def run_layer(
         return *out, *(tensor for index in left for tensor in own.shared[index])
 
     bare = context.sharing({})
-    results = checkpoint(run_with, x, bare, *given, use_reentrant=False, **options)
+    results = checkpointed(run_with, x, bare, *given, in_float8=in_float8, **options)
     count = len(results) - 2 * len(left)
     kv = results[count:]
     context.shared.update(zip(left, zip(kv[::2], kv[1::2])))
     return results[:count]
+
+
+def checkpointed(
+    function: Callable[..., Any], x: Tensor, *args: Any, in_float8: bool, **options: Any
+) -> Any:
+    """Return torch's `checkpoint` of function(x, *args).
+
+    Args: in_float8: whether it keeps x in float8, with a scale for each row. Then backward runs the
+        function with this x.
+    """
+    if not in_float8 or torch.compiler.is_compiling():
+        return checkpoint(function, x, *args, use_reentrant=False, **options)
+    rows, shape, dtype = x.detach().flatten(0, -2), x.shape, x.dtype
+    kept, _ = float8_cast(rows, absolute_maximum(rows, "rows"), formats()[0])
+    assert kept is not None
+    needs_grad, exact = x.requires_grad, [x]
+
+    def run(values: Tensor, scale: Tensor, *args: Any) -> Any:
+        if exact:  # the first forward
+            return function(exact.pop(), *args)
+        rounded = values.to(dtype).mul_(scale).view(shape)
+        return function(rounded.requires_grad_(needs_grad), *args)
+
+    return checkpoint(run, *kept, *args, use_reentrant=False, **options)
 
 
 def _shared_by(layer: nn.Module) -> tuple[list[int], list[int]]:

@@ -163,6 +163,7 @@ class Planner:
                 [tile for tile in tiles if tile >= _SMALLEST_TILE],
                 reserved=self._reserved,
                 head_chunk=head_chunk,
+                float8=self.model.has_float8,
             )
             for head_chunk in self._head_chunks(batch * seq)
         ]

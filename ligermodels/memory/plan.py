@@ -21,22 +21,27 @@ class LayerPlan:
         policy: the checkpointing policy; `ligermodels.layers.recompute` has a table of them.
         host: whether the kept tensors are in pinned host memory until backward.
         tile: the tokens that the MLP handles at once. None means all.
+        float8: whether some kept tensors are in float8, which rounds them, in a layer whose linears
+            compute in float8.
     """
 
     policy: CheckpointingPolicy = "all"
     host: bool = False
     tile: int | None = None
+    float8: bool = False
 
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, *POLICIES)
         check_choice("host", self.host, True, False)
+        check_choice("float8", self.float8, True, False)
         if self.tile is not None:
             _set(self, tile=checked_integer("tile", self.tile, 1))
 
     def __str__(self) -> str:
+        rounded = ", in float8" if self.float8 else ""
         where = ", in host memory" if self.host else ""
         tiles = f", MLP in tiles of {self.tile} tokens" if self.tile else ""
-        return f"{self.policy}{where}{tiles}"
+        return f"{self.policy}{rounded}{where}{tiles}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Prediction:
 class MemoryPlan:
     """The tensors that each layer keeps for backward.
 
-    No plan changes a gradient, but the order of two sums may change: with tiles, that of the weight
+    No plan without float8 changes a gradient, but the order of two sums may change: with tiles, that of the weight
     gradients of a layer's MLP and of the norm before it; with a smaller chunk of the head, that of
     the head's weight gradient.
 
@@ -111,11 +116,12 @@ class MemoryPlan:
         *,
         host: bool = False,
         mlp_tile: int | None = None,
+        float8: bool = False,
         **options: Any,
     ) -> Self:
         """Return the plan in which all layers have the same checkpointing policy."""
         count = checked_integer("num_layers", num_layers, 0)
-        return cls((LayerPlan(policy, host, mlp_tile),) * count, **options)
+        return cls((LayerPlan(policy, host, mlp_tile, float8),) * count, **options)
 
     @classmethod
     def of(

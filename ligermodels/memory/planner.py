@@ -183,9 +183,10 @@ def choices_of(simulations: Mapping[LayerPlan, Simulation], rates: Rates) -> Cho
     """
     found = {plan: _layer_costs(step, rates)[:4] for plan, step in simulations.items()}
     whole = LayerPlan("input")
-    for other, tiled in product(map(LayerPlan, _TILED_ALSO), list(found)):
+    for policy, tiled in product(_TILED_ALSO, list(found)):
         if tiled.tile is not None:
-            kept, *rest = zip(found[other], found[tiled], found[whole])
+            other = replace(tiled, policy=policy, tile=None)
+            kept, *rest = zip(found[other], found[tiled], found[replace(tiled, tile=None)])
             changed = (a + b - c for a, b, c in rest)
             found[replace(other, tile=tiled.tile)] = (kept[0], *changed)
     at_head = max(
@@ -278,6 +279,7 @@ class Space:
         reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
             that tensors take.
         head_chunk: tokens that the loss head handles at once; None means its default.
+        float8: whether layers may keep tensors in float8.
     """
 
     simulate: Simulate
@@ -287,12 +289,15 @@ class Space:
     tiles: Sequence[int] = ()
     reserved: bool = False
     head_chunk: int | None = None
+    float8: bool = False
 
     def __post_init__(self) -> None:
         self.simulate = cache(self.simulate)
         self.uses_host = self.host_budget >= MIB
         choices = [LayerPlan(policy) for policy in POLICIES]
         choices += [LayerPlan("input", tile=tile) for tile in self.tiles]
+        if self.float8:
+            choices += [replace(choice, float8=True) for choice in choices]
         self.uniform = {choice: self.plan([choice] * self.num_layers) for choice in choices}
         # Every layer keeps as little as it can.
         self.smallest = self.plan([replace(choices[-1], host=self.uses_host)] * self.num_layers)

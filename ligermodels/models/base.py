@@ -467,7 +467,7 @@ class DecoderModel(HFModel, PlannedModel):
             with nullcontext() if store is None else store.layer(index, plan.host):
                 kept_in = store if plan.host else None
                 x, residual, *extra = run_layer(
-                    layer, x, residual, inputs, plan.policy, plan.tile, kept_in
+                    layer, x, residual, inputs, plan.policy, plan.tile, plan.float8, kept_in
                 )
                 extras += extra
         hidden = self.norm(x) if residual is None else self.norm(x, residual)[0]

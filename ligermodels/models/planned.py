@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, short_repr
+from ligermodels.float8 import Float8Linear
 from ligermodels.kernels.checks import check_count
 from ligermodels.kernels.dispatch import simulator_of
 from ligermodels.layers import AttentionContext, LossHead
@@ -74,8 +75,9 @@ class PlannedModel(nn.Module):
 
         Args: plan: a plan for this number of layers. None means that every layer keeps all.
         Raises:
-            ConfigError: what is given is no plan, it has another number of layers, or it keeps
-                tensors in host memory and the model's device has no pinned memory.
+            ConfigError: what is given is no plan, it has another number of layers, it keeps tensors
+                in host memory and the model's device has no pinned memory, or it keeps tensors in
+                float8 and no linear of the model computes in float8.
         """
         if plan is not None:
             if not isinstance(plan, MemoryPlan):
@@ -91,6 +93,11 @@ class PlannedModel(nn.Module):
                 f"memory plan: it keeps tensors in host memory, but the model is on {device}, "
                 "which has no pinned memory to copy to; use a plan without host memory"
             )
+        if plan is not None and any(x.float8 for x in plan.layers) and not self.has_float8:
+            raise ConfigError(
+                "memory plan: it keeps tensors in float8, but no linear of the model computes in "
+                "float8; call ligermodels.float8.convert(model) first, or use a plan without float8"
+            )
         if plan is None or not plan.uses_host:
             self._offloaders.clear()
         self.apply_memory_plan(plan)
@@ -99,7 +106,7 @@ class PlannedModel(nn.Module):
         """Do the work of `set_memory_plan` without its checks: the simulation needs no device."""
         self._memory_plan = plan
         for layer, choice in zip(self.layers, self._layer_plans()):
-            set_policy(layer, choice.policy, choice.tile)
+            set_policy(layer, choice.policy, choice.tile, choice.float8)
         if isinstance(self.head, LossHead):  # a classifier has another head
             self.head.planned_chunk_size = None if plan is None else plan.head_chunk
 
@@ -129,6 +136,11 @@ class PlannedModel(nn.Module):
     def largest_seq(self, batch: int, budget: int | str = "auto", **step: Any) -> int:
         """Return the longest rows with which a step fits, within 2%, or 0; see `plan_memory`."""
         return Planner(self, budget, **step).largest_seq(batch)
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether some linears compute in float8, so that a plan may keep tensors in float8."""
+        return any(isinstance(module, Float8Linear) for module in self.modules())
 
     @property
     def memory_plan(self) -> MemoryPlan | None:

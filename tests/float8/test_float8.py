@@ -493,3 +493,33 @@ def test_predicted_memory(recipe) -> None:
         model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
         assert abs(error_of_prediction(model, seq=16)) < 0.005
         simulate(model, 1, 64, device=device, autocast=torch.bfloat16)
+
+
+def kept_bytes(model: LigerLlama) -> int:
+    """Return what the layers keep of a step with 1 x 64 tokens on a GPU."""
+    phases = simulate(model, 1, 64, device=torch.device("cuda")).phases
+    layers = (phase for name, phase in phases.items() if name.startswith("forward of layer"))
+    return sum(phase.after - phase.before for phase in layers)
+
+
+@pytest.mark.usefixtures("rows_at_once")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_activations_kept_in_float8(policy) -> None:
+    """They take fewer bytes than in bfloat16, and gradients are hardly farther from float64's."""
+    model, ids = model_of(num_hidden_layers=1), tokens()
+    exact = gradients(copy.deepcopy(model).double(), ids)
+    model.set_memory_plan(MemoryPlan.uniform(1, policy))
+    plain = kept_bytes(model)
+    with pytest.raises(ConfigError, match="no linear of the model computes in float8"):
+        model.set_memory_plan(MemoryPlan.uniform(1, policy, float8=True))
+    for recipe in ("delayed", "tensorwise", "rowwise")[: 3 if policy == "all" else 1]:
+        model = model_of(num_hidden_layers=1)
+        float8.convert(model, recipe, filter=every)
+        before = [step_of(model, ids), step_of(model, ids)][-1]
+        model.set_memory_plan(MemoryPlan.uniform(1, policy, float8=True))
+        assert kept_bytes(model) < plain
+        assert abs(error_of_prediction(model, seq=16)) < 0.005
+        found = step_of(model, ids)
+        assert not all(map(torch.equal, found, before))
+        for name, one, other in zip(exact, found, before):
+            assert error(one, exact[name]) < 1.2 * error(other, exact[name]), (recipe, name)

@@ -162,11 +162,15 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     glu.glu_forward(x, "silu", known)
     glu.glu_forward(x, "silu", known, (FLOAT8_TYPES[vendor][0], known))
     glu.glu_backward(x, x[:, :7168], "silu", True, True, known)
+    kept = torch.empty_like(x, dtype=FLOAT8_TYPES[vendor][0]), torch.empty(112, 4096, device="meta")
+    glu.glu_forward(x, "silu", known, (kept[0].dtype, known), kept)
+    glu.glu_backward(kept[0], x[:, :7168], "silu", True, True, known, scale=kept[1])
     turned = torch.empty(7168, 4096, dtype=FLOAT8_TYPES[vendor][0], device="meta"), known
     glu.glu_backward(x, x[:, :7168], "silu", False, True, known, turned)
     grad = torch.empty(14336, 4096, dtype=FLOAT8_TYPES[vendor][1], device="meta")
     operand = grad.view(4096, 14336), grad, known, known
     glu.glu_backward(x, x[:, :7168], "silu", False, True, None, turned, operand)
+    glu.glu_backward(kept[0], x[:, :7168], "silu", False, True, None, turned, operand, kept[1])
     for width in (4096, 8192):
         options = NormOptions(1e-6, 0.0, "llama")
         for out, limit in ((dtype, None), (FLOAT8_TYPES[vendor][0], known)):

@@ -214,3 +214,50 @@ def test_the_activation_written_turned(place, rows, width) -> None:
     if not INTERPRETING:
         assert steps_apart(operand[0], straight.values) == 0
         assert steps_apart(operand[1], across.values) == 0
+
+
+@pytest.mark.parametrize("rows, width", [(17, 520), (130, 64)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_up_kept_in_float8(place, rows, width, activation) -> None:
+    """Forward writes it as a cast of blocks would, and backward computes from the values."""
+    gate_up, grad = matrix(place, rows, 2 * width), matrix(place, rows, width)
+    if place.dtype == torch.float64:
+        return  # float8 linears refuse it
+    ops = select("glu", gate_up)
+    blocks = -(-width // 128)
+    values = torch.full((rows, 2 * width), 3.0, device=grad.device).to(E4M3)
+    scale = torch.full((2 * blocks, rows), 3.0, device=grad.device)
+    y = ops.glu_forward(gate_up, activation, None, None, (values, scale))
+    assert torch.equal(y, ops.glu_forward(gate_up, activation))
+    for i, part in enumerate(gate_up.chunk(2, -1)):
+        expected, _ = float8_cast_blocks(part.contiguous(), E4M3, square=False)
+        if not INTERPRETING:  # see above
+            found = values[:, i * width : (i + 1) * width].contiguous()
+            assert steps_apart(found, expected.values[:rows, :width].contiguous()) == 0
+        assert torch.equal(scale[i * blocks : (i + 1) * blocks].t(), expected.scale[:rows])
+    factors = scale.t().unflatten(1, (2, blocks)).repeat_interleave(128, 2)[..., :width]
+    exact = values.float() * factors.flatten(1)
+    reference = select("glu", exact.double())
+    expected = reference.glu_backward(exact.double(), grad.double(), activation, True, False)
+    amax = grad.new_zeros(1, 1, dtype=torch.float32)
+    found = ops.glu_backward(
+        values, grad.clone(), activation, True, True, amax, None, None, scale
+    )
+    tolerance = 1e-2 if place.dtype == torch.bfloat16 else 1e-5  # the values are up to 100
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other.to(grad.dtype), rtol=tolerance, atol=100 * tolerance)
+    assert torch.equal(amax.view(()), found[0].float().abs().max())
+    if place == Place("cuda", torch.float32):
+        return  # not used: see `Float8Products.new_turned`
+    limits, seen = (amax * 2, amax / 4), torch.zeros_like(amax)
+    _, turned = float8_cast(found[1], limits[0], E4M3, straight=False, transposed=True)
+    operand = float8_cast(found[0], limits[1], E5M2, transposed=True)
+    to = [torch.full_like(x.values.float(), 3.0).to(x.values.dtype) for x in (turned, *operand)]
+    stands, _ = ops.glu_backward(
+        *(values, grad, activation, False, True, None),
+        *((to[0], limits[0]), (*to[1:], limits[1], seen), scale),
+    )
+    assert stands.shape == values.shape and stands.dtype == grad.dtype
+    torch.testing.assert_close(seen, amax)
+    for written, cast in zip(to, (turned, *operand)):
+        assert INTERPRETING or steps_apart(written, cast.values) <= 1

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import cast, compute_dtype
-from ligermodels.kernels.reference.float8_cast import float8_cast, recorded, scaled
+from ligermodels.kernels.reference.float8_cast import (
+    BLOCK,
+    float8_cast,
+    float8_cast_blocks,
+    recorded,
+    scaled,
+)
 
 
 def glu_forward(
@@ -15,13 +21,25 @@ def glu_forward(
     activation: str,
     amax: Tensor | None = None,
     direct: tuple[torch.dtype, Tensor] | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return act(gate) * up for gate_up (..., 2 * intermediate). Shazeer 2020, arXiv:2002.05202.
 
     Args: activation: "silu", or the GELU of arXiv:1606.08415: "gelu_tanh" (approximation) or
         "gelu" (erf); amax: float32 (1, 1) that is raised to the largest absolute value of the
-        output; direct: a float8 dtype to return, and the absolute value (1, 1) that fits into it.
+        output; direct: a float8 dtype to return, and the absolute value (1, 1) that fits into it;
+        kept: where to write gate_up in float8, of its shape, and float32 (2 * blocks, rows) for
+        the scale of each 128 elements of a row of the gate, then of up.
     """
+    if kept is not None:
+        values, scale = kept
+        parts = zip(gate_up.chunk(2, -1), values.chunk(2, -1), scale.chunk(2))
+        for part, to, scale_to in parts:
+            rows, width = part.shape[:-1].numel(), part.shape[-1]
+            made, _ = float8_cast_blocks(part.reshape(rows, width), to.dtype, False, True, False)
+            assert made is not None
+            to.copy_(made[0][:rows, :width].view(to.shape))
+            scale_to.copy_(made[1][: len(scale_to), :rows])
     gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
         gate = F.silu(gate)
@@ -41,6 +59,7 @@ def glu_backward(
     amax: Tensor | None = None,
     turned: tuple[Tensor, Tensor] | None = None,
     operand: tuple[Tensor, ...] | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of `glu_forward`; recompute its output if asked to.
 
@@ -49,11 +68,17 @@ def glu_backward(
         write the output transposed and in float8 (intermediate, rows up to a multiple of 16), and
         its amax; operand: where to write the gradient in float8 (rows, 2 * intermediate) and
         transposed as the output, the absolute value that fits into it, and a number that is raised
-        to its largest absolute value.
-    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, or gate_up itself if operand
-        is given, and the output, rounded to gate_up's dtype, in grad_output's dtype or None. The
-        output may take the memory of grad_output.
+        to its largest absolute value; scale: that of a gate_up which `glu_forward` has written in
+        float8, and which stands for one of grad_output's dtype.
+    Returns: the gradient (..., 2 * intermediate) in gate_up's dtype, or a tensor whose values mean
+        nothing if operand is given; and the output, rounded to gate_up's dtype, in grad_output's
+        dtype, or None. The output may take the memory of grad_output.
     """
+    rounded = gate_up.dtype
+    if scale is not None:
+        factors = scale.t().reshape(*grad_output.shape[:-1], 2, -1).repeat_interleave(BLOCK, -1)
+        factors = factors[..., : grad_output.shape[-1]].flatten(-2)
+        gate_up, rounded = gate_up.float() * factors, grad_output.dtype
     dtype = compute_dtype(gate_up)
     gate, up = cast(gate_up, dtype).chunk(2, -1)
     grad = cast(grad_output, dtype)
@@ -67,8 +92,8 @@ def glu_backward(
     if recompute_output or turned is not None:
         # The output must have the bits of forward's, and F.gelu rounds unlike x * phi(x).
         silu = activation == "silu"
-        out = cast(activated * up, gate_up.dtype) if silu else glu_forward(gate_up, activation)
-        out = cast(out, grad_output.dtype)
+        out = activated * up if silu else glu_forward(gate_up, activation)
+        out = cast(cast(out, rounded), grad_output.dtype)
     if turned is not None and out is not None:
         values, out_amax = turned
         made = float8_cast(out.flatten(0, -2), out_amax, values.dtype, False, True)[1]
@@ -77,14 +102,14 @@ def glu_backward(
     parts = grad_gate, grad * activated
     if operand is not None:
         straight, across, limit, seen = operand
-        grad = cast(torch.cat(parts, -1), gate_up.dtype).flatten(0, -2)
+        grad = cast(torch.cat(parts, -1), rounded).flatten(0, -2)
         both = float8_cast(grad, limit, straight.dtype, True, True, seen)
         straight.copy_(both[0])  # type: ignore[arg-type]
         across.copy_(both[1])  # type: ignore[arg-type]
-        return gate_up, out
-    if overwrite:
+        return gate_up if scale is None else grad_output.new_empty(1).expand(gate_up.shape), out
+    if overwrite and scale is None:
         return recorded(torch.cat(parts, -1, out=gate_up), amax), out
-    return recorded(cast(torch.cat(parts, -1), gate_up.dtype), amax), out
+    return recorded(cast(torch.cat(parts, -1), rounded), amax), out
 
 
 def _gelu_and_derivative(x: Tensor, tanh_approximation: bool) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch, reusable
+from ligermodels.kernels.reference.float8_cast import BLOCK as FLOAT8_BLOCK
 from ligermodels.kernels.reference.float8_cast import SMALLEST
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
@@ -14,9 +15,14 @@ from ligermodels.kernels.triton.float8_tile import (
     _tile_of,
 )
 
-# Both kernels use these configs. HIP counts the threads of a launch in 32 bits. On AMD, eight
-# elements for each lane make that enough for 2^35 elements.
+# HIP counts the threads of a launch in 32 bits. On AMD, eight elements for each lane make that
+# enough for 2^35 elements.
 GLU = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+# Where a float8 gate_up is written or read, the columns of a tile have one scale.
+KEPT = Launches(
+    nvidia=((None, Launch(FLOAT8_BLOCK, 4, rows=16)),),
+    amd=((None, Launch(FLOAT8_BLOCK, 4, rows=32)),),
+)
 TURNED = Launches(nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 8, rows=64)),))
 
 
@@ -45,12 +51,34 @@ def _gradients(gate, up, grad, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _block_of_row(width, BLOCK: tl.constexpr):
-    """Return the program's row and columns. Neighbours in the grid are neighbours in memory."""
-    program = tl.program_id(0)
-    blocks = tl.cdiv(width, BLOCK)
-    row = (program // blocks).to(tl.int64)
-    return row, program % blocks * BLOCK + tl.arange(0, BLOCK)
+def _scale_at(row, rows, width, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the scales of the tile's gates are, and how far behind those of up are."""
+    block = tl.program_id(0) % tl.cdiv(width, BLOCK) * BLOCK // COLUMNS
+    rows = tl.cast(rows, tl.int64)
+    return block * rows + row, tl.cdiv(width, COLUMNS) * rows
+
+
+@triton.jit
+def _gate_and_up(
+    gate_up_ptr,
+    scale_ptr,
+    row,
+    column,
+    mask,
+    rows,
+    width,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Load a tile in float32. scale may be None unless gate_up is in float8."""
+    at = row * 2 * width + column
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        at_scale, behind = _scale_at(row, rows, width, COLUMNS, BLOCK)
+        gate *= tl.load(scale_ptr + at_scale, mask=row < rows, other=0.0)
+        up *= tl.load(scale_ptr + at_scale + behind, mask=row < rows, other=0.0)
+    return gate, up
 
 
 @triton.jit
@@ -59,21 +87,25 @@ def glu_forward_kernel(
     out_ptr,
     amax_ptr,
     limit_ptr,
+    kept_ptr,
+    scale_ptr,
+    rows,
     width,
     smallest,
     largest,
     ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one block of one row.
+    """Each program handles one tile.
 
-    amax may be None, and so may limit unless out is in float8.
+    amax may be None, and so may limit unless out is in float8. If kept and scale are given,
+    gate_up is written there in float8; then the columns of a tile have one scale.
     """
-    row, column = _block_of_row(width, BLOCK)
-    mask = column < width
-    at = row * 2 * width + column
-    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
+    row, column = _tile_of(width, ROWS, BLOCK)
+    mask = (row < rows) & (column < width)
+    gate, up = _gate_and_up(gate_up_ptr, None, row, column, mask, rows, width, COLUMNS, BLOCK)
     phi, _ = _gate(gate, ACTIVATION)
     out = (gate * phi * up).to(gate_up_ptr.dtype.element_ty)
     if amax_ptr is not None:
@@ -81,31 +113,44 @@ def glu_forward_kernel(
     if limit_ptr is not None:
         out, _ = _scaled(out, tl.load(limit_ptr), smallest, largest)
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if kept_ptr is not None:
+        at = row * 2 * width + column
+        at_scale, behind = _scale_at(row, rows, width, COLUMNS, BLOCK)
+        for part in tl.static_range(2):
+            x = up if part else gate
+            most = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1, keep_dims=True)
+            values, scale = _scaled(x, most.to(tl.float32, bitcast=True), smallest, largest)
+            values = values.to(kept_ptr.dtype.element_ty)
+            tl.store(kept_ptr + at + part * width, values, mask=mask)
+            tl.store(scale_ptr + at_scale + part * behind, scale, mask=row < rows)
 
 
 @triton.jit
 def glu_backward_kernel(
     gate_up_ptr,
+    scale_ptr,
     grad_output_ptr,
     grad_gate_up_ptr,
     out_ptr,
     amax_ptr,
+    rows,
     width,
     ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one block of one row. If out_ptr is given, it recomputes the output.
+    """Each program handles one tile. If out_ptr is given, it recomputes the output.
 
     If amax_ptr is given, it records the largest absolute value of the gradient.
 
     A program reads its elements before it writes any, so grad_gate_up may be gate_up and out may be
     grad_output.
     """
-    row, column = _block_of_row(width, BLOCK)
-    mask = column < width
+    row, column = _tile_of(width, ROWS, BLOCK)
+    mask = (row < rows) & (column < width)
     at = row * 2 * width + column
-    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(gate_up_ptr, scale_ptr, row, column, mask, rows, width, COLUMNS, BLOCK)
     grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
     grad_gate, grad_up, out = _gradients(gate, up, grad, ACTIVATION)
     dtype = grad_gate_up_ptr.dtype.element_ty
@@ -123,6 +168,7 @@ def glu_backward_kernel(
 @triton.jit
 def glu_backward_turned_kernel(
     gate_up_ptr,
+    scale_ptr,
     grad_output_ptr,
     grad_gate_up_ptr,
     turned_ptr,
@@ -138,6 +184,7 @@ def glu_backward_turned_kernel(
     largest,
     grad_largest,
     ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,8 +198,7 @@ def glu_backward_turned_kernel(
     row, column = _tile_of(width, ROWS, BLOCK)
     mask = (row < rows) & (column < width)
     at = row * 2 * width + column
-    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(gate_up_ptr, scale_ptr, row, column, mask, rows, width, COLUMNS, BLOCK)
     grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0)
     grad_gate, grad_up, out = _gradients(gate, up, grad.to(tl.float32), ACTIVATION)
     dtype = grad_gate_up_ptr.dtype.element_ty
@@ -184,6 +230,7 @@ def glu_forward(
     activation: str,
     amax: Tensor | None = None,
     direct: tuple[torch.dtype, Tensor] | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Launch the kernel for `reference.glu_forward`."""
     gate_up = gate_up.contiguous()
@@ -192,16 +239,23 @@ def glu_forward(
     out = gate_up.new_empty((*gate_up.shape[:-1], width), dtype=dtype)
     if out.numel() == 0:
         return out
-    setting = launch(GLU, width)
-    glu_forward_kernel[(out.numel() // width * cdiv(width, setting.block),)](
+    values, scale = kept or (None, None)
+    largest = direct[0] if direct else None if values is None else values.dtype
+    rows, setting = out.numel() // width, launch(GLU if kept is None else KEPT, width)
+    glu_forward_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
         gate_up,
         out,
         None if amax is None else amax.view(torch.int32),
         limit,
+        values,
+        scale,
+        rows,
         width,
         SMALLEST,
-        torch.finfo(dtype).max if direct else 0.0,
+        0.0 if largest is None else torch.finfo(largest).max,
         ACTIVATION=activation,
+        COLUMNS=FLOAT8_BLOCK,
+        ROWS=setting.rows,
         **keywords(setting),
     )
     return out
@@ -216,20 +270,30 @@ def glu_backward(
     amax: Tensor | None = None,
     turned: tuple[Tensor, Tensor] | None = None,
     operand: tuple[Tensor, ...] | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel for `reference.glu_backward`."""
     gate_up, grad_output = gate_up.contiguous(), grad_output.contiguous()
     width = grad_output.shape[-1]
-    grad_gate_up = gate_up if overwrite else torch.empty_like(gate_up)
+    if overwrite and scale is None:
+        grad_gate_up = gate_up
+    elif operand is None:
+        grad_gate_up = gate_up.new_empty(
+            gate_up.shape, dtype=gate_up.dtype if scale is None else grad_output.dtype
+        )
+    else:
+        grad_gate_up = grad_output.new_empty(1).expand(gate_up.shape)
     out = reusable(grad_output) if recompute_output else None
     if grad_output.numel() == 0:
         return grad_gate_up, out
+    rows = grad_output.numel() // width
     if turned is not None:
         values, out_amax = turned
         straight, across, limit, amax = (None, None, None, amax) if operand is None else operand
-        rows, setting = grad_output.numel() // width, launch(TURNED, width)
+        setting = launch(TURNED, width)
         glu_backward_turned_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
             gate_up,
+            scale,
             grad_output,
             grad_gate_up,
             values,
@@ -245,19 +309,24 @@ def glu_backward(
             torch.finfo(values.dtype).max,
             0.0 if straight is None else torch.finfo(straight.dtype).max,
             ACTIVATION=activation,
+            COLUMNS=FLOAT8_BLOCK,
             ROWS=setting.rows,
             **keywords(setting),
         )
         return grad_gate_up, None
-    setting = launch(GLU, width)
-    glu_backward_kernel[(grad_output.numel() // width * cdiv(width, setting.block),)](
+    setting = launch(GLU if scale is None else KEPT, width)
+    glu_backward_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
         gate_up,
+        scale,
         grad_output,
         grad_gate_up,
         out,
         None if amax is None else amax.view(torch.int32),
+        rows,
         width,
         ACTIVATION=activation,
+        COLUMNS=FLOAT8_BLOCK,
+        ROWS=setting.rows,
         **keywords(setting),
     )
     return grad_gate_up, out
