@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ligermodels import MemoryPlan, float8
 from ligermodels.adapters import QuantizedLinear, add_adapters, quantize
 from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.simulate import simulate
 from tests.gpu.test_float8_on_gpu import model_of, normal, pytestmark
 from tests.training.tiny_run import forget, make_checkpoint, make_text, run, same, tensors
@@ -32,8 +34,9 @@ def test_predicted_memory(recipe) -> None:
     else:
         float8.convert(model, recipe)
     found = {}
-    for policy in ("all", "no_gate_up", "attention", "input"):
-        model.set_memory_plan(MemoryPlan.uniform(3, policy))
+    levels = [*product((False, True), POLICIES)][: 4 if recipe in ("rowwise", "adapters") else 8]
+    for in_float8, policy in levels:
+        model.set_memory_plan(MemoryPlan.uniform(3, policy, float8=in_float8))
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             torch.cuda.reset_peak_memory_stats()
@@ -41,7 +44,7 @@ def test_predicted_memory(recipe) -> None:
             torch.optim.SGD(model.parameters(), lr=0.0).step()  # scales move on
         peak = torch.cuda.max_memory_allocated()
         model.zero_grad(set_to_none=True)
-        found[policy] = simulate(model, 1, 4096, device=CUDA).peak_bytes / peak
+        found[policy, in_float8] = simulate(model, 1, 4096, device=CUDA).peak_bytes / peak
     assert all(0.995 < ratio < 1.005 for ratio in found.values()), found
 
 
