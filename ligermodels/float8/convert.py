@@ -43,7 +43,7 @@ def convert(
     Returns: the names of the linears that run in float8 now.
     Raises:
         ConfigError: the recipe is unknown, the model is in float16 or on a GPU without float8
-            products, or no linear can be converted.
+            products, or no linear can be converted, because all are already, for example.
     """
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
@@ -67,6 +67,11 @@ def convert(
             converted[name] = linear
         else:
             left[name] = reason
+    if not converted and any(isinstance(module, Float8Linear) for module in model.modules()):
+        raise ConfigError(
+            "float8: the model's linears run in float8 already; to change their recipe, load the "
+            "model again and convert it once"
+        )
     if not converted:
         reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:4]]
         raise ConfigError(

@@ -71,14 +71,22 @@ def load_scales(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Continue with the scales that `scales` has returned.
 
     Raises:
-        CheckpointError: they are of other linears.
+        CheckpointError: they are of other linears, or have another shape.
     """
     linears = _linears(model)
-    if different := sorted(linears.keys() ^ state.keys()):
-        raise CheckpointError(
-            f"float8 scales: {', '.join(different[:10])} (of {len(different)}) have scales only in "
-            "the model or only in the state; convert the model as in the saved run"
-        )
+    for names, where in (
+        (state.keys() - linears.keys(), "the state has scales of linears that have none here"),
+        (linears.keys() - state.keys(), "the state has no scales of linears that need them"),
+        (
+            {n for n, x in linears.items() if n in state and state[n].shape != x.delayed.shape},
+            "the state has scales of another shape than (3, 4)",
+        ),
+    ):
+        if names:
+            raise CheckpointError(
+                f"float8 scales: {where}: {', '.join(sorted(names)[:10])} ({len(names)} in all); "
+                "convert the model as in the run that saved them, with the same recipe and filter"
+            )
     for name, linear in linears.items():
         linear.delayed.copy_(state[name])
         linear.known_scales = [None] * 3

@@ -73,9 +73,7 @@ class Float8Linear(Planned, FusableLinear):
         casts = self._casts_now()
         if casts is None and not torch.is_grad_enabled():
             return partial(_Inference, self.recipe)
-        return partial(
-            Float8Products, self.recipe, casts, self._scales_now(), self.keeps_float8
-        )
+        return partial(Float8Products, self.recipe, casts, self._scales_now(), self.keeps_float8)
 
     @_disable_dynamo  # torch.compiler.disable, which would import the compiler now
     def forward(self, x: Tensor) -> Tensor:

@@ -358,7 +358,8 @@ def glu_linear(
 ) -> Tensor:
     """Return linear(glu(gate_up, activation)); save only gate_up for backward.
 
-    The products may ask for gate_up in float8, which changes its gradient. If gate_up needs no gradient, it saves the activation's output instead, which is half as large.
+    The products may ask for gate_up in float8, which rounds it. If gate_up needs no gradient, it
+    saves the activation's output instead, which is half as large.
 
     Args: gate_up: (..., 2 * intermediate); weight: (out, intermediate); bias: (out); activation,
         consume: as in `glu`; products: as in `norm_linear`.

@@ -82,9 +82,9 @@ class Prediction:
 class MemoryPlan:
     """The tensors that each layer keeps for backward.
 
-    No plan without float8 changes a gradient, but the order of two sums may change: with tiles, that of the weight
+    No plan changes a gradient, but the order of two sums may change: with tiles, that of the weight
     gradients of a layer's MLP and of the norm before it; with a smaller chunk of the head, that of
-    the head's weight gradient.
+    the head's weight gradient. A layer that keeps tensors in float8 rounds what it keeps.
 
     Attributes:
         layers: one `LayerPlan` for each layer.

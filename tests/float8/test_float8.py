@@ -306,6 +306,8 @@ def test_what_is_refused() -> None:
     assert "linear" not in model_of().kernels()
     linear = model_of().layers[0].mlp.down_proj
     float8.convert(torch.nn.Sequential(linear), filter=every)
+    with pytest.raises(ConfigError, match="run in float8 already"):
+        float8.convert(model)
     with pytest.raises(ConfigError, match="input in float16"):
         linear(torch.zeros(1, 128, dtype=torch.float16))
 
@@ -377,8 +379,12 @@ def test_delayed_scales() -> None:
     assert not any(map(any, float8.overflows(model).values()))
     with torch.no_grad():  # evaluation has scales of its own
         assert torch.equal(model(ids), exact(ids))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj, layers"):
+    with pytest.raises(CheckpointError, match=r"that have none here: layers\.0\.mlp\.down_proj, l"):
         float8.load_scales(exact, state)
+    with pytest.raises(CheckpointError, match=r"no scales of linears.*: layers\.0\.mlp\.down_p"):
+        float8.load_scales(model, {})
+    with pytest.raises(CheckpointError, match=r"another shape than \(3, 4\): layers\.0"):
+        float8.load_scales(model, {name: rows[:2] for name, rows in state.items()})
 
 
 def test_operands_that_kernels_write_in_float8(monkeypatch) -> None:

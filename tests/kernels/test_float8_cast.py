@@ -240,9 +240,7 @@ def test_gate_up_kept_in_float8(place, rows, width, activation) -> None:
     reference = select("glu", exact.double())
     expected = reference.glu_backward(exact.double(), grad.double(), activation, True, False)
     amax = grad.new_zeros(1, 1, dtype=torch.float32)
-    found = ops.glu_backward(
-        values, grad.clone(), activation, True, True, amax, None, None, scale
-    )
+    found = ops.glu_backward(values, grad.clone(), activation, True, True, amax, None, None, scale)
     tolerance = 1e-2 if place.dtype == torch.bfloat16 else 1e-5  # the values are up to 100
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other.to(grad.dtype), rtol=tolerance, atol=100 * tolerance)
