@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.dispatch import real_device
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
-from ligermodels.kernels.triton.glu import _block_of_row, _gradients
+from ligermodels.kernels.triton.glu import _gradients
 
 # A tile has `rows` rows and `block` columns, and reads `depth` elements of the summed dimension at
 # once. The tables of LINEAR are by the bytes of an element.
@@ -154,6 +154,15 @@ def expert_linear_few_kernel(
             at = row[:, None].to(tl.int64) * width + column[None, :]
             mask = (slot < count)[:, None] & (column < width)[None, :]
             tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _block_of_row(width, BLOCK: tl.constexpr):
+    """Return the program's row and columns. Neighbours in the grid are neighbours in memory."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (program // blocks).to(tl.int64)
+    return row, program % blocks * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
