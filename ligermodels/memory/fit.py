@@ -10,6 +10,7 @@ from torch import nn
 
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_chunk
+from ligermodels.layers.experts import Experts
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, check_choice, checked_integer
@@ -154,6 +155,8 @@ class Planner:
     def _new_spaces(self, batch: int, seq: int) -> list[Space]:
         """Return the plans with each chunk of the loss head, from the largest to the smallest."""
         tiles = [-(-batch * seq // parts) for parts in _PARTS]
+        if all(any(isinstance(m, Experts) for m in x.modules()) for x in self.model.layers):
+            tiles = []  # experts compute all tokens at once
         return [
             Space(
                 partial(self._simulated, batch, seq),

@@ -13,6 +13,7 @@ from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
     Attention,
     AttentionMask,
+    Experts,
     GatedMLP,
     LayerNorm,
     LossHead,
@@ -32,6 +33,7 @@ _OPS = {
     LayerNorm: ("layer_norm", "add_layer_norm"),
     Attention: ("rope",),
     GatedMLP: ("glu",),
+    Experts: ("routing", "expert_mlp"),
 }
 _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
