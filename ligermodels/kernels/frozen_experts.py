@@ -17,7 +17,7 @@ from ligermodels.kernels.dispatch import (
     without_autocast,
 )
 
-_OP = "expert_mlp"
+_OP = "frozen_experts"
 
 
 class Adapter(NamedTuple):
@@ -71,17 +71,23 @@ class _FrozenExpertMLP(torch.autograd.Function):
         activation: str | ClampedSwiGLU,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
+        keep_gate_up: bool,
     ) -> Tensor:
-        ctx.ops = select(_OP, x)
+        ctx.ops = select("expert_mlp", x)
         order, place, starts = select("routing", x).sort_by_expert(experts, count)
         first = _Projection(ctx.ops, starts, adapter_1, a_1, b_1, weight_1, scales_1, levels_1)
         second = _Projection(ctx.ops, starts, adapter_2, a_2, b_2, weight_2, scales_2, levels_2)
         owner = experts.clamp(0, count - 1)  # no kernel may read another bias
-        gate_up, z_1, mask_1 = first.forward(x, order // experts.shape[1])
-        made = ctx.ops.expert_glu_forward(gate_up, gate_up_bias, owner.flatten()[order], activation)
-        y, z_2, mask_2 = second.forward(made, None)
+        owner_of_row = owner.flatten()[order]
+        mask_1 = first.mask(x)
+        gate_up, z_1 = first.forward(x, mask_1, order // experts.shape[1])
+        made = ctx.ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
+        kept = (gate_up, z_1) if keep_gate_up else (None, None)
+        del gate_up, z_1
+        mask_2 = second.mask(made)
+        y, z_2 = second.forward(made, mask_2, None)
         ctx.save_for_backward(
-            *(x, gate_up, weights, order, place, starts, z_1, mask_1, z_2, mask_2),
+            *(x, *kept, weights, order, place, starts, mask_1, z_2, mask_2),
             *(a_1, b_1, weight_1, scales_1, levels_1, a_2, b_2, weight_2, scales_2, levels_2),
             *(gate_up_bias, down_bias, owner),
         )
@@ -91,7 +97,7 @@ class _FrozenExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(_OP)
-        x, gate_up, weights, order, place, starts, z_1, mask_1, z_2, mask_2 = ctx.saved_tensors[:10]
+        x, gate_up, z_1, weights, order, place, starts, mask_1, z_2, mask_2 = ctx.saved_tensors[:10]
         ops, token = ctx.ops, order // weights.shape[1]
         first = _Projection(ops, starts, ctx.adapters[0], *ctx.saved_tensors[10:15])
         second = _Projection(ops, starts, ctx.adapters[1], *ctx.saved_tensors[15:20])
@@ -99,12 +105,16 @@ class _FrozenExpertMLP(torch.autograd.Function):
         needs_x, needs_weights, _, needs_a_1, needs_b_1, needs_a_2, needs_b_2 = (
             ctx.needs_input_grad[:7]
         )
-        grads: list[Tensor | None] = [None] * 19
+        grads: list[Tensor | None] = [None] * 20
+        if gate_up is None:
+            gate_up, z_1 = first.forward(x, mask_1, token)
         grad_rows = grad_output[token]
         grad_made = second.product(grad_rows, transposed=False)
         grad_z = None if second.adapter is None else second.to_rank(grad_rows)
-        if grad_z is not None:
-            grad_made += _dropped(second.to_inputs(grad_z), mask_2, second.adapter)
+        if grad_z is not None and mask_2 is None:
+            second.add_to_inputs(grad_made, grad_z)
+        elif grad_z is not None:
+            grad_made += second.dropped(second.to_inputs(grad_z), mask_2)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
             gate_up.detach(),
             gate_up_bias,
@@ -123,7 +133,7 @@ class _FrozenExpertMLP(torch.autograd.Function):
                     of_bias = (grad_output @ down_bias.mT).gather(1, owner.long())
                 grads[1] += of_bias
         if needs_a_2:
-            grads[5] = second.gradient_of_a(grad_z, _dropped(made, mask_2, second.adapter))
+            grads[5] = second.gradient_of_a(grad_z, second.dropped(made, mask_2))
         if needs_b_2:
             weighted = z_2 * weights.flatten()[order][:, None]
             grads[6] = second.gradient_of_b(grad_rows, cast(weighted, z_2.dtype))
@@ -132,15 +142,15 @@ class _FrozenExpertMLP(torch.autograd.Function):
         if needs_x:
             rows = first.product(grad_gate_up, transposed=False)
             if grad_z is not None and mask_1 is None:
-                rows += first.to_inputs(grad_z)
+                first.add_to_inputs(rows, grad_z)
             grad_x = ops.expert_sum(rows, place, None, None, None)
             del rows
             if grad_z is not None and mask_1 is not None:  # which is one for all of a token's rows
                 dropped = ops.expert_sum(first.to_inputs(grad_z), place, None, None, None)
-                grad_x += _dropped(dropped, mask_1, first.adapter)
+                grad_x += first.dropped(dropped, mask_1)
             grads[0] = grad_x
         if needs_a_1:
-            grads[3] = first.gradient_of_a(grad_z, _dropped(x, mask_1, first.adapter)[token])
+            grads[3] = first.gradient_of_a(grad_z, first.dropped(x, mask_1)[token])
         if needs_b_1:
             grads[4] = first.gradient_of_b(grad_gate_up, z_1)
         return tuple(grads)
@@ -164,23 +174,34 @@ class _Projection:
         self.a, self.b, self.base = a, b, (weight, scales, levels)
         self.count = len(starts) - 1
 
+    def mask(self, x: Tensor) -> Tensor | None:
+        """Return what dropout keeps of the inputs of the adapters, or None if it keeps all."""
+        if self.adapter is None or not self.adapter.dropout:
+            return None
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.adapter.dropout)
+
     def forward(
-        self, x: Tensor, token: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the outputs of the rows of x (or x[token]), A x, and what dropout keeps of x."""
+        self, x: Tensor, mask: Tensor | None, token: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of the rows of x, or of x[token], and A x."""
         rows = x if token is None else x[token]
         out = self.product(rows, transposed=True)
         if self.adapter is None:
-            return out, None, None
-        mask = None
-        if self.adapter.dropout:
+            return out, None
+        if mask is not None:
             del rows
-            x, mask = torch.ops.aten.native_dropout(x, self.adapter.dropout, True)
-            rows = x if token is None else x[token]
+            dropped = self.dropped(x, mask)
+            rows = dropped if token is None else dropped[token]
         a, b = self.factors(x.dtype)
         z = self.ops.expert_linear(rows, a.mT, self.starts)
-        out += self.ops.expert_linear(z * self.adapter.scaling, b.mT, self.starts)
-        return out, z, mask
+        select(_OP, x).expert_linear_add(out, z * self.adapter.scaling, b.mT, self.starts)
+        return out, z
+
+    def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return x as dropout leaves it, or its gradient for that of the result."""
+        if mask is None or self.adapter is None:
+            return x
+        return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.adapter.dropout))  # type: ignore[no-any-return]
 
     def product(self, x: Tensor, *, transposed: bool) -> Tensor:
         """Multiply each row of x with its expert's weight."""
@@ -189,7 +210,7 @@ class _Projection:
             stack = cast(weight, x.dtype).unflatten(0, (self.count, -1))
             stack = stack.mT if transposed else stack
             return self.ops.expert_linear(x, stack, self.starts)  # type: ignore[no-any-return]
-        few = select("quantized_experts", x)
+        few = select(_OP, x)
         return few.quantized_expert_linear(  # type: ignore[no-any-return]
             x, weight, scales, levels, self.starts, transposed
         )
@@ -205,6 +226,11 @@ class _Projection:
         """Return the gradient of the inputs of A."""
         a, _ = self.factors(grad_z.dtype)
         return self.ops.expert_linear(grad_z, a, self.starts)  # type: ignore[no-any-return]
+
+    def add_to_inputs(self, grad: Tensor, grad_z: Tensor) -> None:
+        """Add the gradient of the inputs of A to that of the inputs of the frozen weight."""
+        a, _ = self.factors(grad_z.dtype)
+        select(_OP, grad).expert_linear_add(grad, grad_z, a, self.starts)
 
     def gradient_of_a(self, grad_z: Tensor | None, rows: Tensor) -> Tensor:
         """Return the gradient of A in its shape and dtype."""
@@ -241,12 +267,6 @@ class _Projection:
         return a, whole
 
 
-def _dropped(x: Tensor, mask: Tensor | None, adapter: Adapter | None) -> Tensor:
-    if mask is None or adapter is None:
-        return x
-    return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - adapter.dropout))  # type: ignore[no-any-return]
-
-
 def frozen_expert_mlp(
     x: Tensor,
     gate_up: ExpertWeight,
@@ -258,6 +278,7 @@ def frozen_expert_mlp(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    keep_gate_up: bool = True,
 ) -> Tensor:
     """Return what `expert_mlp` returns, for frozen weights, of which only adapters have gradients.
 
@@ -266,7 +287,7 @@ def frozen_expert_mlp(
     each input of an adapter, where those of gate and up are one for each token.
 
     Args:
-        x, weights, experts, activation, gate_up_bias, down_bias: as in `expert_mlp`.
+        x, weights, experts, and the options: as in `expert_mlp`.
         gate_up, down: the weights of all experts and their adapters; count: the number of experts.
     Returns: (..., hidden) in x's dtype, or in that of autocast.
     Raises: ValueError if a weight or bias requires a gradient, which would be left out.
@@ -291,5 +312,6 @@ def frozen_expert_mlp(
         count,
         activation,
         *biases,
+        keep_gate_up,
     )
     return out.view(x.shape)

@@ -225,9 +225,9 @@ class Experts(Planned, nn.Module):
         count = self.num_experts
         options: Any = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         routes = weights, experts
+        options["keep_gate_up"] = self.policy != "no_gate_up"
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             gate_up, down = gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1))
-            options["keep_gate_up"] = self.policy != "no_gate_up"
             return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **options)
         frozen = expert_weight(gate_up), expert_weight(down)
         return frozen_expert_mlp(x, *frozen, *routes, count, self.activation, **options)

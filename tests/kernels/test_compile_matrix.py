@@ -195,6 +195,20 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     for square in (False, True):
         float8_cast_blocks(x, FLOAT8_TYPES[vendor][0], square=square, transposed=True)
         float8_cast_blocks(x, FLOAT8_TYPES[vendor][0], square=square)
+    of_experts = dispatch.select("frozen_experts", x)
+    starts = torch.empty(129, dtype=torch.int32, device="meta")
+    for bits, columns in ((4, 1024), (4, 1440), (8, 2048)):  # with a scale for each tile, or not
+        codes = torch.empty(
+            128 * 1536, columns, dtype=torch.uint8 if bits == 4 else torch.int8, device="meta"
+        )
+        scales = torch.empty(len(codes), columns // 32 if bits == 4 else 1, device="meta")
+        weight = codes, scales, torch.empty(16, device="meta") if bits == 4 else None
+        width = 2 * columns if bits == 4 else columns
+        of_experts.quantized_expert_linear(x[:, :width], *weight, starts, True)
+        of_experts.quantized_expert_linear(x[:, :1536], *weight, starts, False)
+    thin = torch.empty(128, 1536, 32, dtype=dtype, device="meta")
+    for each in (thin, thin.mT):
+        of_experts.expert_linear_add(x[:, : each.shape[2]], x[:, : each.shape[1]], each, starts)
     ends = torch.empty(2, dtype=torch.int64, device="meta")
     for head_dim, slots, queries, options in (
         (64, 8192, 1, {}),

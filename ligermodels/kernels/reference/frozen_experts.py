@@ -1,10 +1,16 @@
-"""Plain PyTorch: the product of each row with its expert's weight, which is kept in few bits."""
+"""Plain PyTorch: products of each row with its expert's weight of few bits, and with a thin one."""
 
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.kernels.reference.dequantize import dequantize_forward
 from ligermodels.kernels.reference.expert_mlp import expert_linear
+
+
+def expert_linear_add(out: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> None:
+    """Add x W of each row's expert to out (rows, out); the arguments are as in `expert_linear`."""
+    dtype = compute_dtype(x)
+    out.copy_(out.to(dtype) + expert_linear(x.to(dtype), weight.to(dtype), starts))
 
 
 def quantized_expert_linear(

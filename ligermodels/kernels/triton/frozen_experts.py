@@ -1,0 +1,306 @@
+"""Products of each row with its expert's frozen weight of few bits, and with a thin weight.
+
+The tiles of a weight are on the left of the products, so that what a program computes from codes
+stays in registers, and the tiles of the results are transposed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.launch import Launch, Launches, launch
+from ligermodels.kernels.triton.dequantize import dequantize_forward
+from ligermodels.kernels.triton.expert_mlp import (
+    _options,
+    _padded,
+    _tile_of_expert,
+    _tiles,
+    expert_linear,
+)
+
+# A tile has `rows` rows of x and `block` rows or columns of the weight. The tables are by the bytes
+# of an element of x.
+QUANTIZED = Launches(
+    nvidia=((2, Launch(128, 8, 3, rows=128, depth=32)), (None, Launch(64, 4, rows=32, depth=32))),
+    amd=((2, Launch(64, 4, rows=64, depth=32)), (None, Launch(32, 4, rows=32, depth=32))),
+)
+QUANTIZED_BACKWARD = Launches(
+    nvidia=((2, Launch(64, 8, 3, rows=128, depth=32)), (None, Launch(32, 4, rows=32, depth=32))),
+    amd=((2, Launch(32, 4, rows=64, depth=32)), (None, Launch(32, 4, rows=32, depth=32))),
+)
+ADD = Launches(
+    nvidia=((2, Launch(128, 4, 2, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=16))),
+    amd=((2, Launch(64, 4, rows=64, depth=16)), (None, Launch(64, 4, rows=32, depth=16))),
+)
+# With more rows for each expert, it is faster to convert the weight once and multiply then.
+ROWS_IN_TILE = 128
+
+
+@triton.jit
+def _times_scale(values, scales_ptr, row, column, first, block_size, blocks, UNIFORM: tl.constexpr):
+    """Multiply values (rows, columns) with the scales of their blocks of columns, in float32.
+
+    UNIFORM: whether all columns from the first one on are in one block.
+    """
+    if UNIFORM:
+        return values * tl.load(scales_ptr + row * blocks + first // block_size).to(tl.float32)
+    return values * tl.load(scales_ptr + row * blocks + column // block_size).to(tl.float32)
+
+
+@triton.jit
+def quantized_expert_linear_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    levels_ptr,
+    starts_ptr,
+    out_ptr,
+    experts,
+    features,
+    width,
+    block_size,
+    blocks,
+    UNIFORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """x W^T. Each program handles a tile of an expert's rows and a block of features.
+
+    levels_ptr is None for 8 bits. width: the codes of a row of the weight. With 4 bits, a code has
+    a column of the first half of x and one of the second.
+    """
+    tiles = tl.cdiv(features, BLOCK)
+    program = tl.program_id(0)
+    expert, first, end = _tile_of_expert(starts_ptr, program // tiles, experts, ROWS, EXPERTS)
+    if expert < experts:
+        row = first + tl.arange(0, ROWS)
+        feature = program % tiles * BLOCK + tl.arange(0, BLOCK)
+        # Rows and features outside read some inside, which is faster than a mask.
+        weight_row = (expert.to(tl.int64) * features + feature % features)[:, None]
+        columns = width if levels_ptr is None else 2 * width
+        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[None, :] * columns
+        out = tl.zeros((BLOCK, ROWS), tl.float32)
+        for start in range(0, width, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            inside = at < width
+            codes = tl.load(
+                codes_ptr + weight_row * width + at[None, :], mask=inside[None, :], other=0
+            )
+            x = tl.load(x_row + at[:, None], mask=inside[:, None], other=0.0)
+            if levels_ptr is None:
+                values = codes.to(tl.float32)
+            else:
+                codes = codes.to(tl.int32)
+                values = tl.load(levels_ptr + (codes & 15))
+            values = _times_scale(
+                values,
+                scales_ptr,
+                weight_row,
+                tl.where(inside, at, 0)[None, :],
+                start,
+                block_size,
+                blocks,
+                UNIFORM,
+            )
+            out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
+            if levels_ptr is not None:
+                high = at + width
+                x = tl.load(x_row + high[:, None], mask=inside[:, None], other=0.0)
+                values = tl.load(levels_ptr + (codes >> 4))
+                high = tl.where(inside, high, 0)[None, :]
+                values = _times_scale(
+                    values, scales_ptr, weight_row, high, start + width, block_size, blocks, UNIFORM
+                )
+                out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
+        at = row.to(tl.int64)[None, :] * features + feature[:, None]
+        mask = (row < end)[None, :] & (feature < features)[:, None]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantized_expert_linear_backward_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    levels_ptr,
+    starts_ptr,
+    out_ptr,
+    experts,
+    features,
+    width,
+    block_size,
+    blocks,
+    UNIFORM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """x W. Each program handles a tile of an expert's rows and a block of codes, as above."""
+    tiles = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    expert, first, end = _tile_of_expert(starts_ptr, program // tiles, experts, ROWS, EXPERTS)
+    if expert < experts:
+        row = first + tl.arange(0, ROWS)
+        start = program % tiles * BLOCK
+        column = start + tl.arange(0, BLOCK)
+        code = (column % width)[:, None]
+        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[None, :] * features
+        weight_first = expert.to(tl.int64) * features
+        low = tl.zeros((BLOCK, ROWS), tl.float32)
+        high = tl.zeros((BLOCK, ROWS), tl.float32)
+        for depth in range(0, features, DEPTH):
+            at = depth + tl.arange(0, DEPTH)
+            inside = at < features
+            weight_row = (weight_first + at % features)[None, :]
+            codes = tl.load(codes_ptr + weight_row * width + code)
+            x = tl.load(x_row + at[:, None], mask=inside[:, None], other=0.0)
+            if levels_ptr is None:
+                values = codes.to(tl.float32)
+            else:
+                codes = codes.to(tl.int32)
+                values = tl.load(levels_ptr + (codes & 15))
+            values = _times_scale(
+                values, scales_ptr, weight_row, code, start, block_size, blocks, UNIFORM
+            )
+            low = tl.dot(values.to(x.dtype), x, low, input_precision="ieee")
+            if levels_ptr is not None:
+                values = tl.load(levels_ptr + (codes >> 4))
+                values = _times_scale(
+                    *(values, scales_ptr, weight_row, code + width),
+                    *(start + width, block_size, blocks, UNIFORM),
+                )
+                high = tl.dot(values.to(x.dtype), x, high, input_precision="ieee")
+        columns = width if levels_ptr is None else 2 * width
+        at = row.to(tl.int64)[None, :] * columns + column[:, None]
+        mask = (row < end)[None, :] & (column < width)[:, None]
+        tl.store(out_ptr + at, low.to(out_ptr.dtype.element_ty), mask=mask)
+        if levels_ptr is not None:
+            tl.store(out_ptr + at + width, high.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def expert_linear_add_kernel(
+    x_ptr,
+    weight_ptr,
+    starts_ptr,
+    out_ptr,
+    experts,
+    width,
+    depth,
+    weight_expert,
+    weight_depth,
+    weight_column,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program handles a tile of an expert's rows and a block of columns."""
+    blocks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    expert, first, end = _tile_of_expert(starts_ptr, program // blocks, experts, ROWS, EXPERTS)
+    if expert < experts:
+        row = first + tl.arange(0, ROWS)
+        column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth
+        weight_of_expert = weight_ptr + expert.to(tl.int64) * weight_expert
+        weight_at = weight_of_expert + (column % width)[None, :].to(tl.int64) * weight_column
+        added = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, depth, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            x = tl.load(x_row + at[None, :], mask=at[None, :] < depth, other=0.0)
+            weight = tl.load(
+                weight_at + at[:, None].to(tl.int64) * weight_depth,
+                mask=at[:, None] < depth,
+                other=0.0,
+            )
+            added = tl.dot(x, weight, added, input_precision="ieee")
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32) + added
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def expert_linear_add(out: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> None:
+    """Launch the kernel for `reference.expert_linear_add`."""
+    x = x.contiguous()
+    (rows, depth), (experts, _, width) = x.shape, weight.shape
+    if rows:
+        setting = launch(ADD, x.element_size())
+        expert_linear_add_kernel[_tiles(rows, experts, width, setting)](
+            x,
+            weight,
+            starts,
+            out,
+            experts,
+            width,
+            depth,
+            *weight.stride(),
+            EXPERTS=_padded(experts),
+            **_options(setting),
+        )
+
+
+def quantized_expert_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    starts: Tensor,
+    transposed: bool,
+) -> Tensor:
+    """Launch the kernels for `reference.quantized_expert_linear`."""
+    experts = len(starts) - 1
+    if len(x) <= ROWS_IN_TILE * experts:
+        return _in_tile(x, codes, scales, levels, starts, transposed)
+    if levels is None:
+        weight = torch.mul(codes, scales.to(x.dtype))
+    else:
+        weight = dequantize_forward(codes, scales, levels, x.dtype)
+    stack = weight.unflatten(0, (experts, -1))
+    return expert_linear(x, stack.mT if transposed else stack, starts)
+
+
+def _in_tile(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    starts: Tensor,
+    transposed: bool,
+) -> Tensor:
+    """Convert each tile of the weight in the program that multiplies it."""
+    x = x.contiguous()
+    experts, (weight_rows, width) = len(starts) - 1, codes.shape
+    features, columns = weight_rows // experts, width * (1 if levels is None else 2)
+    out = x.new_empty(len(x), features if transposed else columns)
+    if len(x):
+        setting = launch(QUANTIZED if transposed else QUANTIZED_BACKWARD, x.element_size())
+        kernel = quantized_expert_linear_backward_kernel
+        if transposed:
+            kernel = quantized_expert_linear_kernel
+        block_size, step = (
+            columns // scales.shape[1],
+            setting.depth if transposed else setting.block,
+        )
+        kernel[_tiles(len(x), experts, features if transposed else width, setting)](
+            x,
+            codes,
+            scales,
+            levels,
+            starts,
+            out,
+            experts,
+            features,
+            width,
+            block_size,
+            scales.shape[1],
+            UNIFORM=levels is None or (block_size % step == 0 and width % step == 0),
+            EXPERTS=_padded(experts),
+            **_options(setting),
+        )
+    return out
