@@ -9,13 +9,15 @@ beside those of other numbers of GPUs.
     fsdp    Llama-3-8B, float32 weights computed in bfloat16, AdamW, 1 x 8192 tokens on each GPU
     tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together,
             beside HF's model cut with DTensor, as transformers plans it, under autocast
+    experts  four layers of Qwen3-30B-A3B, float32 weights computed in bfloat16, AdamW, 1 x 8192
+             tokens on each GPU: experts gathered by FSDP2, and spread by expert parallelism
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
     context  errors of rows that are split over all GPUs (context parallelism), against one GPU
     long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
 
 Loads and saves are in sharded_files.py. More ranks than GPUs share them, and gloo takes the place
 of NCCL: times mean nothing then, and "exact" and "context" still compare. Without a GPU, and with
---tiny, the parts exact, context and tp show that the program works.
+--tiny, the parts exact, context, tp and experts show that the program works.
 """
 
 import argparse
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import RESULTS, environment, release_memory
+from benchmarks.experts import SIZES as EXPERTS
 from benchmarks.ranks import (
     DEVICE,
     GIB,
@@ -176,6 +179,22 @@ def tp(layers: int | None) -> list[Row]:
             f"HF's model with DTensor {ranks}",
             lambda: training(hf_with_dtensor(layers), 1, autocasts=True),
         ),
+    ]
+
+
+def experts(layers: int | None) -> list[Row]:
+    ranks, cls = dist.get_world_size(), families()["qwen3_moe"]
+
+    def made(dimension: str) -> Any:
+        torch.manual_seed(0)
+        sizes = EXPERTS | {"num_hidden_layers": layers or 4} | TINY
+        with torch.device(DEVICE):
+            model = cls(cls.config_class(**sizes)).train()
+        return shard(model, mesh(**{dimension: ranks}), compute_dtype=torch.bfloat16)
+
+    return [
+        attempt(f"{name} {ranks}", lambda name=name: training(made(name), ranks))
+        for name in ("dp_shard", "ep")
     ]
 
 
@@ -363,6 +382,7 @@ PARTS = {
     "long": long,
     "head": head,
     "tp": tp,
+    "experts": experts,
     "fsdp": fsdp,
 }
 
