@@ -97,4 +97,6 @@ def routing(
         with torch.no_grad():
             given = experts_of_groups(rows, bias, top_k, options, n_group, topk_group)
     weights, experts = apply(_Routing, rows, bias, given, top_k, options)
+    if len(leading) == 1:
+        return weights, experts  # not views, of which FSDP2 warns
     return weights.view(*leading, top_k), experts.view(*leading, top_k)

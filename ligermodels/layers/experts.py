@@ -205,14 +205,16 @@ class Experts(Planned, nn.Module):
             as it is.
         """
         rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
-        weights, chosen, logits = self.router(rows, experts)
-        routes = Routes(*(each.reshape(-1, each.shape[-1]) for each in (logits, chosen)))
+        flat = rows.reshape(-1, rows.shape[-1])
+        given = None if experts is None else experts.reshape(len(flat), -1)
+        weights, chosen, logits = self.router(flat, given)
         if self.exchange is None:
-            out = self._mlps(rows, weights, chosen)
+            out = self._mlps(flat, weights, chosen)
         else:
-            flat = rows.reshape(-1, rows.shape[-1])
-            weights = weights.reshape(routes.experts.shape)
-            out = self.exchange(self._mlps, flat, weights, routes.experts).view(rows.shape)
+            out = self.exchange(self._mlps, flat, weights, chosen)
+        # FSDP2 warns of outputs that are views.
+        out = torch.ops.aten._unsafe_view(out, rows.shape)
+        routes = Routes(logits, chosen)
         return (out, routes) if total is None else (out, total, routes)
 
     def _mlps(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
