@@ -1,10 +1,16 @@
-"""Compare a training step of layers with experts with transformers: python -m benchmarks.experts
+"""Compare layers of experts, and a step with them, with peers: python -m benchmarks.experts
 
-The model is four layers of Qwen3-30B-A3B with its vocabulary, random bf16 weights and 8,192 tokens.
-transformers computes the experts with torch's grouped products, and Liger patches everything else.
-The time is that of forward and backward, with and without AdamW; of ours, the peak under each
-checkpointing policy stands beside the prediction. benchmarks.ops measures the layer of experts
-alone, and benchmarks.decoding a new token.
+The layers are those of the table of benchmarks.ops, with routing: forward + backward, and the bytes
+beyond inputs, outputs and gradients. "products" are torch's six grouped products of the same rows
+alone.
+
+The model of the step is four layers of Qwen3-30B-A3B with its vocabulary, random bf16 weights and
+8,192 tokens. transformers computes the experts with torch's grouped products, and Liger patches the
+rest. The time is that of forward and backward, with and without AdamW. For ours, the peak under
+each checkpointing policy, with 32,768 tokens, stands beside the prediction.
+
+A step of decoding is that of all 48 layers, after 512 tokens. Its bytes are those of the weights
+that it reads, of which the experts are those that the rows choose.
 """
 
 import argparse
@@ -16,10 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from benchmarks.common import RESULTS, environment, release_memory, table, write
+from benchmarks.cases import OPS, Absent, Random
+from benchmarks.common import RESULTS, device_time, environment, release_memory, table, write
+from benchmarks.decoding import step as decoding_step
+from benchmarks.ops import measure
+from ligermodels.layers import Experts
 
-SEQ = 8192
+SEQ, LONG = 8192, 32768
 SIZES = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -37,8 +48,54 @@ SIZES = {
 IMPLEMENTATIONS = ("transformers", "transformers + liger", "ligermodels")
 
 
-def build(implementation: str) -> Any:
-    """Return a model with random weights on the GPU."""
+def layers() -> list[dict[str, Any]]:
+    """Return a row for each size and implementation, and for the products alone."""
+    rows = []
+    for sizes in OPS["expert_mlp"].table:
+        random = Random()
+        case = OPS["expert_mlp"].build(random, **sizes)
+        row = {"sizes": sizes, "implementation": "products"}
+        rows.append(row | {"ms": products_alone(case.inputs(), sizes["top_k"])})
+        for name in case.implementations:
+            row = {"sizes": sizes, "implementation": name}
+            if name != "liger":  # which may not end: see `run_all`
+                row |= of_layer(sizes, name)
+            rows.append(row)
+            print(row, flush=True)
+        del case
+        release_memory()
+    return rows
+
+
+def of_layer(sizes: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the milliseconds and the gigabytes of one implementation."""
+    random = Random()
+    try:
+        found = measure(OPS["expert_mlp"].build(random, **sizes).implementation(name), random, True)
+    except (Absent, ImportError) as error:
+        return {"error": f"absent: {error}"}
+    finally:
+        release_memory()
+    forward, both = found["forward"], found["forward + backward"]
+    times = {"forward ms": forward["ms"], "ms": both["ms"], "method": both["method"]}
+    return times | {"scratch GB": both["scratch GB"]}
+
+
+def products_alone(inputs: list[torch.Tensor], top_k: int) -> float:
+    """Return the milliseconds of the products of forward and backward, of rows in their order."""
+    x, gate_up, down, logits, *_ = (t.detach() for t in inputs)
+    chosen = logits.topk(top_k).indices.flatten()
+    ends = chosen.bincount(minlength=len(down)).cumsum(0, dtype=torch.int32)
+    rows = x.repeat_interleave(top_k, 0)
+    wide = F.grouped_mm(rows, gate_up.mT, offs=ends)
+    made = wide[:, : down.shape[-1]].contiguous()
+    pairs = [(rows, gate_up.mT), (made, down.mT), (rows, down), (wide, gate_up)]
+    pairs += [(rows.mT, made), (wide.mT, rows)]
+    return device_time(lambda: [F.grouped_mm(a, b, offs=ends) for a, b in pairs])["ms"]
+
+
+def build(implementation: str, **sizes: int) -> Any:
+    """Return a model with random weights on the GPU, with `SIZES` and those that are given."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -47,7 +104,7 @@ def build(implementation: str) -> Any:
                 from ligermodels.models.auto import families
 
                 cls = families()["qwen3_moe"]
-                return cls(cls.config_class(**SIZES))
+                return cls(cls.config_class(**SIZES | sizes))
             import transformers
 
             if implementation == "transformers + liger":
@@ -62,11 +119,13 @@ def build(implementation: str) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def timed(model: Any, optimizer: torch.optim.Optimizer | None, steps: int = 8) -> tuple[float, int]:
+def timed(
+    model: Any, optimizer: torch.optim.Optimizer | None, steps: int = 8, seq: int = SEQ
+) -> tuple[float, int]:
     """Return the median of the milliseconds of a step, and the peak in bytes."""
     times = []
     for step in range(steps + 3):
-        ids = torch.randint(0, SIZES["vocab_size"], (1, SEQ), device="cuda")
+        ids = torch.randint(0, SIZES["vocab_size"], (1, seq), device="cuda")
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         model(ids, labels=ids).loss.backward()
@@ -84,7 +143,7 @@ def timed(model: Any, optimizer: torch.optim.Optimizer | None, steps: int = 8) -
 
 def run_one(implementation: str) -> dict[str, Any]:
     model = build(implementation).train()
-    row: dict[str, Any] = {"implementation": implementation}
+    row: dict[str, Any] = {}
     row["ms"], peak = timed(model, None)
     row["peak GiB"] = peak / 2**30
     if implementation == "ligermodels":
@@ -105,38 +164,94 @@ def plans(model: Any) -> dict[str, dict[str, float]]:
     found = {}
     for policy in POLICIES:
         model.set_memory_plan(MemoryPlan.uniform(SIZES["num_hidden_layers"], policy))
-        predicted = simulate(model, 1, SEQ, device=torch.device("cuda", 0)).peak_bytes
+        predicted = simulate(model, 1, LONG, device=torch.device("cuda", 0)).peak_bytes
         release_memory()
-        ms, peak = timed(model, None, steps=3)
+        ms, peak = timed(model, None, 3, LONG)
         found[policy] = {"ms": ms, "peak GiB": peak / 2**30, "predicted GiB": predicted / 2**30}
     model.set_memory_plan(None)
     return found
 
 
+@torch.no_grad()
+def decoding() -> list[dict[str, Any]]:
+    """Return the milliseconds of a step of decoding of 1 and 16 rows, and the bytes it reads."""
+    model = build("ligermodels", num_hidden_layers=48).requires_grad_(False).eval()
+    expert = 3 * 2 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
+    experts = [x for x in model.modules() if isinstance(x, Experts)]
+    of_experts = {id(p) for x in experts for p in (x.gate_up_proj, x.down_proj)}
+    of_experts.add(id(model.embed_tokens.weight))  # of which a step reads single rows
+    others = sum(p.nbytes for p in model.parameters() if id(p) not in of_experts)
+    rows = []
+    for count in (1, 16):
+        chosen = 0
+
+        def found(module: Any, given: Any, out: Any) -> None:
+            nonlocal chosen
+            chosen += out[1].unique().numel()
+
+        hooks = [x.router.register_forward_hook(found) for x in experts]
+        model(torch.randint(3, 1000, (count, 1), device="cuda"))
+        for hook in hooks:
+            hook.remove()
+        row: dict[str, Any] = {"rows": count, **decoding_step(model, count, 512)}
+        row["experts of a layer"] = chosen / len(experts)
+        row["GB"] = (chosen * expert + others) / 1e9
+        rows.append(row | {"TB/s": row["GB"] / row["step"]})
+    return rows
+
+
+def run_all(out: Path, liger_seconds: int) -> None:
+    """Measure everything, and write experts.json after each part."""
+    result: dict[str, Any] = {"environment": environment(), "layers": layers()}
+    write("experts.json", result, out)
+    result["step"] = {"sizes": SIZES, "tokens": SEQ, "rows": []}
+    for name in IMPLEMENTATIONS:
+        # Each has its own process, because Liger's patches remain in a process.
+        result["step"]["rows"].append({"implementation": name} | in_process("step", name))
+        write("experts.json", result, out)
+    result["decoding"] = in_process("decoding", "")
+    every = OPS["expert_mlp"].table
+    for row in result["layers"]:
+        if row["implementation"] == "liger":
+            row |= in_process("layer", str(every.index(row["sizes"])), liger_seconds)
+            write("experts.json", result, out)
+    columns = ["sizes", "implementation", "forward ms", "ms", "scratch GB", "error"]
+    print(table(result["layers"], columns))
+    columns = ["implementation", "ms", "peak GiB", "ms with AdamW", "peak GiB with AdamW", "error"]
+    print(table(result["step"]["rows"], columns))
+
+
+def in_process(part: str, name: str, timeout: int = 120) -> Any:
+    """Return what another process of this module prints as JSON, or a row with its error."""
+    command = [sys.executable, "-m", "benchmarks.experts", "--only", part, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {timeout} s"}
+    if done.returncode:
+        print(name, done.stderr[-3000:], file=sys.stderr)
+        return {"error": "failed"}
+    print(done.stdout.splitlines()[-1], flush=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for experts.json")
-    parser.add_argument("--only", choices=IMPLEMENTATIONS, help="print one row as JSON")
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--liger-seconds", type=int, default=60, help="after which its layer is given up"
+    )
     arguments = parser.parse_args()
-    if arguments.only:
-        print(json.dumps(run_one(arguments.only)))
-        return
-    file = arguments.out / "experts.json"
-    result = json.loads(file.read_text()) if file.exists() else {}
-    rows = []
-    for name in IMPLEMENTATIONS:
-        # Each has its own process, because Liger's patches remain in a process.
-        command = [sys.executable, "-m", "benchmarks.experts", "--only", name]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            print(name, done.stderr[-3000:], file=sys.stderr)
-            rows.append({"implementation": name, "error": "failed"})
-        else:
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(rows[-1], flush=True)
-    result["step"] = {"environment": environment(), "sizes": SIZES, "tokens": SEQ, "rows": rows}
-    write("experts.json", result, arguments.out)
-    print(table(rows, ["implementation", "ms", "peak GiB", "ms with AdamW", "peak GiB with AdamW"]))
+    if arguments.only is None:
+        run_all(arguments.out, arguments.liger_seconds)
+    elif arguments.only[0] == "step":
+        print(json.dumps(run_one(arguments.only[1])))
+    elif arguments.only[0] == "decoding":
+        print(json.dumps(decoding()))
+    else:
+        sizes = OPS["expert_mlp"].table[int(arguments.only[1])]
+        print(json.dumps(of_layer(sizes, "liger")))
 
 
 if __name__ == "__main__":

@@ -131,12 +131,13 @@ def routing_backward_kernel(
 
 
 @triton.jit
-def _is_expert(experts_ptr, pair, pairs, experts, BLOCK: tl.constexpr):
-    """Return (pairs, BLOCK) int32: 1 where the pair is the expert's.
+def _is_expert(named, pair, pairs, experts, BLOCK: tl.constexpr):
+    """Return (pairs, BLOCK) int32: 1 where the pair, with the number `named`, is the expert's.
 
     A number that is no expert's becomes the nearest one, so that each pair has a row of its own.
+    torch.compile takes a pointer that is passed to the function for one that the kernel writes to,
+    because `place_kernel` computes addresses from the result.
     """
-    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
     named = tl.where(pair < pairs, tl.minimum(tl.maximum(named, 0), experts - 1), -1)
     return (named[:, None] == tl.arange(0, BLOCK)[None, :]).to(tl.int32)
 
@@ -146,7 +147,8 @@ def count_kernel(experts_ptr, counts_ptr, pairs, experts, ROWS: tl.constexpr, BL
     """Each program counts how often each expert occurs in a run of pairs."""
     program = tl.program_id(0)
     pair = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = _is_expert(experts_ptr, pair, pairs, experts, BLOCK)
+    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    own = _is_expert(named, pair, pairs, experts, BLOCK)
     expert = tl.arange(0, BLOCK)
     at = expert.to(tl.int64) * tl.num_programs(0) + program
     tl.store(counts_ptr + at, tl.sum(own, 0), mask=expert < experts)
@@ -171,7 +173,8 @@ def place_kernel(
     """
     program = tl.program_id(0)
     pair = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = _is_expert(experts_ptr, pair, pairs, experts, BLOCK)
+    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    own = _is_expert(named, pair, pairs, experts, BLOCK)
     expert = tl.arange(0, BLOCK)
     at = expert.to(tl.int64) * tl.num_programs(0) + program
     end = tl.load(ends_ptr + at, mask=expert < experts, other=0)
