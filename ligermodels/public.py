@@ -35,6 +35,7 @@ from ligermodels.models.base import DecoderModel as DecoderModel
 from ligermodels.models.config import ModelConfig as ModelConfig
 from ligermodels.models.decoder_weight_map import attention_entries as attention_entries
 from ligermodels.models.decoder_weight_map import decoder_weight_map as decoder_weight_map
+from ligermodels.models.decoder_weight_map import experts_entries as experts_entries
 from ligermodels.models.decoder_weight_map import mlp_entries as mlp_entries
 from ligermodels.models.gemma import GemmaConfig as GemmaConfig
 from ligermodels.models.gemma import LigerGemma as LigerGemma
@@ -46,10 +47,14 @@ from ligermodels.models.llama import LigerLlama as LigerLlama
 from ligermodels.models.llama import LlamaConfig as LlamaConfig
 from ligermodels.models.mistral import LigerMistral as LigerMistral
 from ligermodels.models.mistral import MistralConfig as MistralConfig
+from ligermodels.models.mixtral import LigerMixtral as LigerMixtral
+from ligermodels.models.mixtral import MixtralConfig as MixtralConfig
 from ligermodels.models.qwen2 import LigerQwen2 as LigerQwen2
 from ligermodels.models.qwen2 import Qwen2Config as Qwen2Config
 from ligermodels.models.qwen3 import LigerQwen3 as LigerQwen3
 from ligermodels.models.qwen3 import Qwen3Config as Qwen3Config
+from ligermodels.models.qwen3_moe import LigerQwen3Moe as LigerQwen3Moe
+from ligermodels.models.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from ligermodels.parallel.shard import clip_grad_norm_ as clip_grad_norm_
 from ligermodels.parallel.shard import mean_over_ranks as mean_over_ranks
 from ligermodels.parallel.shard import no_sync as no_sync

@@ -19,9 +19,12 @@ class Family:
         sliding: the fields, besides sliding_window, that give some layers a window. None: no layer
             can have one.
         own: other fields that Llama lacks, with values that matter within a few tokens.
+        experts: fields that make experts few and small.
         biases: the fields that give every projection that can have a bias one.
         training: other fields for training beside transformers.
         gpu: other fields on a GPU, where windows have 64 tokens.
+        rounded: other fields where 16 bit is compared with 32: each token gets every expert, as
+            rounding could choose others, which would hide its other errors.
         defaults: the values of fields that a config.json leaves out, if a tiny model can have them.
         takes_head_dim: whether transformers' config has head_dim.
         norm_weight: the weight with which a norm does not scale its input.
@@ -32,9 +35,11 @@ class Family:
     vocabulary: int
     sliding: Json | None = None
     own: Json = field(default_factory=dict)
+    experts: Json = field(default_factory=dict)
     biases: Json = field(default_factory=dict)
     training: Json = field(default_factory=dict)
     gpu: Json = field(default_factory=dict)
+    rounded: Json = field(default_factory=dict)
     defaults: Json = field(default_factory=dict)
     takes_head_dim: bool = True
     norm_weight: float = 1.0
@@ -124,6 +129,44 @@ FAMILIES = {
         gpu={"head_dim": 128},
         defaults={"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128},
     ),
+    "qwen3_moe": Family(
+        hf=("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        vocabulary=151936,
+        sliding={"use_sliding_window": True},
+        experts={
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        biases={"attention_bias": True},
+        rounded={"num_experts_per_tok": 5},
+        defaults={
+            "hidden_size": 128,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        takes_head_dim=False,
+    ),
+    "mixtral": Family(
+        hf=("MixtralConfig", "MixtralForCausalLM"),
+        vocabulary=32000,
+        sliding={},
+        experts={"num_local_experts": 5, "num_experts_per_tok": 2},
+        gpu={"sliding_window": 64},
+        rounded={"num_experts_per_tok": 5},
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
 }
 # The families that are not wrappers around another one.
 DECODERS = {name: family for name, family in FAMILIES.items() if family.text_model is None}
@@ -136,4 +179,6 @@ def windows(family: str, width: int) -> Json:
 
 
 # Each family's fields that Llama lacks, with windows of WINDOW tokens.
-OWN = {name: windows(name, WINDOW) | family.own for name, family in DECODERS.items()}
+OWN = {
+    name: windows(name, WINDOW) | family.own | family.experts for name, family in DECODERS.items()
+}

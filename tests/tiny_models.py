@@ -6,7 +6,7 @@ import torch
 
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
-from tests.families import WINDOW, windows
+from tests.families import FAMILIES, WINDOW, windows
 
 VOCAB = 97
 
@@ -26,4 +26,5 @@ def random_model(family: str, **changes) -> DecoderModel:
         "initializer_range": 0.3,
     }
     cls = families()[family]
-    return cls(cls.config_class(**(settings | windows(family, WINDOW) | changes))).eval()
+    settings |= windows(family, WINDOW) | FAMILIES[family].experts
+    return cls(cls.config_class(**(settings | changes))).eval()

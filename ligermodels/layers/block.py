@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from ligermodels.layers.attention import Attention, AttentionContext
+from ligermodels.layers.experts import Experts
 from ligermodels.layers.fusion import pre_norm
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
@@ -18,7 +19,7 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         self_attn: Attention,
-        mlp: GatedMLP,
+        mlp: GatedMLP | Experts,
         input_layernorm: RMSNorm,
         post_attention_layernorm: RMSNorm,
     ) -> None:
@@ -30,8 +31,8 @@ class DecoderBlock(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, context: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual), whose sum is the block's output.
+    ) -> tuple[Tensor, ...]:
+        """Return (x, residual), whose sum is the block's output; `Experts` add a router's logits.
 
         Args: x, residual (batch, seq, hidden). Their sum is the block's input. A residual of None
             means zero.

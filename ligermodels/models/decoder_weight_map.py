@@ -65,6 +65,38 @@ def mlp_entries(
     ]
 
 
+def experts_entries(
+    config: ModelConfig,
+    name: str,
+    hf: str,
+    *,
+    count: int,
+    inner: int,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Entry]:
+    """Return the entries of an `Experts` whose HF tensors are those of each expert alone.
+
+    The router's weight is `gate.weight` there, and the experts' are `experts.0.gate_proj.weight`
+    and so on.
+
+    Args:
+        name, hf: the names of the module in the model and in the checkpoint.
+        count: number of experts.
+        inner: width of gate and up of one expert.
+        projections: HF's names of gate, up and down.
+    """
+    hidden, (gate, up, down) = config.hidden_size, projections
+    each = [f"{hf}.experts.{expert}" for expert in range(count)]
+    gate_up = [(f"{expert}.{which}.weight", inner) for expert in each for which in (gate, up)]
+    return [
+        *linear_entries(f"{name}.router", hidden, (f"{hf}.gate", count)),
+        packed_entry(f"{name}.gate_up_proj", (hidden,), *gate_up),
+        packed_entry(
+            f"{name}.down_proj", (inner,), *((f"{e}.{down}.weight", hidden) for e in each)
+        ),
+    ]
+
+
 def decoder_weight_map(
     config: ModelConfig,
     *,

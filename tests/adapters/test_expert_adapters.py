@@ -16,7 +16,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ligermodels import AutoLiger, kernels
+from ligermodels import AutoLiger, LigerQwen3Moe, Qwen3MoeConfig, kernels
 from ligermodels.adapters import LoraLinear, QuantizedLinear
 from ligermodels.adapters.adapted_model import (
     add_adapters,
@@ -30,7 +30,6 @@ from ligermodels.adapters.lora import RowRange
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.layers import Experts, Router
-from tests import outside
 from tests.training.tiny_run import make_text, make_tokenizer, run, same, tensors
 
 HIDDEN, INNER, COUNT = 16, 24, 6
@@ -142,15 +141,9 @@ def test_nothing_of_the_size_of_a_weight_is_kept() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("qwen3_moe")
     torch.manual_seed(0)
-    cls = outside.family("qwen3_moe")
-    cls(cls.config_class.small(vocab_size=258)).save_hf(made)
+    LigerQwen3Moe(Qwen3MoeConfig.small(vocab_size=258)).save_hf(made)
     make_tokenizer(made)
     return made
-
-
-@pytest.fixture(autouse=True)
-def family(registry: None) -> None:
-    outside.family("qwen3_moe")
 
 
 def theirs(folder: Path) -> Any:

@@ -13,7 +13,11 @@ SAME = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
     *("tie_word_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
-OWN = ("attention_bias", "mlp_bias", "query_pre_attn_scalar", "final_logit_softcapping")
+OWN = (
+    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "final_logit_softcapping"),
+    *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "decoder_sparse_step"),
+    *("output_router_logits", "router_aux_loss_coef"),
+)
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
 NO_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
@@ -24,6 +28,8 @@ def reading(raw: Json) -> Json:
     kind = config.model_type
     found = {name: getattr(config, name) for name in SAME}
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
+    found["experts"] = getattr(config, "num_local_experts", None)  # also called num_experts
+    found["mlp_only_layers"] = getattr(config, "mlp_only_layers", None) or []
     head_dim = getattr(config, "head_dim", None)
     found["head_dim"] = head_dim or config.hidden_size // config.num_attention_heads
     default = type(config)()  # this lacks keys of `raw` that are not the family's
@@ -33,7 +39,7 @@ def reading(raw: Json) -> Json:
         found["attn_logit_softcapping"] = config.attn_logit_softcapping
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral", "qwen3_moe"):
         types = ["sliding_attention"] * config.num_hidden_layers
     found["sliding_windows"] = [
         window if layer == "sliding_attention" else None for layer in types

@@ -104,6 +104,27 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen2": {**QWEN, "head_dim": {"head_dim": 96}},
     "qwen3": {**QWEN, "head_dim": {"head_dim": 96}, "attention_bias": {"attention_bias": True}},
+    "qwen3_moe": {
+        "window unused": {"sliding_window": 7},
+        "window used": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+        "head_dim": {"head_dim": 96},
+        "attention_bias": {"attention_bias": True},
+        "the old key of experts": {"num_experts": 12},
+        "the new key of experts": {"num_local_experts": 12},
+        "choices": {"num_experts_per_tok": 3, "norm_topk_prob": True},
+        "dense layers": {"decoder_sparse_step": 3, "mlp_only_layers": [0, 2, 5]},
+        "no dense layers": {"mlp_only_layers": []},
+        "balance": {"output_router_logits": True, "router_aux_loss_coef": 0.01},
+    },
+    "mixtral": {
+        "window": {"sliding_window": 12},
+        "head_dim": {"head_dim": 96},
+        "head_dim null": {"head_dim": None, "hidden_size": 2048},
+        "experts": {"num_local_experts": 6, "num_experts_per_tok": 3},
+        "the other key of experts": {"num_experts": 12},
+        "no noise": {"router_jitter_noise": 0.0},
+        "balance": {"output_router_logits": True, "router_aux_loss_coef": 0.01},
+    },
 }
 OWN = {family: {} for family in DECODERS} | OWN
 CASES = {family: [*(EVERY | own)] for family, own in OWN.items()}
@@ -129,6 +150,8 @@ def ours(config: ModelConfig) -> dict[str, Any]:
     return found | {
         "theta": config.rope_theta,
         "local_theta": getattr(config, "rope_local_base_freq", None),
+        "experts": getattr(config, getattr(config, "experts_field", ""), None),
+        "mlp_only_layers": getattr(config, "mlp_only_layers", None) or [],
         "rope_type": rope_type,
         "scaling": scaling,
     }
@@ -214,6 +237,13 @@ def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
         ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention' is 5; this"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "is not implemented"),
         ("qwen2", {"max_window_layers": "2"}, "'max_window_layers' is '2', expected an integer"),
+        (
+            "mixtral",
+            {"router_jitter_noise": 0.1},
+            "'router_jitter_noise' is 0.1, which changes the",
+        ),
+        ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok is 8; expected at most num_experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected an integer"),
         ("qwen3", {"rope_parameters": {"full_attention": LINEAR}}, "rope per layer type is not im"),
     ):
         with subtests.test(f"{family}: {keys}"):

@@ -11,13 +11,12 @@ import torch
 import transformers
 from peft import LoraConfig
 
-from ligermodels import AutoLiger
+from ligermodels import AutoLiger, families
 from ligermodels.adapters import add_adapters
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
 from ligermodels.integrations.projections import REFUSED
-from tests import outside
 from tests.integrations.tiny import ids, theirs
 
 # The arguments with which a method works on a model of 48 features, beside its defaults.
@@ -267,10 +266,9 @@ def test_names_of_packed_projections_are_refused(
         adapted.add_adapter("b", LoraConfig(**options))
 
 
-@pytest.mark.usefixtures("registry")
 def test_adapters_of_packed_experts_are_refused() -> None:
     """PEFT adapts whole parameters where the projections of experts are named."""
-    cls = outside.family("qwen3_moe")
+    cls = families()["qwen3_moe"]
     wrappers = [LigerForCausalLM.from_native(cls(cls.config_class.small())) for _ in range(2)]
     adapted = get_peft_model(wrappers[0], LoraConfig(target_modules=["q_proj", "o_proj"]))
     config = LoraConfig(target_modules=["q_proj", "down_proj"])

@@ -37,10 +37,18 @@ def native(tensors: dict[str, Any], model: Any) -> dict[str, Tensor]:
     return {entry.name: torch.cat([rows(span) for span in entry.spans]) for entry in entries}
 
 
-def native_gradients(theirs: torch.nn.Module, ours: Any) -> dict[str, Tensor]:
-    names = theirs.named_parameters()
+def native_gradients(theirs: Any, ours: Any) -> dict[str, Tensor]:
+    return native(hf_tensors(theirs, {n: w.grad for n, w in theirs.named_parameters()}), ours)
+
+
+def hf_tensors(theirs: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of transformers' model under the names of a checkpoint of its text model."""
+    if any("experts" in name for name in tensors):  # transformers 5 joins those of all experts
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = revert_weight_conversion(theirs, tensors)
     prefix = "model.language_model."  # of a wrapper with other towers
-    return native({n.replace(prefix, "model."): weight.grad for n, weight in names}, ours)
+    return {name.replace(prefix, "model."): tensor for name, tensor in tensors.items()}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -114,7 +114,17 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
         config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     if has(family, "sliding_window_pattern"):
         config["sliding_window_pattern"] = 2
+    if experts := experts_field(family):
+        config |= {experts: 5, "num_experts_per_tok": 2}
+        config |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    if has(family, "moe_intermediate_size"):
+        config |= {"moe_intermediate_size": scale.inner // 2, "norm_topk_prob": True}
     return config
+
+
+def experts_field(family: str) -> str | None:
+    """Return the field with the number of experts, or None for a family without them."""
+    return getattr(_config_class(family), "experts_field", None)
 
 
 def rope_types(family: str, scale: Scale) -> dict[str, Json]:
@@ -178,7 +188,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
                 "hidden_size": 576,
                 "num_attention_heads": 9,
                 "num_key_value_heads": 3,
-                "intermediate_size": 203,
+                # transformers' products of experts need rows of whole 16 bytes.
+                "intermediate_size": 204 if experts_field(family) else 203,
                 **({"vocab_size": 1013} if scale is TINY else {}),
                 **({"head_dim": 64} if tested.takes_head_dim else {}),
             }
@@ -206,7 +217,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         }
     if has(family, "sliding_window") and tested.sliding == {} and not _always_slides(family):
         found["window null"] = Feature("file", {"sliding_window": None})
-    if has(family, "use_sliding_window"):
+    if has(family, "max_window_layers"):
         given = {**families.windows(family, window), "num_hidden_layers": 3}
         layers = ["full_attention", "sliding_attention", "full_attention"]
         found |= {
@@ -250,6 +261,22 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
                 {"num_hidden_layers": 3, "sliding_window_pattern": 3},
                 rewrite=lambda raw: raw.pop("layer_types"),
             ),
+        }
+    if experts := experts_field(family):
+        found |= {
+            "one expert per token": Feature("numbers", {"num_experts_per_tok": 1}),
+            "all experts": Feature("numbers", {"num_experts_per_tok": 5}),
+            # With more experts than tokens, some have none.
+            "unused experts": Feature("numbers", {experts: 64, "num_experts_per_tok": 1}),
+            "balance not in the loss": Feature(config={"output_router_logits": False}),
+        }
+    if has(family, "mlp_only_layers"):
+        four = {"num_hidden_layers": 4}
+        found |= {
+            "weights of any sum": Feature("numbers", {"norm_topk_prob": False}),
+            "every second layer": Feature(config={**four, "decoder_sparse_step": 2}),
+            "mlp_only_layers": Feature(config={**four, "mlp_only_layers": [0, 2]}),
+            "num_experts": Feature("file", rewrite=_rename("num_local_experts", "num_experts")),
         }
     if cls.head_dim is None:  # the default follows from hidden_size
         if tested.takes_head_dim:
@@ -304,6 +331,11 @@ def old_spelling(raw: Json) -> None:
     if "dtype" in raw:  # A wrapper's text_config has no dtype.
         raw["torch_dtype"] = raw.pop("dtype")
     raw |= {"transformers_version": "4.40.0", "rope_interleaved": False}
+
+
+def _rename(old: str, new: str) -> Callable[[Json], None]:
+    """Write a key of config.json as `new`, whichever of the two transformers has written."""
+    return lambda raw: raw.update({new: raw.pop(old, raw.get(new))})
 
 
 def config_class(family: str) -> Any:

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ligermodels import ConfigError, MemoryPlan, families, mean_over_ranks, shard
+from ligermodels import ConfigError, MemoryPlan, mean_over_ranks, shard
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.expert import expert_parallel
-from tests import outside
 from tests.parallel import test_shard
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.steps import count, data, differences, gradients, make, mesh_of, relative
@@ -44,9 +43,7 @@ def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> 
 
 
 def make_experts(tied: bool, family: str = "qwen3_moe", **changes: Any) -> DecoderModel:
-    if "qwen3_moe" not in families():
-        outside.family("qwen3_moe")
-    return make(tied, "qwen3_moe", **(EXPERTS | changes))
+    return make(tied, family, **(EXPERTS | changes))
 
 
 def cases(ranks: int) -> dict[str, Case]:
