@@ -64,6 +64,9 @@ class Router(nn.Module):
         scale: a factor of the weights.
         n_group, topk_group: groups of neighbouring experts, and how many of them a token chooses
             from.
+        correction_bias: whether the router has the parameter correction_bias (experts,), which is
+            added to the scores for the choice alone, and gets no gradient (arXiv:2408.15664).
+        float32: whether the logits are computed in float32 from inputs in 16 bit.
 
     Raises:
         ValueError: a number is not positive, top_k is more than num_experts or than the chosen
@@ -82,6 +85,8 @@ class Router(nn.Module):
         scale: float = 1.0,
         n_group: int = 1,
         topk_group: int = 1,
+        correction_bias: bool = False,
+        float32: bool = False,
     ) -> None:
         super().__init__()
         check_count("Router", "hidden_size", hidden_size, 1)
@@ -91,8 +96,12 @@ class Router(nn.Module):
         self.n_group, self.topk_group = n_group, topk_group
         self.num_experts, self.top_k = num_experts, top_k
         self.score, self.normalize, self.scale = score, normalize, scale
+        self.float32 = float32
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
+        self.correction_bias = None
+        if correction_bias:
+            self.correction_bias = nn.Parameter(torch.zeros(num_experts), requires_grad=False)
         nn.init.normal_(self.weight, std=_STD)
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +111,7 @@ class Router(nn.Module):
         Returns: (..., top_k) in float32, (..., top_k) in int32, and (..., experts) in the dtype of
             the product.
         """
-        logits = F.linear(x, self.weight, self.bias)
+        logits = self._logits(x)
         weights, experts = kernels.routing(
             logits,
             self.top_k,
@@ -112,8 +121,17 @@ class Router(nn.Module):
             n_group=self.n_group,
             topk_group=self.topk_group,
             experts=experts,
+            bias=self.correction_bias,
         )
         return weights, experts, logits
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if not self.float32:
+            return F.linear(x, self.weight, self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""
