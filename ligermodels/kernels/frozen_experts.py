@@ -80,7 +80,7 @@ class _FrozenExpertMLP(torch.autograd.Function):
         owner = experts.clamp(0, count - 1)  # no kernel may read another bias
         owner_of_row = owner.flatten()[order]
         mask_1 = first.mask(x)
-        gate_up, z_1 = first.forward(x, mask_1, order // experts.shape[1])
+        gate_up, z_1 = first.forward(x, mask_1, place)
         made = ctx.ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
         kept = (gate_up, z_1) if keep_gate_up else (None, None)
         del gate_up, z_1
@@ -97,18 +97,18 @@ class _FrozenExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(_OP)
-        x, gate_up, z_1, weights, order, place, starts, mask_1, z_2, mask_2 = ctx.saved_tensors[:10]
-        ops, token = ctx.ops, order // weights.shape[1]
-        first = _Projection(ops, starts, ctx.adapters[0], *ctx.saved_tensors[10:15])
-        second = _Projection(ops, starts, ctx.adapters[1], *ctx.saved_tensors[15:20])
-        gate_up_bias, down_bias, owner = ctx.saved_tensors[20:]
+        saved, ops = ctx.saved_tensors, ctx.ops
+        x, gate_up, z_1, weights, order, place, starts, mask_1, z_2, mask_2 = saved[:10]
+        first = _Projection(ops, starts, ctx.adapters[0], *saved[10:15])
+        second = _Projection(ops, starts, ctx.adapters[1], *saved[15:20])
+        gate_up_bias, down_bias, owner = saved[20:]
         needs_x, needs_weights, _, needs_a_1, needs_b_1, needs_a_2, needs_b_2 = (
             ctx.needs_input_grad[:7]
         )
         grads: list[Tensor | None] = [None] * 20
         if gate_up is None:
-            gate_up, z_1 = first.forward(x, mask_1, token)
-        grad_rows = grad_output[token]
+            gate_up, z_1 = first.forward(x, mask_1, place)
+        grad_rows = ops.expert_rows(grad_output, place)
         grad_made = second.product(grad_rows, transposed=False)
         grad_z = None if second.adapter is None else second.to_rank(grad_rows)
         if grad_z is not None and mask_2 is None:
@@ -150,7 +150,7 @@ class _FrozenExpertMLP(torch.autograd.Function):
                 grad_x += first.dropped(dropped, mask_1)
             grads[0] = grad_x
         if needs_a_1:
-            grads[3] = first.gradient_of_a(grad_z, first.dropped(x, mask_1)[token])
+            grads[3] = first.gradient_of_a(grad_z, ops.expert_rows(first.dropped(x, mask_1), place))
         if needs_b_1:
             grads[4] = first.gradient_of_b(grad_gate_up, z_1)
         return tuple(grads)
@@ -181,17 +181,17 @@ class _Projection:
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.adapter.dropout)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, token: Tensor | None
+        self, x: Tensor, mask: Tensor | None, place: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs of the rows of x, or of x[token], and A x."""
-        rows = x if token is None else x[token]
+        """Return the outputs of the rows of x, or of the tokens of x at their places, and A x."""
+        rows = x if place is None else self.ops.expert_rows(x, place)
         out = self.product(rows, transposed=True)
         if self.adapter is None:
             return out, None
         if mask is not None:
             del rows
             dropped = self.dropped(x, mask)
-            rows = dropped if token is None else dropped[token]
+            rows = dropped if place is None else self.ops.expert_rows(dropped, place)
         a, b = self.factors(x.dtype)
         z = self.ops.expert_linear(rows, a.mT, self.starts)
         select(_OP, x).expert_linear_add(out, z * self.adapter.scaling, b.mT, self.starts)

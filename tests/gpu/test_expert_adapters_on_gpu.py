@@ -79,7 +79,7 @@ def test_bfloat16_errors_beside_eager(record_property) -> None:
             place = index and index + 1  # the gradient of x also has what the router adds
             ours, theirs = ((f[place].double() - right[index]).norm() for f in found)
             logs += [[]] if seed == 0 else []
-            logs[index].append(math.log(ours / theirs))
+            logs[index].append(math.log(ours.item() / theirs.item()))
     for name, each in zip(["output", *trained], logs):
         ratio = math.exp(sum(each) / len(each))
         record_property(name, ratio)
