@@ -161,10 +161,14 @@ class Checkpoints:
                 "checkpoint"
             ) from None
 
-    def prune(self, keep: int) -> None:
-        """Remove all except the newest `keep` checkpoints, and folders that a kill cut short."""
+    def prune(self, keep: int, best: int | None = None) -> None:
+        """Remove all except the newest `keep` checkpoints, and folders that a kill cut short.
+
+        Args: best: the step of one that is kept besides.
+        """
         whole = list(self.folders().values())
         kept = whole[max(0, len(whole) - keep) :]
+        kept += [self.folders()[best]] if best in self.folders() else []
         for name in names_if_present(self.folder, CheckpointError) or ():
             if _NAME.fullmatch(name.removesuffix(PART)) and self.folder / name not in kept:
                 _remove(self.folder / name)

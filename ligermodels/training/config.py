@@ -152,6 +152,9 @@ class ScheduleOptions(Options):
         min_lr_rate: final learning rate, as a share of the peak
         warmup_steps: steps of linear warm-up (default: 3% of the steps)
         eval_steps: steps between evaluations (default: five evaluations in the run)
+        early_stopping_patience: end the run after so many evaluations that are no better than the
+            best one before them
+        max_hours: save a checkpoint and stop after so many hours, as Ctrl-C does; --resume goes on
         seed: seed for the held-out documents and the order of the rows
     """
 
@@ -164,6 +167,8 @@ class ScheduleOptions(Options):
     min_lr_rate: float = option(0.1, at_least=0, at_most=1)
     warmup_steps: int | None = option(None, at_least=0)
     eval_steps: int | None = free_option(None, at_least=1)
+    early_stopping_patience: int | None = free_option(None, at_least=1)
+    max_hours: float | None = free_option(None, more_than=0)
     seed: int = option(0, at_least=0)
 
 
@@ -240,6 +245,8 @@ class OutputOptions(Options):
         overwrite_output_dir: remove the run that the output folder holds
         save_steps: steps between checkpoints; 0 writes one only if the run is interrupted
         save_total_limit: number of newest checkpoints to keep
+        keep_best: write a checkpoint after each evaluation that is the best so far, keep it, and
+            export the best one
         logging_steps: steps between two reports of the loss
         report_to: loggers that get the metrics: tensorboard (in DIR/tensorboard) or wandb
         sample_prompts: texts that the model continues at evaluations, in DIR/samples.jsonl
@@ -256,6 +263,7 @@ class OutputOptions(Options):
     overwrite_output_dir: bool = free_option(False)
     save_steps: int = free_option(500, at_least=0)
     save_total_limit: int = free_option(2, at_least=1)
+    keep_best: bool = free_option(False)
     logging_steps: int = free_option(1, at_least=1)
     report_to: list[str] | None = free_option(None, choices=("tensorboard", "wandb"))
     sample_prompts: list[str] | None = free_option(None, metavar="TEXT")

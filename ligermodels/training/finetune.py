@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,7 +208,11 @@ class Run:
             with error_on_all_ranks():
                 self._start(source, base, others, rows, saved)
 
+            hours, started = config.schedule.max_hours, time.monotonic()
+
             def check() -> None:
+                if hours is not None and time.monotonic() - started > 3600 * hours:
+                    self.interrupts.signum = self.interrupts.signum or signal.SIGALRM
                 self.interrupts.signum = processes.barrier(self.interrupts.signum)
                 self.interrupts.check()
 
@@ -495,7 +500,12 @@ class Run:
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
-        options = self.config.output
+        options, last = self.config.output, trainer.total_steps
+        if options.keep_best and trainer.best not in (None, last):
+            trainer.save(self.run_dir, self.checkpoints)  # with the weights of its last step
+            last = trainer.best
+            self.checkpoints.load(last, trainer.model)
+            self._note(f"the export has the weights after step {last}, of the best evaluation")
         model = self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.metrics.read() if rank() == 0 else [])
@@ -515,11 +525,10 @@ class Run:
                     )
         losses = {entry["step"]: entry["loss"] for entry in metrics if "loss" in entry}
         evals = {e["step"]: e for e in metrics if any(key.startswith("eval_") for key in e)}
-        last = trainer.total_steps
         return FinetuneResult(
             output_dir=self.run_dir.path,
             model_dir=self.run_dir.model_dir,
-            steps=last,
+            steps=trainer.total_steps,
             loss=losses.get(last),
             eval_before=evals.get(0, {}),
             eval_after=evals.get(last, {}),

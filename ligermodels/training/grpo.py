@@ -115,6 +115,7 @@ class GRPOObjective(Objective):
 
     options: GRPO
     shown = ("eval_reward", "reward")
+    higher_is_better = True
     evaluates_loss = False
 
     reward: Reward

@@ -92,6 +92,8 @@ class SFT(Loss, name="sft"):
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
+        label_smoothing: share of the target that is spread over the whole vocabulary; for nll
+        neftune_noise_alpha: add noise of this size to the embeddings (NEFTune, arXiv:2310.05914)
     """
 
     computed_by = "objectives:Objective"
@@ -99,6 +101,14 @@ class SFT(Loss, name="sft"):
     splits_rows = True
 
     loss_type: str = option("nll", choices=("nll", "dft", "focal"))
+    label_smoothing: float = option(0.0, at_least=0, less_than=1)
+    neftune_noise_alpha: float | None = option(None, more_than=0)
+
+    def check(self, config: Any) -> None:
+        """Refuse label smoothing for the variants whose formula has none."""
+        super().check(config)
+        if self.label_smoothing and self.loss_type != "nll":
+            raise ConfigError(f"label_smoothing: this is for loss_type nll, not {self.loss_type}")
 
 
 @dataclass(kw_only=True)

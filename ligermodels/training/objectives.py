@@ -7,7 +7,9 @@ the options of each loss; the formulas are those of `ligermodels.losses`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +47,7 @@ class Objective:
     Attributes:
         options: those of the loss.
         shown: the metric of an evaluation that tells how good the model is, and its name.
+        higher_is_better: whether the model is better if that metric is higher.
         evaluates_loss: whether an evaluation measures the loss.
         rows_per_item: how many rows of the model one item of the data makes.
         whole_model: whether each of several processes holds the whole model, not a part of it.
@@ -53,6 +56,7 @@ class Objective:
     """
 
     shown = ("eval_perplexity", "perplexity")
+    higher_is_better = False
     evaluates_loss = True
     rows_per_item = 1
     whole_model = False
@@ -102,6 +106,8 @@ class Objective:
 
     def module(self, model: DecoderModel) -> nn.Module:
         """Return what is trained and called with batches: the model, or a module that has it."""
+        if alpha := getattr(self.options, "neftune_noise_alpha", None):
+            model.embed_tokens.register_forward_hook(partial(_add_noise, alpha))
         return model
 
     def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
@@ -164,7 +170,8 @@ class Objective:
             return LossOutput(call(batch, reduction="sum").loss / normalizer, {})
         kind = getattr(self.config.loss, "loss_type", "nll")
         if kind == "nll":
-            return LossOutput(call(batch, normalizer=normalizer).loss, {})
+            smoothing = {"label_smoothing": getattr(self.options, "label_smoothing", 0.0)}
+            return LossOutput(call(batch, normalizer=normalizer, **smoothing).loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         ends = F.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
         mask = (targets != IGNORE_INDEX) & ~ends
@@ -246,3 +253,11 @@ class Objective:
 def log_probs_of(out: HeadOutput | CrossEntropyOutput) -> Tensor:
     """Return the log-probabilities of an output that was made with reduction "none"."""
     return 0.0 - out.loss
+
+
+def _add_noise(alpha: float, module: nn.Module, _: Any, embeddings: Tensor) -> Tensor:
+    """Return embeddings (batch, seq, hidden) with the noise of NEFTune, in training alone."""
+    if not (module.training and torch.is_grad_enabled()):
+        return embeddings
+    most = alpha / math.sqrt(embeddings.shape[1] * embeddings.shape[2])
+    return embeddings + torch.empty_like(embeddings).uniform_(-most, most)

@@ -52,6 +52,7 @@ class PairObjective(Objective):
     """
 
     shown = ("eval_rewards/accuracies", "reward accuracy")
+    higher_is_better = True
     rows_per_item = 2
     formula: Callable[..., LossOutput]
     prompt_targets = False

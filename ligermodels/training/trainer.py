@@ -103,6 +103,7 @@ class Trainer:
         self.done = 0
         self._saved = 0  # the step of the last checkpoint
         self._between_steps = True
+        self._evaluated: dict[int, float] = {}  # the shown metric after each step that has it
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
         self._row: Callable[[int], int] = row_order(len(self.rows), schedule.seed)
         if weights := self.config.data.data_weights:
@@ -304,9 +305,28 @@ class Trainer:
         self.done = self._saved = from_rank_0(checkpoints.latest() if rank() == 0 else None) or 0
         if self.done:
             checkpoints.load(self.done, self.model, self.optimizer)
-            if rank() == 0:
-                checkpoints.prune(self.config.output.save_total_limit)
         return self.done
+
+    @property
+    def best(self) -> int | None:
+        """The step of the best evaluation after the first step, the first of equal ones."""
+        sign = -1 if self.objective.higher_is_better else 1
+        found = {step: sign * x for step, x in self._evaluated.items() if 0 < step <= self.done}
+        return min(found, key=lambda step: (found[step], step), default=None)
+
+    def _is_at_end(self) -> bool:
+        """Return whether the last step is done, or no evaluation of late was better."""
+        patience, best = self.config.schedule.early_stopping_patience, self.best
+        if patience is not None and best is not None:
+            since = [step for step in self._evaluated if best < step <= self.done]
+            if len(since) >= patience:
+                self.total_steps = self.done
+        return self.done == self.total_steps
+
+    def _prune(self, checkpoints: Checkpoints) -> None:
+        output = self.config.output
+        if rank() == 0:
+            checkpoints.prune(output.save_total_limit, self.best if output.keep_best else None)
 
     def train(
         self,
@@ -330,7 +350,8 @@ class Trainer:
         with error_on_all_ranks():
             logged = run_dir.metrics.cut(self.done or -1) if rank() == 0 else []
         key = self.objective.shown[0]
-        evaluated = from_rank_0({entry["step"] for entry in logged if key in entry})
+        self._evaluated = from_rank_0({e["step"]: e[key] for e in logged if key in e})
+        self._prune(checkpoints)
         # In a log file each update of the bar is a new line, so the bar updates less often.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         with tqdm(
@@ -343,12 +364,14 @@ class Trainer:
         ) as bar:
             while True:
                 # A run that was interrupted before or in an evaluation has not logged it.
-                if self._is_due(self.eval_steps) and self.done not in evaluated:
+                if self._is_due(self.eval_steps) and self.done not in self._evaluated:
                     self._evaluate(run_dir, bar, check)
                     sample(self.done)
-                if self._is_due(self.config.output.save_steps):
+                keeps = self.config.output.keep_best and self.done == self.best
+                at_end = self._is_at_end()
+                if keeps or self._is_due(self.config.output.save_steps):
                     self.save(run_dir, checkpoints)
-                if self.done == self.total_steps:
+                if at_end:
                     return
                 check()
                 self._between_steps = False
@@ -381,8 +404,7 @@ class Trainer:
                 run_dir.metrics.sync()
         checkpoints.save(self.done, self.model, self.optimizer)
         self._saved = self.done
-        if rank() == 0:
-            checkpoints.prune(self.config.output.save_total_limit)
+        self._prune(checkpoints)
 
     def _is_due(self, every: int) -> bool:
         """Return whether something that is done after so many steps, and the last, is due now."""
@@ -405,6 +427,7 @@ class Trainer:
         if odd := next((k for k in found if not math.isfinite(found[k])), None):
             label = "held-out loss" if odd == "eval_loss" else odd
             raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
+        self._evaluated[self.done] = found[key]
         run_dir.log({"step": self.done, **found})
         if not bar.disable:
             loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""

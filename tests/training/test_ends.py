@@ -1,0 +1,92 @@
+"""A run ends early, keeps its best weights, and stops when its time is up; noise and smoothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from ligermodels import LigerLlama
+from ligermodels.errors import ConfigError
+from ligermodels.training.processes import Interrupted
+from ligermodels.training.trainer import Trainer
+from tests.training.tiny_run import make_checkpoint, make_text, options, run, tensors, tiny_config
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    return make_checkpoint(tmp_path / "model"), make_text(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace the perplexities of the evaluations after each step."""
+    values = {0: 9.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 1.0}
+
+    def evaluate(trainer, check):
+        check()
+        return {"eval_loss": 1.0, "eval_perplexity": values[trainer.done], "targets": 1}
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    return values
+
+
+def test_early_stopping_keeps_the_best_and_a_resumed_run_ends_there(inputs, measured, tmp_path):
+    early = {"early_stopping_patience": 2, "keep_best": True, "eval_steps": 2, "max_steps": 10}
+    early |= {"save_total_limit": 1, "save_steps": 8, "schedule": "constant", "warmup_steps": 0}
+    result = run(*inputs, tmp_path / "run", **early)
+    assert result.steps == 8 and result.eval_after["eval_perplexity"] == 3.0
+    assert any("after step 4" in note for note in result.notes)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000004", "step-00000008"]
+    four = run(*inputs, tmp_path / "four", **early | {"max_steps": 4})
+    one, other = tensors(four.model_dir), tensors(result.model_dir)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    again = run(*inputs, tmp_path / "run", resume=True, **early)
+    assert (again.steps, again.eval_after) == (8, result.eval_after)
+
+
+def test_a_run_stops_when_its_time_is_up_and_goes_on(inputs, tmp_path):
+    base = {"eval_fraction": 0, "max_steps": 2}
+    with pytest.raises(Interrupted, match="starts from the beginning"):
+        run(*inputs, tmp_path / "run", max_hours=1e-9, **base)
+    result = run(*inputs, tmp_path / "run", resume=True, **base)
+    whole = run(*inputs, tmp_path / "whole", **base)
+    one, other = tensors(result.model_dir), tensors(whole.model_dir)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_noise_is_that_of_transformers_and_only_in_training(inputs, tmp_path):
+    config = options(*inputs, tmp_path / "run", neftune_noise_alpha=5.0)
+    model = LigerLlama(tiny_config())
+    ids = torch.arange(12).view(2, 6)
+    plain = model.embed_tokens(ids)
+    config.loss.objective(config).module(model)
+    torch.manual_seed(3)
+    noisy = model.embed_tokens(ids)
+    model.embed_tokens.neftune_noise_alpha = 5.0
+    torch.manual_seed(3)
+    assert torch.equal(noisy, neftune_post_forward_hook(model.embed_tokens, ids, plain))
+    assert torch.equal(model.eval().embed_tokens(ids), plain)
+
+
+def test_label_smoothing_changes_the_loss_of_training_alone(inputs, tmp_path):
+    run(*inputs, tmp_path / "plain", max_steps=1)
+    run(*inputs, tmp_path / "smooth", max_steps=1, label_smoothing=0.3)
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "smooth")
+    ]
+    assert logs[0][0]["eval_loss"] == logs[1][0]["eval_loss"]
+    assert logs[1][1]["loss"] != logs[0][1]["loss"]
+    model = LigerLlama(tiny_config())
+    ids = torch.arange(12).view(2, 6)
+    logits = model.head.logits(model(ids))[:, :-1].flatten(0, 1)
+    smooth = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.3)
+    torch.testing.assert_close(model(ids, labels=ids, label_smoothing=0.3).loss, smooth)
+    with pytest.raises(ConfigError, match="label_smoothing: this is for loss_type nll, not dft"):
+        options(*inputs, tmp_path, label_smoothing=0.1, loss_type="dft")
