@@ -170,8 +170,9 @@ class Objective:
             return LossOutput(call(batch, reduction="sum").loss / normalizer, {})
         kind = getattr(self.config.loss, "loss_type", "nll")
         if kind == "nll":
-            smoothing = {"label_smoothing": getattr(self.options, "label_smoothing", 0.0)}
-            return LossOutput(call(batch, normalizer=normalizer, **smoothing).loss, {})
+            smoothing = getattr(self.options, "label_smoothing", 0.0)
+            output = call(batch, normalizer=normalizer, label_smoothing=smoothing)
+            return LossOutput(output.loss, {})
         targets = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         ends = F.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
         mask = (targets != IGNORE_INDEX) & ~ends
