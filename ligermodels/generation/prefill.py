@@ -24,8 +24,9 @@ def read_prompts(
 ) -> None:
     """Write the tokens of prompts into rows of a cache, without padding.
 
-    Prompts share a pass as documents of one packed row if the varlen kernel computes all layers.
-    Otherwise each has a pass of its own. Longer prompts than `PASS_TOKENS` are read in chunks.
+    Prompts share a pass as documents of one packed row if a kernel computes all layers document by
+    document. Otherwise each has a pass of its own. Longer prompts than `PASS_TOKENS` are read in
+    chunks.
 
     Args: rows: the row for each prompt; prompts: (tokens,) int64, on the model's device.
     """
@@ -66,7 +67,7 @@ def chunks(model: DecoderModel, ids_BS: Tensor) -> list[slice]:
 
 
 def _can_pack(model: DecoderModel) -> bool:
-    """Return whether the varlen kernel computes all layers of a packed row."""
+    """Return whether a kernel computes all layers of a packed row document by document."""
     weight = model.embed_tokens.weight
     if any(getattr(model, name).rope_type in ("dynamic", "longrope") for name in model.ropes):
         return False  # The angles of a document would depend on the longest one.
@@ -76,7 +77,7 @@ def _can_pack(model: DecoderModel) -> bool:
         choose_backend(
             mask, each.sliding_window, each.softcap, weight.device, weight.dtype, each.head_dim, 1
         )
-        == "varlen"
+        in ("varlen", "wide")
         for each in model.modules()
         if isinstance(each, Attention)
     )

@@ -5,15 +5,17 @@
 | causal, or nothing is hidden; no cap | `sdpa` |
 | causal with sinks, or one part of a row whose parts are on several GPUs; no cap, 16 bit | `raw` |
 | window, cu_seqlens with max_seqlen, or padding at the ends of rows; no cap, 16 bit | `varlen` |
+| heads of 257 to 512 on Hopper, without a mask of every pair; no cap, no sinks, 16 bit | `wide` |
 | a mask of every pair, given by the caller; a single query | `dense` |
 | anything else | `flex`; `dense` for short passes without gradient |
 
 On other devices the backend is `sdpa`, or `dense` if there is a mask or a cap. On a CPU it is `raw`
 instead of `sdpa` if there are sinks. `sdpa` is scaled_dot_product_attention with is_causal, or
 without a mask. `dense` is the same function with a mask of every query-key pair, or the plain
-formula if scores are capped or there are sinks. `varlen` is varlen_attn, `flex` is FlexAttention,
-and `raw` is the kernel of `sdpa`, called with its log-sum-exp: on a GPU cuDNN's, and where that is
-slow or cannot compute the heads, the backend is `varlen`.
+formula if scores are capped or there are sinks. `varlen` is varlen_attn, `wide` is
+`kernels.wide_attention`, `flex` is FlexAttention, and `raw` is the kernel of `sdpa`, called with
+its log-sum-exp: on a GPU cuDNN's, and where that is slow or cannot compute the heads, the backend
+is `varlen`.
 
 A sink is a logit that a query head has beside those of the keys. No value belongs to it, so it only
 lowers the weights of the keys: with the output and the log-sum-exp of the keys alone, the output is
@@ -32,9 +34,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ligermodels.kernels.dispatch import autocast_dtype, real_device, simulator_of, without_autocast
+from ligermodels.kernels.wide_attention import LARGEST, wide_attention
 from ligermodels.layers.attention_mask import AttentionMask, compiled
 
-Backend = Literal["sdpa", "raw", "varlen", "flex", "dense"]
+Backend = Literal["sdpa", "raw", "varlen", "wide", "flex", "dense"]
 
 # With at most this many scores, a pass without gradient uses a dense mask, because FlexAttention
 # would have to compile first. In float32 these scores take 64 MiB.
@@ -62,9 +65,21 @@ def choose_backend(
     """
     is_plain = mask.is_causal(window) if causal else mask.hides_nothing(window, causal=False)
     is_plain = softcap is None and is_plain
+    kind = device.type if device.type != "meta" else real_device(device).type
+    is_short = dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None
+    if (
+        kind == "cuda"
+        and is_short
+        and 256 < head_dim <= LARGEST
+        and mask.queries > 1
+        and softcap is None
+        and not sinks
+        and mask.mask is None
+        and _is_hopper(device)
+    ):
+        return "wide"
     if is_plain and not sinks:
         return "sdpa"
-    kind = device.type if device.type != "meta" else real_device(device).type
     if is_plain and kind == "cpu":
         return "raw"
     on_gpu = kind == "cuda" and dtype != torch.float64
@@ -74,10 +89,9 @@ def choose_backend(
     last = mask.is_part and mask.keys == mask.past + mask.queries
     if (
         softcap is None
-        and dtype in (torch.bfloat16, torch.float16)
+        and is_short
         and head_dim % 8 == 0
         and head_dim <= 256
-        and torch.version.hip is None
         and (mask.padding_mask is None or (mask.padding_at_ends and mask.document_ids is None))
         and (mask.prefix_lengths is None or not causal)
         and (whole or (last and causal and mask.padding_mask is None))
@@ -128,7 +142,7 @@ def attend(
     has_sinks = sinks is not None
     options = (window, softcap, q.device, q.dtype, q.shape[-1], rows, causal, has_sinks)
     backend = choose_backend(mask, *options)
-    if key_positions is not None and backend in ("sdpa", "raw", "varlen"):
+    if key_positions is not None and backend in ("sdpa", "raw", "varlen", "wide"):
         backend = "dense"  # these need the keys in order; a cache may reorder them
     simulator = simulator_of(q.device) if q.is_meta else None
     if simulator is not None:
@@ -151,6 +165,8 @@ def attend(
         return raw_attention(q, k, v, sinks, scale, causal)
     if backend == "varlen":
         return _varlen(q, k, v, sinks, mask, scale, window, causal)
+    if backend == "wide":
+        return _wide(q, k, v, mask, scale, window, causal)
     if backend == "flex":
         score_mod = None if softcap is None else _softcap_mod(softcap)
         blocks = None
@@ -223,6 +239,8 @@ def prepare(
     backend = choose_backend(mask, window, softcap, device, dtype, head_dim, rows, causal, sinks)
     if backend == "varlen":
         mask.varlen_seqlens(batch, device, window)
+    elif backend == "wide":
+        mask.key_ranges(window, batch, device, causal=causal)
     elif backend in ("sdpa", "raw") or mask.hides_nothing(window, causal=causal):
         return
     elif backend == "dense":
@@ -239,6 +257,13 @@ def _prefers_cudnn(device: torch.device) -> bool:
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_properties(real_device(device)).major >= 9
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether a GPU is of the generation on which wide attention has been measured."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(real_device(device)).major == 9
 
 
 def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,6 +372,19 @@ def _varlen(
         out = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(reach, ahead), **options)
     assert isinstance(out, torch.Tensor)
     return out.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _wide(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    window: int | None,
+    causal: bool,
+) -> Tensor:
+    ranges = mask.key_ranges(window, q.shape[0], q.device, causal=causal)
+    return wide_attention(q, k, v, *ranges, scale=scale)
 
 
 _aten = torch.ops.aten

@@ -77,6 +77,20 @@ class VarlenSeqlens(NamedTuple):
     seen: Tensor | None = None
 
 
+class KeyRanges(NamedTuple):
+    """Which keys each query may see; the arguments of `kernels.wide_attention`.
+
+    Attributes:
+        ranges: for each query, the first key in its range and the one after the last one, then for
+            each key the same of queries; int32.
+        ids: (batch, queries) and (batch, keys) int32, of which a query and its keys have the same.
+            None means that a query sees all keys in its range.
+    """
+
+    ranges: tuple[Tensor, Tensor, Tensor, Tensor]
+    ids: tuple[Tensor, Tensor] | None
+
+
 class AttentionMask:
     """The mask of one forward pass, from which each layer derives the mask for its own rule.
 
@@ -107,7 +121,8 @@ class AttentionMask:
         ValueError: a tensor has another shape or dtype.
 
     `dense` makes the mask for scaled_dot_product_attention, `block_mask` makes it for
-    FlexAttention, and `varlen_seqlens` for the varlen kernel. Each result is computed once per rule
+    FlexAttention, `varlen_seqlens` for the varlen kernel and `key_ranges` for that of wide heads.
+    Each result is computed once per rule
     and cached.
 
     Attributes:
@@ -163,6 +178,7 @@ class AttentionMask:
         self._dense: dict[_Rule, tuple[Tensor | None, Tensor]] = {}
         self._block_masks: dict[_Rule, tuple[Tensor | None, BlockMask]] = {}
         self._varlen_seqlens: dict[int | None, VarlenSeqlens] = {}
+        self._key_ranges: dict[_Rule, KeyRanges] = {}
         self._parts: dict[bool, tuple[AttentionMask, ...]] = {}
 
     def parts(self, causal: bool) -> "tuple[AttentionMask, ...]":
@@ -360,6 +376,48 @@ class AttentionMask:
         seen = torch.arange(lowest, end, device=device) >= start
         most = min(longest, self.queries), min(longest, end - lowest)
         return VarlenSeqlens(queries, keys, *most, first_key=lowest, seen=seen)
+
+    def key_ranges(
+        self, window: int | None, batch: int, device: torch.device, *, causal: bool = True
+    ) -> KeyRanges:
+        """Return the range of keys that each query may see, and the ids that tell which it does.
+
+        Documents narrow the ranges if their ids rise in each row, as those of packed rows do.
+
+        Args: as in `block_mask`. The mask must not be one of every pair.
+        """
+        assert self.mask is None
+        if (window, causal) in self._key_ranges:
+            return self._key_ranges[window, causal]
+        query = torch.arange(self.past, self.past + self.queries, device=device)[None]
+        key = torch.arange(self.keys, device=device, dtype=torch.int32)[None]
+        first = torch.zeros_like(query) if window is None else query - window + 1
+        end = query + 1 if causal else torch.full_like(query, self.keys)
+        if causal and self.prefix_lengths is not None:
+            end = torch.maximum(end, self.prefix_lengths[:, None])
+        if window is not None:
+            end = torch.minimum(end, query + window)
+        ids, tokens, both = self.document_ids, self.padding_mask, None
+        if ids is not None:
+            ids, own = ids.contiguous(), ids[:, self.past : self.past + self.queries].contiguous()
+            rises = (ids.diff(dim=1) >= 0).all()
+            starts, ends = (torch.searchsorted(ids, own, right=right) for right in (False, True))
+            first = torch.maximum(first, torch.where(rises, starts, 0))
+            end = torch.minimum(end, torch.where(rises, ends, self.keys))
+        if ids is not None or tokens is not None:
+            if ids is None:
+                own, ids = torch.zeros_like(query), torch.zeros_like(key)
+            if tokens is not None:
+                ids = torch.where(tokens, ids, torch.iinfo(torch.int32).min)
+            own, ids = (x.to(torch.int32).expand(batch, -1).contiguous() for x in (own, ids))
+            both = own, ids
+        first, end = (x.clamp(0, self.keys).to(torch.int32).contiguous() for x in (first, end))
+        key = key.expand(len(first), -1).contiguous()
+        first_query = torch.searchsorted(end, key, right=True, out_int32=True)
+        end_query = torch.searchsorted(first, key, right=True, out_int32=True)
+        made = KeyRanges((first, end, first_query, end_query), both)
+        self._key_ranges[window, causal] = made
+        return made
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "AttentionMask":
         """Return the same mask for tensors on another device, without its cached results."""

@@ -106,6 +106,8 @@ class SimulatedDevice:
             return attention_backend.raw_attention(q, k, v, sinks, scale, causal)
         if backend == "varlen":
             return attention_backend._varlen(q, k, v, sinks, mask, scale, window, causal)
+        if backend == "wide":
+            return attention_backend._wide(q, k, v, mask, scale, window, causal)
         if backend == "flex":
             if not mask.hides_nothing(window, causal=causal):
                 self.block_mask(mask, window, batch, causal)

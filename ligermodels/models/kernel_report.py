@@ -39,6 +39,7 @@ _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
     "raw": "the kernel of scaled_dot_product_attention with its log-sum-exp",
     "varlen": "varlen_attn",
+    "wide": "wide_attention",
     "flex": "flex_attention",
     "dense": "scaled_dot_product_attention with a dense mask",
 }

@@ -27,6 +27,7 @@ from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_cast_blocks
 from ligermodels.kernels.launch import Launches
+from ligermodels.kernels.wide_attention import wide_attention
 from tests.kernels import ops_table
 from tests.kernels.checks import as_tuple
 from tests.kernels.conftest import Place
@@ -61,6 +62,14 @@ FLOAT8_ARCHES = (90, 100, "gfx942")
 KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.
 NVIDIA_SHARED = 99 * 1024
+# The kernels that run on no other NVIDIA GPU, and what a block may have there.
+HOPPER_KERNELS = tuple(
+    f"wide_attention_{x}_kernel" for x in ("forward", "scores", "queries", "keys")
+)
+HOPPER_SHARED = 227 * 1024
+# Sums of 128 registers a thread leave few. The launch configs are the fastest ones, and those that
+# spill nothing take longer.
+HOPPER_SPILL = 264
 AMD_SHARED, MAX_THREADS = 65536, 1024
 # The norms' backward kernels hold up to five arrays of a tile's size. From 8192 elements on, that
 # is more than the threads' registers hold, and a little may spill to the L1 cache. In float32 it is
@@ -87,6 +96,8 @@ def allowed_amd_spill(launch: Recorded) -> int:
         return AMD_SCALAR_SPILL
     if name == "decode_attention_kernel" and launch.constants["QUERIES"] > 1:
         return AMD_MASK_SPILL
+    if name == "wide_attention_scores_kernel":
+        return AMD_MASK_SPILL
     short = name == "layer_norm_forward_kernel" and launch.constants["BLOCK"] == 64
     return AMD_SHORT_ROW_SPILL if short else 0
 
@@ -102,6 +113,8 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])
         several = sum((*given, *options)) > 1
         return CROSS_ENTROPY_SPILL if several else 0
+    if launch.kernel.__name__ in HOPPER_KERNELS:
+        return HOPPER_SPILL
     if launch.kernel.__name__ not in NORM_BACKWARDS:
         return 0
     tile = launch.constants["ROWS"] * launch.constants["BLOCK"]
@@ -218,11 +231,26 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         (128, 16, 1, {}),
         (256, 8192, 1, {"window": 4096, "softcap": 50.0, "firsts": ends}),
         (256, 8192, 16, {"window": 1024, "softcap": 50.0, "firsts": ends}),
+        (64, 8192, 1, {"sinks": torch.empty(8, dtype=dtype, device="meta")}),
+        (512, 8192, 1, {}),
+        (512, 1024, 5, {}),
     ):
         q = torch.empty(2, 8, queries, head_dim, dtype=dtype, device="meta")
         k = torch.empty(2, 2, slots, head_dim, dtype=dtype, device="meta")
         new = None if "window" in options and queries == 1 else (k[:, :, :queries],) * 2
         decode_attention(q, new, k, k, ends, scale=0.1, **options)
+
+
+def wide_heads() -> None:
+    """Launch attention with wide heads, which runs in 16 bit alone."""
+    for queries, head_dim in ((1000, 512), (8192, 512), (1000, 320)):
+        q = torch.empty(8, queries, 16, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(8, queries, 4, head_dim, dtype=torch.bfloat16, device="meta")
+        q, k = (x.transpose(1, 2).requires_grad_() for x in (q, k))
+        ranges = (torch.empty(1, queries, dtype=torch.int32, device="meta"),) * 4
+        ids = (torch.empty(8, queries, dtype=torch.int32, device="meta"),) * 2
+        out = wide_attention(q, k, k, ranges, None if queries == 8192 else ids, scale=1.0)
+        out.sum().backward()
 
 
 def every_flag(dtype: torch.dtype) -> None:
@@ -281,6 +309,7 @@ def record(vendor: str, full: bool) -> Recording:
         for dtype in DTYPES:
             every_length(dtype)
             without_gradient(dtype, vendor)
+        wide_heads()
     return recording
 
 
@@ -314,6 +343,8 @@ def complaint(launch: Recorded, vendor: str, arch: int | str) -> tuple[Usage, st
     else:
         usage = compile_for(launch, "cuda", arch, 32)
         shared, spilled = NVIDIA_SHARED, allowed_spill(launch, arch)
+        if launch.kernel.__name__ in HOPPER_KERNELS:
+            shared = HOPPER_SHARED
     fits = usage.threads <= MAX_THREADS and usage.shared <= shared and usage.spilled <= spilled
     return None if fits and not usage.narrow else (usage, launch.describe())
 
@@ -361,6 +392,8 @@ def test_the_largest_launch_of_each_kernel(share, vendor, arch) -> None:
     kernels = KERNELS[SAMPLED_ARCHES.index((vendor, arch)) % share :: share]
     if arch not in FLOAT8_ARCHES:
         kernels = [kernel for kernel in kernels if kernel not in FLOAT8_KERNELS]
+    if vendor == "nvidia":
+        kernels = [kernel for kernel in kernels if kernel not in HOPPER_KERNELS]
     float8 = arch in FLOAT8_ARCHES
     found = [complaint(largest_launch(kernel, vendor, float8), vendor, arch) for kernel in kernels]
     wrong = [str(x) for x in found if x is not None]

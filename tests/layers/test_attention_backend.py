@@ -37,7 +37,14 @@ CHOICES: list[tuple[dict[str, Any], int | None, float | None, torch.dtype, int, 
     ({}, 599, None, torch.bfloat16, 64, "varlen"),
     ({}, 599, None, torch.float32, 64, "flex"),
     ({}, 599, None, torch.bfloat16, 20, "flex"),
-    ({}, 599, None, torch.bfloat16, 512, "flex"),
+    ({}, 599, None, torch.bfloat16, 512, "wide"),
+    ({}, None, None, torch.bfloat16, 320, "wide"),
+    ({}, None, None, torch.float32, 512, "sdpa"),
+    ({}, None, 50.0, torch.bfloat16, 512, "flex"),
+    ({}, None, None, torch.bfloat16, 520, "sdpa"),
+    (PADDING | ENDS, 99, None, torch.bfloat16, 512, "wide"),
+    ({"keys": 900}, None, None, torch.bfloat16, 512, "wide"),
+    ({"mask": EVERY_PAIR}, None, None, torch.bfloat16, 512, "dense"),
     ({}, 599, None, torch.float64, 64, "dense"),
     ({}, None, 50.0, torch.bfloat16, 64, "flex"),
     ({"document_ids": DOCUMENTS}, None, None, torch.bfloat16, 64, "flex"),
@@ -71,11 +78,13 @@ def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         mask = AttentionMask(600, **{k: x for k, x in given.items() if k != "causal"})
         options = (window, softcap)
         rest = (dtype, head_dim, 8, given.get("causal", True))
+        elsewhere = "flex" if given or window else "sdpa"
+        elsewhere = elsewhere if expected == "wide" else None
         case = f"{list(given)}, window {window}, cap {softcap}, {dtype}, head_dim {head_dim}"
         for device, hip, backend in (
             (GPU, None, expected),
-            (GPU, "7.0", "flex" if expected == "varlen" else expected),
-            (CPU, None, "sdpa" if expected == "sdpa" else "dense"),
+            (GPU, "7.0", {"varlen": "flex", "wide": elsewhere}.get(expected, expected)),
+            (CPU, None, "sdpa" if "sdpa" in (expected, elsewhere) else "dense"),
         ):
             monkeypatch.setattr(torch.version, "hip", hip)
             assert choose_backend(mask, *options, device, *rest) == backend, f"{device}: {case}"

@@ -12,12 +12,17 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch,
 # 16-bit caches of up to SHORT keys, for longer ones and for float32. Parts of few keys take longer
 # to add than they save.
 SHORT = 2048
-_AMD = ((128, Launch(32, 4, rows=32, programs=4)), (None, Launch(16, 4, rows=32, programs=4)))
+_AMD = (
+    (128, Launch(32, 4, rows=32, programs=4)),
+    (256, Launch(16, 4, rows=32, programs=4)),
+    (None, Launch(16, 4, num_stages=1, rows=16, programs=4)),
+)
 SPLIT_SHORT = Launches(
     nvidia=(
         (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
         (128, Launch(32, 4, rows=64, programs=3)),
-        (None, Launch(32, 4, num_stages=3, rows=32, programs=1)),
+        (256, Launch(32, 4, num_stages=3, rows=32, programs=1)),
+        (None, Launch(32, 8, rows=16, programs=4)),
     ),
     amd=_AMD,
 )
@@ -25,13 +30,21 @@ SPLIT = Launches(
     nvidia=(
         (64, Launch(32, 4, num_stages=3, rows=64, programs=4)),
         (128, Launch(64, 4, rows=64, programs=8)),
-        (None, Launch(32, 4, num_stages=3, rows=32, programs=8)),
+        (256, Launch(32, 4, num_stages=3, rows=32, programs=8)),
+        (None, Launch(32, 8, rows=16, programs=4)),
     ),
     amd=_AMD,
 )
 SPLIT_WIDE = Launches(
-    nvidia=((64, Launch(32, 4, rows=32, programs=4)), (None, Launch(16, 4, rows=32, programs=4))),
-    amd=((None, Launch(16, 4, rows=16, programs=4)),),
+    nvidia=(
+        (64, Launch(32, 4, rows=32, programs=4)),
+        (256, Launch(16, 4, rows=32, programs=4)),
+        (None, Launch(16, 4, rows=16, programs=4)),
+    ),
+    amd=(
+        (256, Launch(16, 4, rows=16, programs=4)),
+        (None, Launch(16, 4, num_stages=1, rows=16, programs=4)),
+    ),
 )
 JOIN = Launches(nvidia=((None, Launch(0, 1)),), amd=((None, Launch(0, 1)),))
 
@@ -267,8 +280,9 @@ def decode_attention_forward(
     pairs = kv_heads * cdiv(group * queries, rows)
     most = cdiv(setting.programs * num_sms(q.device), batch * pairs)
     parts = max(1, min(most, cdiv(keys, setting.block), 128))
-    # One new key takes its place among the keys of the cache; in float32 that spills registers.
-    apart = queries > 1 or q.element_size() > 2
+    # One new key takes its place among the keys of the cache; where rows are long, that spills
+    # registers.
+    apart = queries > 1 or q.element_size() > 2 or head_dim > 256
     target, stats = out, None
     if parts > 1:
         target = out.new_empty((batch, heads, queries, parts, head_dim), dtype=torch.float32)
