@@ -29,22 +29,10 @@ from benchmarks.common import RESULTS, device_time, environment, release_memory,
 from benchmarks.decoding import step as decoding_step
 from benchmarks.ops import measure
 from ligermodels.layers import Experts
+from ligermodels.models.auto import families
 
 SEQ, LONG = 8192, 32768
-SIZES = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-}
+PRESET, LAYERS = "qwen3-30b-a3b", 4
 IMPLEMENTATIONS = ("transformers", "transformers + liger", "ligermodels")
 
 
@@ -94,26 +82,25 @@ def products_alone(inputs: list[torch.Tensor], top_k: int) -> float:
     return device_time(lambda: [F.grouped_mm(a, b, offs=ends) for a, b in pairs])["ms"]
 
 
-def build(implementation: str, **sizes: int) -> Any:
-    """Return a model with random weights on the GPU, with `SIZES` and those that are given."""
+def build(implementation: str, layers: int = LAYERS) -> Any:
+    """Return a model with random weights on the GPU."""
+    cls = families()["qwen3_moe"]
+    config = cls.config_class.preset(PRESET, num_hidden_layers=layers)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
             if implementation == "ligermodels":
-                from ligermodels.models.auto import families
-
-                cls = families()["qwen3_moe"]
-                return cls(cls.config_class(**SIZES | sizes))
+                return cls(config)
             import transformers
 
             if implementation == "transformers + liger":
                 from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
 
                 apply_liger_kernel_to_qwen3_moe(swiglu=False)  # which are the experts
-            config = transformers.Qwen3MoeConfig(**SIZES, use_cache=False)
+            theirs = transformers.AutoConfig.for_model(**config.to_dict() | {"use_cache": False})
             return transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="sdpa", experts_implementation="grouped_mm"
+                theirs, attn_implementation="sdpa", experts_implementation="grouped_mm"
             )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -125,7 +112,7 @@ def timed(
     """Return the median of the milliseconds of a step, and the peak in bytes."""
     times = []
     for step in range(steps + 3):
-        ids = torch.randint(0, SIZES["vocab_size"], (1, seq), device="cuda")
+        ids = torch.randint(0, model.config.vocab_size, (1, seq), device="cuda")
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         model(ids, labels=ids).loss.backward()
@@ -163,7 +150,7 @@ def plans(model: Any) -> dict[str, dict[str, float]]:
 
     found = {}
     for policy in POLICIES:
-        model.set_memory_plan(MemoryPlan.uniform(SIZES["num_hidden_layers"], policy))
+        model.set_memory_plan(MemoryPlan.uniform(LAYERS, policy))
         predicted = simulate(model, 1, LONG, device=torch.device("cuda", 0)).peak_bytes
         release_memory()
         ms, peak = timed(model, None, 3, LONG)
@@ -175,8 +162,8 @@ def plans(model: Any) -> dict[str, dict[str, float]]:
 @torch.no_grad()
 def decoding() -> list[dict[str, Any]]:
     """Return the milliseconds of a step of decoding of 1 and 16 rows, and the bytes it reads."""
-    model = build("ligermodels", num_hidden_layers=48).requires_grad_(False).eval()
-    expert = 3 * 2 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
+    model = build("ligermodels", layers=48).requires_grad_(False).eval()
+    expert = 6 * model.config.hidden_size * model.config.moe_intermediate_size
     experts = [x for x in model.modules() if isinstance(x, Experts)]
     of_experts = {id(p) for x in experts for p in (x.gate_up_proj, x.down_proj)}
     of_experts.add(id(model.embed_tokens.weight))  # of which a step reads single rows
@@ -204,7 +191,7 @@ def run_all(out: Path, liger_seconds: int) -> None:
     """Measure everything, and write experts.json after each part."""
     result: dict[str, Any] = {"environment": environment(), "layers": layers()}
     write("experts.json", result, out)
-    result["step"] = {"sizes": SIZES, "tokens": SEQ, "rows": []}
+    result["step"] = {"preset": PRESET, "layers": LAYERS, "tokens": SEQ, "rows": []}
     for name in IMPLEMENTATIONS:
         # Each has its own process, because Liger's patches remain in a process.
         result["step"]["rows"].append({"implementation": name} | in_process("step", name))
