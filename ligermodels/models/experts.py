@@ -27,6 +27,7 @@ class ExpertsConfig(ModelConfig):
     num_experts_per_tok: int = 2
     output_router_logits: bool = False  # whether the loss contains the balance of the experts
     router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0  # a key of this library: the factor of `router_z_loss`
 
     def validate(self) -> None:
         """Check every field, as in `ModelConfig`."""
@@ -37,8 +38,14 @@ class ExpertsConfig(ModelConfig):
                 f"config: num_experts_per_tok is {chosen}; expected at most {self.experts_field} = "
                 f"{count}"
             )
-        if self.router_aux_loss_coef < 0:
-            raise ConfigError(
-                f"config: router_aux_loss_coef is {self.router_aux_loss_coef}; expected a number "
-                "of at least 0"
-            )
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"config: {name} is {getattr(self, name)}; expected a number of at least 0"
+                )
+
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """The factors of the balance of experts and of the routers' z-loss in the loss."""
+        balance = self.router_aux_loss_coef if self.output_router_logits else 0.0
+        return balance, self.router_z_loss_coef

@@ -76,8 +76,7 @@ class LigerMixtral(DecoderModel):
     def __init__(self, config: MixtralConfig) -> None:
         super().__init__(config)
         self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
-        if config.output_router_logits:
-            self.router_losses = config.router_aux_loss_coef, 0.0
+        self.router_losses = config.router_losses
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + experts(norm(h))."""

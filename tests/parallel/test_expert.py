@@ -19,7 +19,16 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.expert import expert_parallel
 from tests.parallel import test_shard
 from tests.parallel.ranks import Case, check, run_ranks
-from tests.parallel.steps import count, data, differences, gradients, make, mesh_of, relative
+from tests.parallel.steps import (
+    count,
+    data,
+    differences,
+    error_of_bytes,
+    gradients,
+    make,
+    mesh_of,
+    relative,
+)
 from tests.parallel.test_shard import own_rows
 from tests.parallel.test_tensor import Mesh
 
@@ -28,8 +37,10 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
+    "mlp_only_layers": [],
     "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
+    "router_z_loss_coef": 0.1,
 }
 
 
@@ -42,8 +53,8 @@ def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> 
     check(run_ranks(__name__, 4, tmp_path), subtests)
 
 
-def make_experts(tied: bool, family: str = "qwen3_moe", **changes: Any) -> DecoderModel:
-    return make(tied, family, **(EXPERTS | changes))
+def make_experts(tied: bool, _: str = "", **changes: Any) -> DecoderModel:
+    return make(tied, "qwen3_moe", **(EXPERTS | changes))
 
 
 def cases(ranks: int) -> dict[str, Case]:
@@ -72,10 +83,18 @@ def cases(ranks: int) -> dict[str, Case]:
                 found[f"{layout}, {case.__name__}"] = partial(with_experts, partial(case, mesh))
             load = partial(test_shard.load, mesh, False)
             found[f"{layout}, load"] = partial(with_experts, load)
+        if layout == "ep" and ranks == 2:
+            found["bytes"] = partial(memory, mesh)
         if layout != "fsdp":
             state = partial(test_shard.state_dict, mesh)
             found[f"{layout}, state dict"] = partial(with_experts, state)
     return found
+
+
+def memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """A simulation takes loads to be even, which they are if each token gets every expert."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+    return error_of_bytes(shard(make_experts(True, **sizes), mesh), "input", 64, 0.02)
 
 
 def with_experts(case: Case, rank: int, folder: Path) -> dict[str, float]:
