@@ -86,8 +86,8 @@ def differing(family: str, device: str) -> dict[str, list[str]]:
     return found
 
 
-# Whole rows, a window, and capped scores: FlashAttention 2, its varlen_attn, FlexAttention.
-FAMILIES = ("llama", "mistral", "gemma2")
+# Whole rows, a window, capped scores: FlashAttention 2, varlen_attn, FlexAttention; and experts.
+FAMILIES = ("llama", "mistral", "gemma2", "qwen3_moe")
 
 
 @pytest.mark.gpu
