@@ -7,7 +7,9 @@ allocated bytes. --profile lists the kernels of one block, forward and backward,
 that their bytes or operations take at least; --step-profile those of a training step; --gradients
 compares with float64's; --casts times casts and products of the block's sizes. torchao's rows
 compile each block, as its documentation asks for, in this library's model and in transformers' with
-Liger's loss. --tiny runs everything on a small model.
+Liger's loss. The rows "kept in float8" have the memory plan in which every layer keeps gate and up
+in float8. --plans FOLDER also trains with plans for the budgets of PLANNED; it reads them from the
+folder, or plans and writes them there. --tiny runs everything on a small model.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,15 @@ from benchmarks.common import environment, release_memory, table, write
 
 BF16, COMPILED = "bfloat16", "bfloat16, compiled blocks"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blocks")
+IN_FLOAT8 = ", kept in float8"
+KEPT = tuple(recipe + IN_FLOAT8 for recipe in RECIPES)
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 HF_TORCHAO = tuple(f"transformers + liger loss + {row}" for row in TORCHAO)
-ROWS = (BF16, *RECIPES, COMPILED, *TORCHAO, *HF_TORCHAO)
+ROWS = (BF16, *RECIPES, *KEPT, COMPILED, *TORCHAO, *HF_TORCHAO)
 WORKLOADS = ((1, 8192), (16, 512))
+# (batch, seq, whether there is an optimizer) -> GiB for a model of 16 or 32 layers. Each layer may
+# keep about as much with both.
+PLANNED = {(8, 2048, True): {16: 36, 32: 62}, (1, 32768, False): {16: 23, 32: 38}}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -51,7 +59,7 @@ KINDS = {
 
 def build(row: str, layers: int, device: str, tiny: bool) -> Any:
     """Return a random model, built on the device, whose linears compute as the row says."""
-    from ligermodels import LigerLlama, LlamaConfig, float8
+    from ligermodels import LigerLlama, LlamaConfig, MemoryPlan, float8
 
     changes: dict[str, Any] = TINY if tiny else {}
     config = LlamaConfig.preset("llama-3-8b", num_hidden_layers=layers, **changes)
@@ -65,9 +73,12 @@ def build(row: str, layers: int, device: str, tiny: bool) -> Any:
     finally:
         torch.set_default_dtype(torch.float32)
     blocks = model.model.layers if row in HF_TORCHAO else model.layers
-    if row in RECIPES:
-        float8.convert(model, row, filter=(lambda name, linear: True) if tiny else None)
+    if row in (*RECIPES, *KEPT):
+        recipe = row.removesuffix(IN_FLOAT8)
+        float8.convert(model, recipe, filter=(lambda name, linear: True) if tiny else None)
         print(model.kernels()["linear"], file=sys.stderr)
+        if row in KEPT:
+            model.set_memory_plan(MemoryPlan.uniform(layers, "all", float8=True))
     elif row in (*TORCHAO, *HF_TORCHAO):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -94,24 +105,43 @@ def transformers_model(config: Any) -> Any:
 
 
 def step_row(
-    row: str, batch: int, seq: int, layers: int, steps: int, device: str, tiny: bool, profile: bool
+    row: str,
+    batch: int,
+    seq: int,
+    layers: int,
+    steps: int,
+    device: str,
+    tiny: bool,
+    profile: bool = False,
+    plans: Path | None = None,
+    trains: bool = True,
 ) -> Any:
-    """Return the row of the table, or with profile the kernels of a step and its time."""
+    """Return the row of the table, or with profile the kernels of a step and its time.
+
+    Args: plans: the folder of the plans, if the row has one; trains: whether an optimizer steps.
+    """
     torch.manual_seed(0)
     gpu = device == "cuda"
     model = build(row, layers, device, tiny)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    vocab = model.config.vocab_size
+    planned = {}
+    if plans is not None:
+        gib = 1 if tiny else PLANNED[batch, seq, trains][layers]
+        planned = {"budget GiB": gib, **set_plan(model, row, batch, seq, gib, trains, plans)}
+    if trains:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    else:  # its steps let delayed scales move on
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    vocab, warm = model.config.vocab_size, 3 if plans is None else 2
     times, losses = [], []
 
     def train(ids: torch.Tensor) -> None:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         losses.append(loss.item())
 
-    for step in range(steps + 3):
+    for step in range(steps + warm):
         ids = torch.randint(0, vocab, (batch, seq), device=device)
         if gpu:
             torch.cuda.synchronize()
@@ -119,9 +149,9 @@ def step_row(
         train(ids)
         if gpu:
             torch.cuda.synchronize()
-        if step >= 3:
+        if step >= warm:
             times.append((time.perf_counter() - start) * 1e3)
-        elif step == 2 and gpu:
+        elif step == warm - 1 and gpu:
             torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(times)
     if profile:
@@ -137,7 +167,29 @@ def step_row(
         "tokens/s": round(batch * seq / ms * 1e3),
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0,
         "last loss": losses[-1],
+        **planned,
     }
+
+
+def set_plan(
+    model: Any, row: str, batch: int, seq: int, gib: int, trains: bool, folder: Path
+) -> dict[str, Any]:
+    """Give a model the fastest plan for a budget; return what the plan says."""
+    from ligermodels import MemoryPlan
+
+    path = folder / f"{row}-{batch}x{seq}.json"
+    if path.is_file():
+        plan = MemoryPlan.from_dict(json.loads(path.read_text()))
+    else:
+        options = {} if trains else {"optimizer_bytes": 0}
+        options |= {"count": "allocated", "reserve": 0.0, "device": "cuda"}
+        plan = model.plan_memory(batch, seq, f"{gib}GiB", **options)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(plan.to_dict()))
+    model.set_memory_plan(plan)
+    assert plan.prediction is not None
+    layers = Counter(map(str, plan.layers))
+    return {"predicted GiB": plan.prediction.peak_bytes / 2**30, "layers keep": dict(layers)}
 
 
 def profile_row(row: str, batch: int, seq: int, device: str, tiny: bool) -> list[dict[str, Any]]:
@@ -372,6 +424,7 @@ def main() -> None:
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
     for option, key in PROFILES.items():
         parser.add_argument(option, dest=key, action="store_true")
+    parser.add_argument("--plans", type=Path, metavar="FOLDER", help="train with plans, too")
     parser.add_argument("--together", action="store_true", help="all rows in this process")
     parser.add_argument("--casts", action="store_true")
     parser.add_argument("--gradients", action="store_true", help="beside those of float64")
@@ -424,6 +477,15 @@ def main() -> None:
                 )
                 print(result["steps"][-1], flush=True)
                 write("float8.json", result, arguments.out)
+    if arguments.plans:
+        result["plans"] = []
+        for batch, seq, trains in ((2, 16, True),) if tiny else PLANNED:
+            for row in (row for row in arguments.rows if row in (BF16, *RECIPES)):
+                words = (row, batch, seq, layers, arguments.steps, device, tiny)
+                result["plans"].append(step_row(*words, plans=arguments.plans, trains=trains))
+                release_memory()
+                print(result["plans"][-1], flush=True)
+                write("float8.json", result, arguments.out)
     batch, seq = workloads[0]
     for option, key in PROFILES.items():
         if arguments.__dict__[key]:
@@ -451,8 +513,10 @@ def main() -> None:
         print("one block:" if key == "kernels" else "a step:")
         print(table(sums, list(sums[0])))
     columns = ["batch x seq", "row", "layers", "ms", "ms spread", "tokens/s", "peak GiB"]
-    if result["steps"]:
-        print(table(result["steps"], [*columns, "last loss"]))
+    for key in ("steps", "plans"):
+        if result.get(key):
+            more = ["budget GiB", "predicted GiB"] if key == "plans" else []
+            print(table(result[key], [*columns, *more, "last loss"]))
 
 
 if __name__ == "__main__":
