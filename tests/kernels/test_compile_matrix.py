@@ -57,7 +57,7 @@ FLOAT8_TYPES = {
     "nvidia": (torch.float8_e4m3fn, torch.float8_e5m2),
     "amd": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 }
-FLOAT8_KERNELS = ("float8_cast_kernel", "float8_cast_blocks_kernel", "glu_backward_turned_kernel")
+FLOAT8_KERNELS = ("float8_cast_kernel", "float8_cast_blocks_kernel")
 FLOAT8_ARCHES = (90, 100, "gfx942")
 KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.

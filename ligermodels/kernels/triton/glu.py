@@ -133,47 +133,8 @@ def glu_backward_kernel(
     grad_gate_up_ptr,
     out_ptr,
     amax_ptr,
-    rows,
-    width,
-    ACTIVATION: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program handles one tile. If out_ptr is given, it recomputes the output.
-
-    If amax_ptr is given, it records the largest absolute value of the gradient.
-
-    A program reads its elements before it writes any, so grad_gate_up may be gate_up and out may be
-    grad_output.
-    """
-    row, column = _tile_of(width, ROWS, BLOCK)
-    mask = (row < rows) & (column < width)
-    at = row * 2 * width + column
-    gate, up = _gate_and_up(gate_up_ptr, scale_ptr, row, column, mask, rows, width, COLUMNS, BLOCK)
-    grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    grad_gate, grad_up, out = _gradients(gate, up, grad, ACTIVATION)
-    dtype = grad_gate_up_ptr.dtype.element_ty
-    grad_gate, grad_up = grad_gate.to(dtype), grad_up.to(dtype)
-    tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
-    tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
-    if amax_ptr is not None:
-        _record_amax(amax_ptr, grad_gate)
-        _record_amax(amax_ptr, grad_up)
-    if out_ptr is not None:
-        out = out.to(dtype).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * width + column, out, mask=mask)
-
-
-@triton.jit
-def glu_backward_turned_kernel(
-    gate_up_ptr,
-    scale_ptr,
-    grad_output_ptr,
-    grad_gate_up_ptr,
     turned_ptr,
     out_amax_ptr,
-    amax_ptr,
     straight_ptr,
     across_ptr,
     limit_ptr,
@@ -188,21 +149,23 @@ def glu_backward_turned_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same for tiles of rows; the recomputed output is transposed and in float8.
+    """Each program handles one tile. What may be None is not wanted.
 
-    amax may be None. If straight and across are given, the gradient is in float8, there and
-    transposed, instead of in grad_gate_up.
+    The gradient goes to grad_gate_up, or in float8 to straight and, transposed, to across. amax
+    gets its largest absolute value. The output that is computed again goes to out, or transposed
+    and in float8 to turned.
 
-    A program reads its elements before it writes any, so grad_gate_up may be gate_up.
+    A program reads its elements before it writes any, so grad_gate_up may be gate_up and out may be
+    grad_output.
     """
     row, column = _tile_of(width, ROWS, BLOCK)
     mask = (row < rows) & (column < width)
     at = row * 2 * width + column
     gate, up = _gate_and_up(gate_up_ptr, scale_ptr, row, column, mask, rows, width, COLUMNS, BLOCK)
-    grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0)
-    grad_gate, grad_up, out = _gradients(gate, up, grad.to(tl.float32), ACTIVATION)
+    grad = tl.load(grad_output_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
+    grad_gate, grad_up, out = _gradients(gate, up, grad, ACTIVATION)
     dtype = grad_gate_up_ptr.dtype.element_ty
-    grad_gate, grad_up = grad_gate.to(dtype), grad_up.to(dtype)
+    grad_gate, grad_up, out = grad_gate.to(dtype), grad_up.to(dtype), out.to(dtype)
     if straight_ptr is None:
         tl.store(grad_gate_up_ptr + at, grad_gate, mask=mask)
         tl.store(grad_gate_up_ptr + at + width, grad_up, mask=mask)
@@ -221,8 +184,11 @@ def glu_backward_turned_kernel(
     if amax_ptr is not None:
         _record_amax(amax_ptr, grad_gate)
         _record_amax(amax_ptr, grad_up)
-    out, out_amax = out.to(dtype), tl.load(out_amax_ptr)
-    _store_turned(turned_ptr, out, out_amax, row, column, width, padded, smallest, largest)
+    if out_ptr is not None:
+        tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if turned_ptr is not None:
+        out_amax = tl.load(out_amax_ptr)
+        _store_turned(turned_ptr, out, out_amax, row, column, width, padded, smallest, largest)
 
 
 def glu_forward(
@@ -286,35 +252,10 @@ def glu_backward(
     out = reusable(grad_output) if recompute_output else None
     if grad_output.numel() == 0:
         return grad_gate_up, out
-    rows = grad_output.numel() // width
-    if turned is not None:
-        values, out_amax = turned
-        straight, across, limit, amax = (None, None, None, amax) if operand is None else operand
-        setting = launch(TURNED, width)
-        glu_backward_turned_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
-            gate_up,
-            scale,
-            grad_output,
-            grad_gate_up,
-            values,
-            out_amax,
-            None if amax is None else amax.view(torch.int32),
-            straight,
-            across,
-            limit,
-            rows,
-            width,
-            values.shape[1],
-            SMALLEST,
-            torch.finfo(values.dtype).max,
-            0.0 if straight is None else torch.finfo(straight.dtype).max,
-            ACTIVATION=activation,
-            COLUMNS=FLOAT8_BLOCK,
-            ROWS=setting.rows,
-            **keywords(setting),
-        )
-        return grad_gate_up, None
-    setting = launch(GLU if scale is None else KEPT, width)
+    values, out_amax = turned or (None, None)
+    straight, across, limit, amax = operand or (None, None, None, amax)
+    launches = TURNED if turned is not None else KEPT if scale is not None else GLU
+    rows, setting = grad_output.numel() // width, launch(launches, width)
     glu_backward_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
         gate_up,
         scale,
@@ -322,8 +263,17 @@ def glu_backward(
         grad_gate_up,
         out,
         None if amax is None else amax.view(torch.int32),
+        values,
+        out_amax,
+        straight,
+        across,
+        limit,
         rows,
         width,
+        0 if values is None else values.shape[1],
+        SMALLEST,
+        0.0 if values is None else torch.finfo(values.dtype).max,
+        0.0 if straight is None else torch.finfo(straight.dtype).max,
         ACTIVATION=activation,
         COLUMNS=FLOAT8_BLOCK,
         ROWS=setting.rows,
