@@ -31,7 +31,7 @@ from ligermodels.layers.experts import Experts
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 
-_STACKS = ("gate_up_proj", "down_proj")  # the weights of `Experts`
+STACKS = ("gate_up_proj", "down_proj")  # the weights of `Experts`
 
 
 def add_adapters(
@@ -107,7 +107,7 @@ def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
     modules = [*model.layers.named_modules()]
     names = [name for name, each in modules if type(each) is nn.Linear]
     stacks = [
-        f"{name}.{end}" for name, each in modules if isinstance(each, Experts) for end in _STACKS
+        f"{name}.{end}" for name, each in modules if isinstance(each, Experts) for end in STACKS
     ]
     if stacks and bits == FLOAT8:
         raise ConfigError(
@@ -150,7 +150,7 @@ def _plain_experts(model: DecoderModel) -> Iterator[str]:
     """Yield the names of weights of experts that have no adapter."""
     for name, each in model.named_modules():
         if isinstance(each, Experts):
-            found = {end: getattr(each, end) for end in _STACKS}
+            found = {end: getattr(each, end) for end in STACKS}
             yield from (f"{name}.{end}" for end, x in found.items() if type(x) is not LoraLinear)
 
 

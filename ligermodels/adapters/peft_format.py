@@ -48,6 +48,7 @@ Config = dict[str, Any]
 _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+_MIXTRAL = ".block_sparse_moe.", ".mlp."  # a module's name in its files, and in transformers 5
 # Ends of a module's own tensors, which an adapter may hold beside those of a LoRA.
 _OWN = ("weight", "bias", "base_layer.weight", "base_layer.bias")
 
@@ -271,8 +272,7 @@ def of_each_expert(
     alphas: dict[str, Any] = {}
     places: dict[str, list[tuple[str, Sequence[ExpertLinear]]]] = {}
     for native, parts in expert_linears(weight_map).items():
-        # This is the name that transformers 5 has for Mixtral's module.
-        place = parts[0].experts.replace(".block_sparse_moe.", ".mlp.")
+        place = parts[0].experts.replace(*_MIXTRAL)
         name = f"{place}.{native.rpartition('.')[2]}"
         if has_end(name, wanted):
             unused -= {each for each in wanted if has_end(name, {each})}
@@ -300,6 +300,8 @@ def of_each_expert(
             names = "|".join(sorted({part.projection for part in parts}))
             pattern = rf"{re.escape(parts[0].experts)}\.\d+\.({names})"
             ranks[pattern], alphas[pattern] = rank, alpha_of(config, name)
+    if any(parts[0].experts != place for place, found in places.items() for _, parts in found):
+        made = {name.replace(*_MIXTRAL[::-1]): tensor for name, tensor in made.items()}
     modules += [name.removesuffix(".weight") for name in unused if name.endswith(".weight")]
     if odd := sorted(name for name in unused if not name.endswith(".weight")):
         raise CheckpointError(

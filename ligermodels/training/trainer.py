@@ -509,20 +509,29 @@ class StepFlops:
     @classmethod
     def of(cls, model: DecoderModel) -> StepFlops:
         """Count the operations of a model, some of whose parameters may be frozen."""
-        per_token = 0
+        per_token = 0.0
+        share: dict[nn.Module, float] = {}  # the part of an expert's weights that a token meets
         module: Any
         for module in model.layers.modules():
-            if isinstance(module, LoraLinear):
-                per_token += 6 * (module.lora_a.numel() + module.lora_b.numel())
+            if isinstance(module, Experts):
+                own = module.router.top_k / module.router.num_experts
+                share |= dict.fromkeys(module.modules(), own)
+                weights = (module.gate_up_proj, module.down_proj)
+                plain = [x for x in weights if isinstance(x, Tensor)]
+                per_token += own * sum((6 if x.requires_grad else 4) * x.numel() for x in plain)
+            elif isinstance(module, LoraLinear):
+                factors = module.lora_a.numel() + module.lora_b.numel()
+                per_token += 6 * factors * share.get(module, 1.0)
             elif hasattr(module, "in_features"):  # a linear, perhaps one of few bits
                 weight = getattr(module, "weight", None)
                 learns = isinstance(weight, nn.Parameter) and weight.requires_grad
-                per_token += (6 if learns else 4) * module.in_features * module.out_features
+                size = module.in_features * module.out_features * share.get(module, 1.0)
+                per_token += (6 if learns else 4) * size
         config = model.config
         learns = model.head.weight.requires_grad  # also where it is tied to the embedding
         per_target = (6 if learns else 4) * config.vocab_size * config.hidden_size
         heads = config.num_attention_heads * config.head_dim
-        return cls(per_token, per_target, 12 * heads, tuple(config.sliding_windows))
+        return cls(int(per_token), per_target, 12 * heads, tuple(config.sliding_windows))
 
     def count(self, batch: Batch) -> int:
         """Return the operations of a batch."""

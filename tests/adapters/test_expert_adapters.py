@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels import AutoLiger, LigerQwen3Moe, Qwen3MoeConfig, kernels
+from ligermodels import AutoLiger, DecoderModel, LigerMixtral, LigerQwen3Moe, kernels
 from ligermodels.adapters import LoraLinear, QuantizedLinear
 from ligermodels.adapters.adapted_model import (
     add_adapters,
@@ -36,6 +36,7 @@ from tests.training.tiny_run import make_text, make_tokenizer, run, same, tensor
 HIDDEN, INNER, COUNT = 16, 24, 6
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 P = "base_model.model.model.layers.0.mlp.experts"
+GATE_UP = "experts.gate_up_proj"
 
 
 def adapted(gate_up: tuple[int, ...], down: bool, like: str = "", **options: Any) -> Experts:
@@ -139,13 +140,21 @@ def test_nothing_of_the_size_of_a_weight_is_kept() -> None:
     assert sizes[-2:] == [10 * 2 * 3, 10 * 2 * INNER] and sizes[-3] <= 10 * 3
 
 
+def checkpoint_of(family: type[DecoderModel], folder: Path) -> Path:
+    torch.manual_seed(0)
+    family(family.config_class.small(vocab_size=258)).save_hf(folder)
+    make_tokenizer(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen3_moe")
-    torch.manual_seed(0)
-    LigerQwen3Moe(Qwen3MoeConfig.small(vocab_size=258)).save_hf(made)
-    make_tokenizer(made)
-    return made
+    return checkpoint_of(LigerQwen3Moe, tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of(LigerMixtral, tmp_path_factory.mktemp("mixtral"))
 
 
 def theirs(folder: Path) -> Any:
@@ -166,16 +175,20 @@ def logits(model: Any) -> Tensor:
         return model.head.logits(model(IDS))
 
 
-def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(folder, tmp_path) -> None:
+@pytest.mark.parametrize("family", ["folder", "mixtral"])
+def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(family, request, tmp_path) -> None:
+    folder = request.getfixturevalue(family)
     model = AutoLiger.from_hf(folder)
     add_adapters(model, 4, 8.0, dropout=0.1)
     disturbed(model)
     export_adapter(model, tmp_path, str(folder), None)
     written = load_file(tmp_path / "adapter_model.safetensors")
-    assert f"{P}.3.gate_proj.lora_A.weight" in written
-    factors = factors_of(model)
-    config = model.config
-    each = config.num_hidden_layers * (4 + 3 * config.num_experts)  # projections
+    name = f"{P}.3.gate_proj"
+    if family == "mixtral":
+        name = f"{P.replace('mlp', 'block_sparse_moe')}.3.w1"
+    assert f"{name}.lora_A.weight" in written
+    factors, experts = factors_of(model), model.layers[0].mlp.num_experts
+    each = model.config.num_hidden_layers * (4 + 3 * experts)  # projections
     assert len(factors) == each and len(written) == 2 * each
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(x.numel() for x in written.values()) == trained
@@ -190,16 +203,20 @@ def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"]},
-        {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
-        {"target_modules": ["k_proj"], "target_parameters": ["experts.gate_up_proj"], "r": 3},
-        {"target_modules": "all-linear", "use_rslora": True},
+        ("folder", {"target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"]}),
+        ("folder", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
+        ("folder", {"target_modules": ["k_proj"], "target_parameters": [GATE_UP], "r": 3}),
+        ("folder", {"target_modules": "all-linear", "use_rslora": True}),
+        ("mixtral", {"target_modules": "all-linear"}),
     ],
     ids=str,
 )
-def test_an_adapter_that_peft_writes_for_parameters_of_experts(options, folder, tmp_path) -> None:
+def test_an_adapter_that_peft_writes_for_parameters_of_experts(
+    family, options, request, tmp_path
+) -> None:
+    folder = request.getfixturevalue(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = disturbed(peft.get_peft_model(theirs(folder), LoraConfig(**options)))

@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from ligermodels import LigerQwen3Moe, Qwen3MoeConfig
 from ligermodels.adapters.adapted_model import add_adapters, quantize
 from ligermodels.layers import Experts
-from tests import outside
 from tests.gpu.synchronisation import no_synchronisation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("registry")]
+pytestmark = pytest.mark.gpu
 
 
 def adapted(bits: int | None, dtype: torch.dtype = torch.bfloat16, **sizes: int):
     torch.manual_seed(0)
-    cls = outside.family("qwen3_moe")
-    model = cls(cls.config_class.small(**sizes)).to("cuda", dtype)
+    model = LigerQwen3Moe(Qwen3MoeConfig.small(**sizes)).to("cuda", dtype)
     if bits is not None:
         quantize(model, bits, torch.device("cuda"))
     add_adapters(model, 16, 32.0)

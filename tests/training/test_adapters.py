@@ -12,13 +12,16 @@ from safetensors.torch import load_file, save_file
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.adapters import LoraLinear, QuantizedLinear
 from ligermodels.adapters.adapted_model import (
+    STACKS,
     add_adapters,
     export_adapter,
     factors_of,
     merged,
+    module_at,
     quantize,
 )
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
+from ligermodels.layers import Experts
 from ligermodels.models.auto import families
 from tests.rounding import ADAM_EPSILON
 from tests.tiny_models import VOCAB, random_model
@@ -242,11 +245,13 @@ def test_every_family_takes_adapters_on_quantised_linears(family):
     add_adapters(model, 2, 4.0)
     adapters = {name: m for name, m in model.named_modules() if isinstance(m, LoraLinear)}
     linears = {name for name, m in whole.layers.named_modules() if type(m) is torch.nn.Linear}
+    for name, m in whole.layers.named_modules():
+        linears |= {f"{name}.{end}" for end in STACKS if isinstance(m, Experts)}
     assert {f"layers.{name}" for name in linears} == adapters.keys()
     for name, adapter in adapters.items():
         torch.nn.init.normal_(adapter.lora_b)
-        adapter.add_to(whole.get_submodule(name).weight)
+        adapter.add_to(module_at(whole, name).weight)
     torch.testing.assert_close(model(ids), whole(ids), rtol=1e-4, atol=1e-4)
     quantize(whole, 8, torch.device("cpu"))
-    assert all(type(whole.get_submodule(name)) is QuantizedLinear for name in adapters)
+    assert all(type(module_at(whole, name)) is QuantizedLinear for name in adapters)
     assert torch.isfinite(whole(ids)).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ligermodels import AutoLiger, LigerLlama
+from ligermodels import AutoLiger, LigerLlama, LigerQwen3Moe, Qwen3MoeConfig
 from ligermodels.layers import Experts, Router
 from ligermodels.training import processes
 from ligermodels.training.config import SCHEDULES, FinetuneConfig, ScheduleOptions
@@ -298,9 +298,21 @@ def rows(*lengths, seq_len=64):
     return PackedRows([documents], seq_len)
 
 
-@pytest.mark.parametrize("frozen", [(), ("layers.0",)])
-def test_linears_and_head_are_those_that_torch_counts(frozen):
-    model = LigerLlama(tiny_config())
+def with_experts():
+    sizes = {"vocab_size": 258, "hidden_size": 64, "moe_intermediate_size": 384, "head_dim": 16}
+    return LigerQwen3Moe(Qwen3MoeConfig.small(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen"),
+    [
+        (lambda: LigerLlama(tiny_config()), ()),
+        (lambda: LigerLlama(tiny_config()), ("layers.0",)),
+        (with_experts, ()),
+    ],
+)
+def test_linears_and_head_are_those_that_torch_counts(model, frozen):
+    model = model()
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     flops = StepFlops.of(model)
