@@ -82,7 +82,7 @@ def on_files(files: Any, config: Any) -> Any:
     for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
         uri = f"results/{picture.name}"
         files.append(File.generated(config, uri, abs_src_path=str(picture)))
-    for uri, text in (*family_pages(), *reference_pages()):
+    for uri, text in (*family_pages(), *reference_pages(), example_page()):
         files.append(File.generated(config, uri, content=text))
     return files
 
@@ -208,6 +208,26 @@ def measured_rows(family: str) -> list[str]:
         for row in rows
         if row["family"] == family and "ms" in row
     ]
+
+
+def example_page() -> tuple[str, str]:
+    """Return the path and the text of the list of examples, from their docstrings."""
+    titles = {
+        "": "Training and architectures of your own",
+        "families": "Families from outside of the package",
+        "trainers": "Other trainers",
+        "clusters": "Clusters",
+    }
+    lines = ["# Examples", "", "Each runs on a CPU with a small model, and on a GPU.", ""]
+    lines += ["`python examples/smollm2.py build/smollm2` makes such a model without the hub."]
+    for folder, title in titles.items():
+        lines += ["", f"## {title}", "", "| file | what it shows |", "| --- | --- |"]
+        for file in sorted((ROOT / "examples" / folder).glob("*.py")):
+            doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            name = file.relative_to(ROOT)
+            what = " ".join(doc.partition("\n\n")[0].split())
+            lines.append(f"| [{name.name}]({BLOB}{name}) | {what} |")
+    return "examples/index.md", "\n".join(lines) + "\n"
 
 
 def reference_pages() -> Iterator[tuple[str, str]]:

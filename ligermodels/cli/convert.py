@@ -106,6 +106,7 @@ def run(given: Arguments) -> None:
             return
         report = compare(source, target, family_of(source), dtype=given.loading()["dtype"])
     print(report)
+    print(f"compared: {source} with {'its own export' if target is None else target}")
     if not report.ok:
         raise SystemExit(1)
 

@@ -23,6 +23,8 @@ def test_convert_verifies_and_changes_dtype_and_shards(call, checkpoint, tmp_pat
     for arguments in (["convert", checkpoint], convert):
         code, out, _ = call(*arguments, "--verify")
         assert code == 0 and "bitwise equal" in out
+        other = target if "--dtype" in arguments else "its own export"
+        assert out.splitlines()[-1] == f"compared: {checkpoint} with {other}"
     assert (target / "model.safetensors.index.json").is_file()
     assert (target / "tokenizer.json").is_file()
     assert next(AutoLiger.from_hf(target).parameters()).dtype == torch.bfloat16
