@@ -105,6 +105,27 @@ class _ExpertMLP(torch.autograd.Function):
         return tuple(grads)
 
 
+def _of_few(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str | ClampedSwiGLU,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """Return what `_ExpertMLP` does, in the order of the pairs, without sorting them."""
+    ops, owner, owner_of_row = select(_OP, x), None, None
+    if gate_up_bias is not None or down_bias is not None:
+        owner = experts.clamp(0, len(down_weight) - 1)
+        owner_of_row = owner.flatten()
+    gate_up = ops.expert_linear_few(x, gate_up_weight.mT, experts)
+    made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
+    y = ops.expert_linear_few(made, down_weight.mT, experts.view(-1, 1))
+    return ops.expert_sum(y, None, weights, down_bias, owner)
+
+
 def expert_mlp(
     x: Tensor,
     gate_up_weight: Tensor,
@@ -121,7 +142,7 @@ def expert_mlp(
 
     Backward keeps x, gate and up of each pair of a token and an expert, and the order of the pairs:
     as much as a dense MLP with as many active parameters. Every sum has a fixed order, and the host
-    never waits for a GPU.
+    never waits for a GPU. Without gradients, few tokens read the weights of their experts alone.
 
     Args:
         x: (..., hidden).
@@ -150,13 +171,10 @@ def expert_mlp(
     check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation, *biases)
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
     weights, experts = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
-    ops = select(_OP, x)
-    if not torch.is_grad_enabled() and ops.are_few(experts.numel(), len(down_weight)):
-        owner = experts.clamp(0, len(down_weight) - 1)
-        gate_up = ops.expert_linear_few(rows, gate_up_weight.mT, owner)
-        made = ops.expert_glu_forward(gate_up, gate_up_bias, owner.flatten(), activation)
-        y = ops.expert_linear_few(made, down_weight.mT, owner.view(-1, 1))
-        return ops.expert_sum(y, None, weights, down_bias, owner).view(x.shape)
+    few = select(_OP, x).are_few(experts.numel(), len(down_weight))
+    if few and not torch.is_grad_enabled():
+        out = _of_few(rows, gate_up_weight, down_weight, weights, experts, activation, *biases)
+        return out.view(x.shape)
     options = activation, *biases, keep_gate_up
     out = apply(_ExpertMLP, rows, gate_up_weight, down_weight, weights, experts, *options)
     return out.view(x.shape)

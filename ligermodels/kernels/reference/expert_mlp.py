@@ -37,7 +37,7 @@ def expert_linear_few(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
 
     Args: x (rows, in); weight (experts, in, out), any strides; experts (rows, top_k).
     """
-    dtype, chosen = compute_dtype(x), weight[experts.flatten().long()]
+    dtype, chosen = compute_dtype(x), weight[experts.clamp(0, len(weight) - 1).flatten().long()]
     rows = cast(x, dtype).repeat_interleave(experts.numel() // len(x), 0)
     return cast(torch.einsum("pi,pio->po", rows, cast(chosen, dtype)), x.dtype)
 

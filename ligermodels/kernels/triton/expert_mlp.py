@@ -108,6 +108,7 @@ def expert_linear_few_kernel(
     out_ptr,
     pairs,
     top_k,
+    experts,
     width,
     depth,
     weight_expert,
@@ -128,6 +129,7 @@ def expert_linear_few_kernel(
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     pair = tl.arange(0, PAIRS)
     named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    named = tl.minimum(tl.maximum(named, 0), experts - 1)
     expert = tl.sum(tl.where(pair == first, named, 0), 0)
     own = ((named == expert) & (pair < pairs)).to(tl.int32)
     if tl.sum(tl.where(pair < first, own, 0), 0) == 0:
@@ -435,7 +437,7 @@ def are_few(pairs: int, experts: int) -> bool:
 
 def expert_linear_few(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     """Launch the product for `reference.expert_linear_few`."""
-    x, pairs, (_, depth, width) = x.contiguous(), experts.numel(), weight.shape
+    x, pairs, (count, depth, width) = x.contiguous(), experts.numel(), weight.shape
     out = x.new_empty(pairs, width)
     if pairs:
         setting = launch(LINEAR_FEW, x.element_size())
@@ -446,6 +448,7 @@ def expert_linear_few(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
             out,
             pairs,
             pairs // len(x),
+            count,
             width,
             depth,
             *weight.stride(),
