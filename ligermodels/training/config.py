@@ -228,10 +228,12 @@ class ParallelOptions(Options):
 
     Attributes:
         context_parallel: how many GPUs compute each row together, for rows too long for one
+        expert_parallel: how many GPUs share out the experts of each layer among them
         rank_timeout: seconds after which a process that does not answer ends the run
     """
 
     context_parallel: int = option(1, at_least=1)
+    expert_parallel: int = free_option(1, at_least=1)
     rank_timeout: int = free_option(600, at_least=1)
 
 
@@ -319,11 +321,14 @@ class FinetuneConfig:
         given += [self.loss.trains] if self.loss.trains else []
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: set only one of them")
-        if self.parallel.context_parallel > 1 and self.adapter.lora_r is not None:
-            raise ConfigError(
-                "context_parallel: this cannot be combined with lora_r, which holds a whole model "
-                "and whole rows on each GPU; leave one out"
-            )
+        for name in ("context_parallel", "expert_parallel"):
+            if getattr(self.parallel, name) > 1 and self.adapter.lora_r is not None:
+                raise ConfigError(
+                    f"{name}: this cannot be combined with lora_r, which holds a whole model and "
+                    "whole rows on each GPU; leave one out"
+                )
+        if self.parallel.expert_parallel > 1 and self.model.compile:
+            raise ConfigError("expert_parallel: this cannot be combined with compile yet")
         if self.model.float8 is not None and self.adapter.load_in is not None:
             raise ConfigError(
                 "float8 and load_in: weights of few bits are not multiplied by a recipe; leave one "

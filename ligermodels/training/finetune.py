@@ -395,10 +395,20 @@ class Run:
         if self.config.model.compile:
             for layer in model.layers:
                 layer.compile()
-        mesh, together = None, self.config.parallel.context_parallel
-        if together > 1:
-            sizes = num_row_ranks(), together
-            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_shard", "cp"))
+        mesh, parallel = None, self.config.parallel
+        together, experts = parallel.context_parallel, parallel.expert_parallel
+        if num_row_ranks() % experts:
+            raise ConfigError(
+                f"expert_parallel: {experts} processes for the experts of a layer, but "
+                f"{num_row_ranks()} have rows of their own; start a multiple of {experts} (--gpus)"
+            )
+        if together * experts > 1:
+            sizes = num_row_ranks() // experts, experts, together
+            names = "dp_shard", "ep", "cp"
+            given = {k: n for k, n in zip(names, sizes) if n > 1 or k == "dp_shard"}
+            mesh = init_device_mesh(
+                self.device.type, (*given.values(),), mesh_dim_names=(*given.keys(),)
+            )
         shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _plan_memory(

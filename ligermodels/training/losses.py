@@ -67,11 +67,12 @@ class Loss(Options):
         for name in () if self.packed else ("stream", "data_weights"):
             if getattr(config.data, name):
                 raise ConfigError(f"{name}: this is for packed documents, not for {self.name}")
-        if config.parallel.context_parallel > 1 and not self.splits_rows:
-            raise ConfigError(
-                f"context_parallel: this cannot be combined with the loss {self.name}, which reads "
-                "whole rows; leave one out"
-            )
+        for name in ("context_parallel", "expert_parallel"):
+            if getattr(config.parallel, name) > 1 and not self.splits_rows:
+                raise ConfigError(
+                    f"{name}: this cannot be combined with the loss {self.name}, which needs whole "
+                    "rows and whole models; leave one out"
+                )
         if getattr(self, "reference", None) == "adapters-off" and config.adapter.lora_r is None:
             raise ConfigError("reference: this needs adapters; set lora_r, for example to 16")
 

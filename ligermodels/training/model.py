@@ -31,6 +31,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 from ligermodels.parallel.layout import whole_tensor
 from ligermodels.parallel.ranks import rank
+from ligermodels.parallel.state import SlicedTensor
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import AdapterOptions, FinetuneConfig, ModelOptions
 from ligermodels.training.optimizers import freeze
@@ -149,7 +150,9 @@ def weights_hash(model: nn.Module) -> str:
     """
 
     def digest(tensor: Tensor) -> str:
-        whole = whole_tensor(tensor)  # every rank helps to gather it
+        # Every rank helps to gather it.
+        sliced = isinstance(tensor, SlicedTensor)
+        whole = tensor.full_tensor() if sliced else whole_tensor(tensor)
         if rank():
             return ""
         values = whole.cpu().contiguous().view(-1).view(torch.uint8)

@@ -30,8 +30,9 @@ from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import reshard
+from ligermodels.parallel.layout import reshard, splits_of
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
+from ligermodels.parallel.shard import clip_grad_norm_
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
@@ -158,7 +159,10 @@ class Trainer:
         if not self.is_sharded:
             average_gradients(parameters)
         limit = config.optimizer.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if self.model is decoder_of(self.model) and splits_of(self.model):
+            norm = clip_grad_norm_(self.model, limit)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]
         loss, metrics = summed_output(loss, metrics)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     for name in HEADS:
         config = with_heads(tmp_path, name, f"{name} alone", gradient_accumulation_steps=2)
         finetune(config, progress=False)
+    finetune(with_experts(tmp_path, "experts alone", 4), progress=False)
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
@@ -154,7 +156,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo", "taught", *HEADS):
+    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo", "taught", *HEADS, "experts"):
         with subtests.test(loss):
             one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
             logged = metrics(one)
@@ -192,6 +194,7 @@ def cases(ranks: int) -> dict[str, Case]:
         "an interrupted evaluation": interrupted_evaluation,
         "a resumed run of one process": resume_alone,
         "rows that both compute": split_rows,
+        "experts that both hold": split_experts,
         "losses of pairs": losses_of_pairs,
         "what needs one process": refused,
         "copies and samples on two ranks": copies_and_samples,
@@ -268,6 +271,32 @@ def split_rows(number: int, folder: Path) -> dict[str, float]:
     result = finetune(config, progress=False)
     with pytest.raises(ConfigError, match="context_parallel: 3 processes for each row, but 2 run"):
         finetune(options(folder.parent, "odd", context_parallel=3), progress=False)
+    return {"steps": abs(result.steps - 4)}
+
+
+def with_experts(folder: Path, name: str, count: int, **changes: Any) -> FinetuneConfig:
+    """Return a run of a model with three experts, in so many micro-batches a step."""
+    base = folder / "base of experts"
+    if not base.exists():
+        sizes = {"num_experts": 3, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
+        make_checkpoint(base, "qwen3_moe", **sizes)
+    changes |= {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
+    config = options(folder, name, gradient_accumulation_steps=count, **changes)
+    config.model.path = str(base)
+    return config
+
+
+def split_experts(number: int, folder: Path) -> dict[str, float]:
+    """Expert parallelism makes the steps of one process, and so does its resumed half."""
+    config = with_experts(folder.parent, "experts two", 2, expert_parallel=2)
+    result = finetune(config, progress=False)
+    dist.barrier()
+    if number == 0:
+        back_to(folder.parent / "experts two", 2)
+    dist.barrier()
+    finetune(replace(config, output=replace(config.output, resume=True)), progress=False)
+    with pytest.raises(ConfigError, match="expert_parallel: 3 processes for the experts of a lay"):
+        finetune(with_experts(folder.parent, "odd", 2, expert_parallel=3), progress=False)
     return {"steps": abs(result.steps - 4)}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ligermodels import AutoLiger, LigerLlama, LlamaConfig
+from ligermodels import AutoLiger, families
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
@@ -31,7 +31,7 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def tiny_config(**changes) -> LlamaConfig:
+def tiny_config(family="llama", **changes):
     settings = {
         "vocab_size": 258,
         "hidden_size": 64,  # FlexAttention on a GPU needs a head_dim of at least 16
@@ -44,12 +44,12 @@ def tiny_config(**changes) -> LlamaConfig:
         "eos_token_id": 257,
         "tie_word_embeddings": True,
     }
-    return LlamaConfig(**(settings | changes))
+    return families()[family].config_class(**(settings | changes))
 
 
-def make_checkpoint(folder: Path, **changes) -> Path:
+def make_checkpoint(folder: Path, family="llama", **changes) -> Path:
     torch.manual_seed(0)
-    LigerLlama(tiny_config(**changes)).save_hf(folder)
+    families()[family](tiny_config(family, **changes)).save_hf(folder)
     make_tokenizer(folder)
     return folder
 
