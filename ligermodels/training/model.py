@@ -151,8 +151,10 @@ def weights_hash(model: nn.Module) -> str:
 
     def digest(tensor: Tensor) -> str:
         # Every rank helps to gather it.
-        sliced = isinstance(tensor, SlicedTensor)
-        whole = tensor.full_tensor() if sliced else whole_tensor(tensor)
+        if isinstance(tensor, SlicedTensor):
+            whole = tensor.full_tensor()
+        else:
+            whole = whole_tensor(tensor)
         if rank():
             return ""
         values = whole.cpu().contiguous().view(-1).view(torch.uint8)
