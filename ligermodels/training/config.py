@@ -179,6 +179,8 @@ class OptimizerOptions(Options):
     Attributes:
         name: adamw_8bit keeps its moments in 8 bits and needs torchao; muon trains the matrices of
             the layers, and AdamW the rest; adafactor needs a larger learning rate, such as 1e-3
+        lr_factors: what the learning rate of some parameters is multiplied by, as in
+            embed_tokens=0.1; with adapters, *.lora_b=16 is LoRA+ (arXiv:2402.12354)
         weight_decay: AdamW's weight decay, for matrices only
         adam_beta1: decay rate of AdamW's first moment
         adam_beta2: decay rate of AdamW's second moment
@@ -187,6 +189,7 @@ class OptimizerOptions(Options):
     """
 
     name: str = option("adamw", choices=OPTIMIZERS, flag="optimizer")
+    lr_factors: list[str] | None = option(None, metavar="NAME=FACTOR")
     weight_decay: float = option(0.01, at_least=0)
     adam_beta1: float = option(0.9, at_least=0, less_than=1)
     adam_beta2: float = option(0.95, at_least=0, less_than=1)

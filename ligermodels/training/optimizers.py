@@ -37,24 +37,57 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, only: bool = False) -> 
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     option = "train_only" if only else "freeze"
-    names = {  # of each parameter: its own name, and those of the modules around it
-        name: [name, *(name[:i] for i, letter in enumerate(name) if letter == ".")]
-        for name, _ in model.named_parameters()
-    }
-    matched: set[str] = set()
-    for pattern in patterns:
-        found = {n for n, around in names.items() if any(fnmatchcase(x, pattern) for x in around)}
-        if not found:
-            hint = did_you_mean(pattern, {*chain.from_iterable(names.values())})
-            raise ConfigError(
-                f"{option}: {pattern!r} matches no parameter of the model{hint}\n" + listing(names)
-            )
-        matched |= found
+    matched = {name for pattern in patterns for name in _matching(model, pattern, option)}
     for name, parameter in model.named_parameters():
         if (name in matched) != only:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{option}: nothing is left to train")
+
+
+def _matching(model: nn.Module, pattern: str, option: str) -> set[str]:
+    """Return the names of the parameters that a pattern matches, as in `freeze`.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = {  # of each parameter: its own name, and those of the modules around it
+        name: [name, *(name[:i] for i, letter in enumerate(name) if letter == ".")]
+        for name, _ in model.named_parameters()
+    }
+    found = {n for n, around in names.items() if any(fnmatchcase(x, pattern) for x in around)}
+    if not found:
+        hint = did_you_mean(pattern, {*chain.from_iterable(names.values())})
+        raise ConfigError(
+            f"{option}: {pattern!r} matches no parameter of the model{hint}\n" + listing(names)
+        )
+    return found
+
+
+def _with_factors(groups: Groups, model: nn.Module, factors: Sequence[str]) -> Groups:
+    """Return the groups, divided by the factors of the learning rate: `NAME=FACTOR`, the last wins.
+
+    Raises:
+        ConfigError: a factor is not a positive number, or a name matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    found: dict[nn.Parameter, float] = {}
+    for each in factors:
+        pattern, _, text = each.rpartition("=")
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = 0.0
+        if not pattern or not 0 < factor < float("inf"):
+            raise ConfigError(f"lr_factors: {each!r}; expected NAME=FACTOR, as in embed_tokens=0.1")
+        found |= {parameters[name]: factor for name in _matching(model, pattern, "lr_factors")}
+    made: Groups = []
+    for group in groups:
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_factor.setdefault(found.get(parameter, 1.0), []).append(parameter)
+        made += [group | {"params": ps, "lr_factor": f} for f, ps in by_factor.items()]
+    return made
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
@@ -78,15 +111,20 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     Its learning rate has to be set before each step.
 
     Raises:
-        ConfigError: it needs a package that is not installed.
+        ConfigError: it needs a package that is not installed, or a factor of the learning rate is
+            wrong.
     """
     adam: dict[str, Any] = {
         "betas": (options.adam_beta1, options.adam_beta2),
         "eps": options.adam_epsilon,
     }
     if options.name == "muon":
+        if options.lr_factors:
+            raise ConfigError("lr_factors: muon has one learning rate for all; use another one")
         return _muon(model, options.weight_decay, adam)
     groups = parameter_groups(model.parameters(), options.weight_decay)
+    if options.lr_factors:
+        groups = _with_factors(groups, model, options.lr_factors)
     if options.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if options.name == "adamw":
@@ -191,12 +229,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of all groups."""
+    """Set the rate of all groups, times their factors."""
     for group in optimizer.param_groups:
+        own = rate * group.get("lr_factor", 1.0)
         if isinstance(group["lr"], Tensor):  # torchao's optimizers compile their step
-            group["lr"].fill_(rate)
+            group["lr"].fill_(own)
         else:
-            group["lr"] = rate
+            group["lr"] = own
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -45,6 +45,28 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     assert len(decayed["params"]) + len(plain["params"]) == len(names)
 
 
+def test_a_factor_multiplies_the_learning_rate_of_what_it_names():
+    factors = ["layers.0=0.25", "layers.0.mlp=4", "embed_tokens=0.5"]
+    model, optimizer = make("adamw", lr_factors=factors, weight_decay=0.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # AdamW's first step is the learning rate, times the sign
+    for name, parameter in model.named_parameters():
+        factor = {"embed_tokens.weight": 0.5}.get(name, 0.25 if "layers.0." in name else 1.0)
+        factor = 4.0 if "layers.0.mlp." in name else factor
+        torch.testing.assert_close(
+            before[name] - parameter, torch.full_like(parameter, factor / 100)
+        )
+    for wrong in ("embed_tokens", "embed_tokens=0", "embed_tokens=x", "=2", "norm=nan"):
+        with pytest.raises(ConfigError, match="expected NAME=FACTOR"):
+            make("adamw", lr_factors=[wrong])
+    with pytest.raises(ConfigError, match="'embed_token' matches no parameter"):
+        make("adamw", lr_factors=["embed_token=2"])
+    with pytest.raises(ConfigError, match="muon has one learning rate"):
+        make("muon", lr_factors=["embed_tokens=2"])
+
+
 # torchao compiles its step.
 LONG = {"adamw_8bit": [pytest.mark.long]}
 
