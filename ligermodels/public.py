@@ -13,6 +13,7 @@ from ligermodels.converters.weight_map import Entry as Entry
 from ligermodels.converters.weight_map import Span as Span
 from ligermodels.converters.weight_map import Towers as Towers
 from ligermodels.converters.weight_map import WeightMap as WeightMap
+from ligermodels.converters.weight_map import expert_entry as expert_entry
 from ligermodels.converters.weight_map import linear_entries as linear_entries
 from ligermodels.converters.weight_map import norm_entries as norm_entries
 from ligermodels.converters.weight_map import packed_entry as packed_entry
@@ -43,6 +44,8 @@ from ligermodels.models.gemma2 import Gemma2Config as Gemma2Config
 from ligermodels.models.gemma2 import LigerGemma2 as LigerGemma2
 from ligermodels.models.gemma3 import Gemma3Config as Gemma3Config
 from ligermodels.models.gemma3 import LigerGemma3 as LigerGemma3
+from ligermodels.models.gpt_oss import GptOssConfig as GptOssConfig
+from ligermodels.models.gpt_oss import LigerGptOss as LigerGptOss
 from ligermodels.models.llama import LigerLlama as LigerLlama
 from ligermodels.models.llama import LlamaConfig as LlamaConfig
 from ligermodels.models.mistral import LigerMistral as LigerMistral

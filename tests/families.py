@@ -167,6 +167,24 @@ FAMILIES = {
             "router_aux_loss_coef": 0.001,
         },
     ),
+    "gpt_oss": Family(
+        hf=("GptOssConfig", "GptOssForCausalLM"),
+        vocabulary=201088,
+        sliding={},
+        own={"swiglu_limit": 0.7},
+        rounded={"num_experts_per_tok": 5},
+        experts={"num_local_experts": 5, "num_experts_per_tok": 2},
+        gpu={"head_dim": 64, "sliding_window": 64},
+        defaults={
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "sliding_window": 128,
+            "head_dim": 64,
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
 }
 # The families that are not wrappers around another one.
 DECODERS = {name: family for name, family in FAMILIES.items() if family.text_model is None}

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligermodels.converters import mxfp4
 from ligermodels.converters.files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
 from ligermodels.converters.safetensors_file import (
     DTYPES,
@@ -20,7 +21,14 @@ from ligermodels.converters.safetensors_file import (
     TensorInfo,
     byte_view,
 )
-from ligermodels.converters.weight_map import Entry, Towers, WeightMap
+from ligermodels.converters.weight_map import (
+    MXFP4_BLOCKS,
+    Entry,
+    Span,
+    Towers,
+    WeightMap,
+    scales_of,
+)
 from ligermodels.errors import CheckpointError, listing, short_repr
 
 # The tensors of a quantised weight have names with these endings. The first line is of GPTQ and
@@ -30,19 +38,38 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
+_MXFP4 = "MXFP4"  # the dtype in `Checkpoint.tensors` of the two tensors that hold such a weight
 # The name that transformers gives the head of all its ...ForSequenceClassification models.
 _CLASSIFIER_HEAD = "score.weight"
 
 
+class _Take(NamedTuple):
+    """The rows of a slice that go to `out`: the row `first` of it, `first + step`, ..."""
+
+    first: int
+    step: int
+    out: Tensor
+
+
 class _Slice(NamedTuple):
-    """Rows of an HF tensor, and where they go. `memory` is that of `out`, if no bytes change."""
+    """Rows of an HF tensor, and where they go.
+
+    Attributes:
+        first, last: the rows in the file; those of all experts count, one after the other.
+        leading: how many dimensions of the tensor these numbers count.
+        columns: the columns in the file, or None for all.
+        transposed: whether the rows that `takes` counts are the columns in the file.
+        memory: the bytes of the only target, if they are those of the file.
+    """
 
     source: str
     first: int
     last: int
+    leading: int
     columns: tuple[int, int] | None
-    out: Tensor
-    memory: np.ndarray | None
+    takes: list[_Take]
+    transposed: bool = False
+    memory: np.ndarray | None = None
 
 
 class Checkpoint:
@@ -56,6 +83,9 @@ class Checkpoint:
         tensors: HF name -> header entry. After `plan`, only the text model's tensors are in it.
         left_out: name prefix of another tower -> how many tensors that tower has.
         ignored: after `plan`, the tensors that the weight map ignores, or names as constants.
+        layout: after `plan`, the name in `WeightMap.layouts` of the layout that the checkpoint has,
+            or None for that of the map itself.
+        weight_map: after `plan`, the map of this layout.
     Raises:
         CheckpointError: the folder has no weights that can be read, a shard is missing or damaged,
             or the index does not match its shards. The message names the file.
@@ -74,6 +104,9 @@ class Checkpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
         self.ignored: list[str] = []
+        self.layout: str | None = None
+        self.weight_map = WeightMap(())
+        self._entries: dict[str, Entry] = {}
         self._file_of: dict[str, SafetensorsFile] = {}
         # The text model's name of a tensor -> its name in the file, for names that differ.
         self._stored_as: dict[str, str] = {}
@@ -88,7 +121,7 @@ class Checkpoint:
             self._file_of.update(dict.fromkeys(file.tensors, file))
 
     def plan(self, weight_map: WeightMap) -> dict[str, torch.dtype]:
-        """Check that the checkpoint holds exactly the tensors of a weight map.
+        """Check that the checkpoint holds exactly the tensors of one layout of a weight map.
 
         Returns: native name -> stored dtype. If its HF tensors have different dtypes, this is the
             dtype that can hold the values of all of them.
@@ -98,7 +131,12 @@ class Checkpoint:
         """
         if weight_map.towers is not None:
             self._leave_out(weight_map.towers)
+        self._choose_layout(weight_map)
+        weight_map = self.weight_map
         expected = weight_map.source_shapes()
+        for name, shape in expected.items():
+            if name.endswith(MXFP4_BLOCKS):
+                self._join_mxfp4(name, shape)
         optional = {
             name: expected[original]
             for name, original in weight_map.aliases.items()
@@ -117,7 +155,10 @@ class Checkpoint:
                 faults.append((self.listing_file, name, what))
             elif found is None:
                 absent.append((self.listing_file, name, "is missing"))
-            elif found.dtype not in DTYPES:
+            elif found.dtype == "U8" and name.endswith(MXFP4_BLOCKS):
+                what = f"and {scales_of(name)!r} do not hold {list(shape)} values in MXFP4"
+                faults.append((found.path, self._name_in_file(name), what))
+            elif found.dtype not in (*DTYPES, _MXFP4):
                 what = f"is stored as {found.dtype}: quantised checkpoints are not supported"
                 faults.append((found.path, self._name_in_file(name), what))
             elif found.shape != shape:
@@ -143,7 +184,31 @@ class Checkpoint:
                 unexpected.append((info.path, name, "is unexpected"))
         if faults := [*faults, *absent, *unexpected]:
             raise CheckpointError(_describe(faults))
-        return {entry.name: self._stored_dtype(entry) for entry in weight_map}
+        return {entry.name: self.dtype_of(entry) for entry in weight_map}
+
+    def _choose_layout(self, weight_map: WeightMap) -> None:
+        """Take the layout of which the checkpoint has most tensors; the first of equals."""
+        layouts: dict[str | None, WeightMap] = {None: weight_map}
+        layouts.update(weight_map.layouts)
+
+        def found(layout: str | None) -> int:
+            entries = layouts[layout].entries
+            return len({s.source for e in entries for s in e.spans} & self.tensors.keys())
+
+        self.layout = max(layouts, key=found)
+        self.weight_map = layouts[self.layout]
+        self._entries = {entry.name: entry for entry in self.weight_map}
+
+    def _join_mxfp4(self, blocks: str, shape: tuple[int, ...]) -> None:
+        """Let the blocks and the scales of a weight in MXFP4 count as one tensor of its shape."""
+        scales, groups = scales_of(blocks), (*shape[:-1], shape[-1] // 32)
+        one, other = self.tensors.get(blocks), self.tensors.get(scales)
+        if one is None or other is None or not one.dtype == other.dtype == "U8":
+            return
+        if one.shape == (*groups, 16) and other.shape == groups:
+            nbytes = one.nbytes + other.nbytes
+            self.tensors[blocks] = replace(one, dtype=_MXFP4, shape=shape, nbytes=nbytes)
+            del self.tensors[scales]
 
     def _leave_out(self, towers: Towers) -> None:
         """Drop the tensors of other towers, and give the others the text model's names."""
@@ -193,18 +258,39 @@ class Checkpoint:
             columns = column, column + out.shape[1]
         whole_rows = out.device.type == "cpu" and out.is_contiguous() and not columns
         slices = []
-        for span in entry.spans:
+        # Rows that alternate in the file, such as those of gate and up, are read once for both.
+        together: dict[tuple[str, int | None], list[tuple[Span, Tensor]]] = {}
+        for span in self._entries.get(entry.name, entry).spans:
             first, last = max(start, span.row), min(start + rows, span.row + span.rows)
-            if first < last:
-                target = out[first - start : last - start]
-                memory = None
-                if whole_rows and out.dtype == self._dtype(span.source):
-                    memory = byte_view(target)
-                source = span.source_row - span.row
-                slices.append(
-                    _Slice(span.source, first + source, last + source, columns, target, memory)
-                )
-        return slices
+            if first >= last:
+                continue
+            target = out[first - start : last - start]
+            here = span.source_row + (first - span.row) * span.step
+            part = replace(span, source_row=here, rows=last - first)
+            if span.step > 1 or span.transposed:
+                together.setdefault((span.source, span.expert), []).append((part, target))
+                continue
+            memory = None
+            if whole_rows and DTYPES.get(self.tensors[span.source].dtype) == out.dtype:
+                memory = byte_view(target)
+            slices.append(self._slice([(part, target)], columns)._replace(memory=memory))
+        return slices + [self._slice(parts, columns) for parts in together.values()]
+
+    def _slice(self, parts: list[tuple[Span, Tensor]], columns: tuple[int, int] | None) -> _Slice:
+        """Return the slice that holds all rows of some spans of one source and expert."""
+        span, _ = parts[0]
+        low, high = min(part.source_row for part, _ in parts), max(part.end for part, _ in parts)
+        takes = [_Take(part.source_row - low, part.step, target) for part, target in parts]
+        shape, leading = self.tensors[span.source].shape, 1 if span.expert is None else 2
+        above = (span.expert or 0) * shape[leading - 1]  # the rows of the experts before
+        if span.transposed:
+            first, last = columns or (0, shape[-2])
+            columns = None if (low, high) == (0, shape[-1]) else (low, high)
+        else:
+            first, last = low, high
+        return _Slice(
+            span.source, above + first, above + last, leading, columns, takes, span.transposed
+        )
 
     def read_all(self, targets: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
         """Read whole parameters, each into a new tensor; yield once for each parameter.
@@ -239,20 +325,30 @@ class Checkpoint:
 
     def _read_slice(self, piece: _Slice) -> None:
         """Copy rows of an HF tensor, and check the values while the cache holds them."""
-        name, first, last, columns, out, memory = piece
+        name, first, last, leading, columns, takes, transposed, memory = piece
+        out = takes[0].out
         if memory is not None:
-            for data in self._opened(name).read_into(memory, self._name_in_file(name), first):
+            data_of = self._opened(name).read_into
+            for data in data_of(memory, self._name_in_file(name), first, leading):
                 if not (self.allow_nonfinite or _are_finite(data, out.dtype)):
                     self._refuse_nonfinite(name, torch.from_numpy(data).view(out.dtype), out.dtype)
             return
-        on_cpu, at = out.device.type == "cpu", 0
-        for stored in self._rows(name, first, last, columns):
-            copy = out[at : at + len(stored)]
-            copy.copy_(stored)
-            at += len(copy)
+        simple, at = takes[0].step == 1 and not transposed and out.device.type == "cpu", 0
+        for stored in self._rows(name, first, last, columns, leading):
+            end = at + len(stored)
+            for start, step, target in takes:
+                if transposed:
+                    target[:, at:end].copy_(stored[:, start::step][:, : len(target)].T)
+                else:
+                    begin = max(0, -((start - at) // step))  # the first row that is here
+                    found = stored[start + begin * step - at :: step][: len(target) - begin]
+                    target[begin : begin + len(found)].copy_(found)
             # A check on another device would make the host wait for that device.
-            if not (self.allow_nonfinite or is_finite(copy if on_cpu else stored.to(out.dtype))):
+            if not (
+                self.allow_nonfinite or is_finite(out[at:end] if simple else stored.to(out.dtype))
+            ):
                 self._refuse_nonfinite(name, stored, out.dtype)
+            at = end
 
     def check_aliases(self, weight_map: WeightMap, share: tuple[int, int] = (0, 1)) -> None:
         """Compare each tensor that is stored twice, such as a tied head, with its original.
@@ -281,25 +377,56 @@ class Checkpoint:
             return False
         rows, (part, parts) = (a.shape or (1,))[0], share
         here = rows * part // parts, rows * (part + 1) // parts
-        pieces = zip(self._rows(name, *here), other._rows(other_name, *here), strict=True)
+        pieces = zip(self._raw_rows(name, *here), other._raw_rows(other_name, *here), strict=True)
         return all(bitwise_equal(mine, theirs) for mine, theirs in pieces)
 
     def tensor(self, name: str) -> Tensor:
         """Return an HF tensor in its stored dtype, as a new tensor."""
+        if self.tensors[name].dtype == _MXFP4:
+            return torch.cat([*self._rows(name, 0, self.tensors[name].shape[0])])
         return self._opened(name).tensor(self._name_in_file(name))
 
     def constants(self) -> dict[str, StoredTensor]:
         """Return the tensors in `ignored` as they are in the files."""
-        stored = {name: self._name_in_file(name) for name in self.ignored}
-        return {name: self._opened(name).stored(stored[name]) for name in stored}
+        return {name: self.stored(name) for name in self.ignored}
 
     def _rows(
-        self, name: str, first: int, last: int, columns: tuple[int, int] | None = None
+        self,
+        name: str,
+        first: int,
+        last: int,
+        columns: tuple[int, int] | None = None,
+        leading: int = 1,
     ) -> Iterator[Tensor]:
+        """Yield the values of rows in pieces; those of MXFP4 are new tensors in bfloat16."""
         file, stored = self._opened(name), self._name_in_file(name)
+        if self.tensors[name].dtype == _MXFP4:
+            return self._decoded(name, first, last, columns, leading)
         if columns is not None:
             return file.read_columns(stored, first, last, columns)
-        return file.read(stored, first, last)
+        return file.read(stored, first, last, leading)
+
+    def _decoded(
+        self, name: str, first: int, last: int, columns: tuple[int, int] | None, leading: int
+    ) -> Iterator[Tensor]:
+        blocks_of = self._opened(name).read(self._name_in_file(name), first, last, leading)
+        scales = scales_of(name)
+        scales_file, scales = self._opened(scales), self._name_in_file(scales)
+        for blocks in blocks_of:
+            end = first + len(blocks)
+            values = mxfp4.decode(blocks, next(scales_file.read(scales, first, end, leading)))
+            yield values if columns is None else values[..., slice(*columns)]
+            first = end
+
+    def _raw_rows(self, name: str, first: int, last: int) -> Iterator[Tensor]:
+        """Yield what the file holds of rows: of MXFP4 the blocks, then the scales."""
+        is_mxfp4 = self.tensors[name].dtype == _MXFP4
+        for each in (name, scales_of(name)) if is_mxfp4 else (name,):
+            yield from self._opened(each).read(self._name_in_file(each), first, last)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor as it is in the file; of MXFP4, name one of the two."""
+        return self._opened(name).stored(self._name_in_file(name))
 
     def _opened(self, name: str) -> SafetensorsFile:
         return self._file_of[self._name_in_file(name)]
@@ -314,11 +441,14 @@ class Checkpoint:
             )
         raise CheckpointError(f"{self.tensors[name].path}: {self._name_in_file(name)!r} {what}")
 
-    def _stored_dtype(self, entry: Entry) -> torch.dtype:
-        return reduce(torch.promote_types, (self._dtype(span.source) for span in entry.spans))
+    def dtype_of(self, entry: Entry) -> torch.dtype:
+        """Return the dtype that can hold the stored values of a parameter."""
+        spans = self._entries.get(entry.name, entry).spans
+        return reduce(torch.promote_types, {self._dtype(span.source) for span in spans})
 
     def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.tensors[name].dtype]
+        dtype = self.tensors[name].dtype
+        return torch.bfloat16 if dtype == _MXFP4 else DTYPES[dtype]
 
 
 # By float dtype: the integers of its size, without and with a sign, and the bits of +infinity.
@@ -392,6 +522,7 @@ class Source:
     Attributes:
         folder: the local folder that the weights were loaded from, or None.
         dtype: the dtype of the embedding when it was loaded, or None.
+        layout: the name in `WeightMap.layouts` of the layout of its tensors, or None.
         constants: HF name -> a tensor of the checkpoint that the model does not need. `save_hf`
             writes it as it was.
         files: name -> content of the tokenizer and generation files that were in the folder.
@@ -403,6 +534,7 @@ class Source:
 
     folder: Path | None = None
     dtype: torch.dtype | None = None
+    layout: str | None = None
     constants: dict[str, StoredTensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.converters.checkpoint import is_finite
+from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal, is_finite
 from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -37,7 +38,15 @@ from ligermodels.converters.save_dir import (
     sync_folder,
     write_json,
 )
-from ligermodels.converters.weight_map import Entry, Span, WeightMap
+from ligermodels.converters.weight_map import (
+    MXFP4_BLOCKS,
+    Entry,
+    Span,
+    WeightMap,
+    blocks_of,
+    joined_block,
+    scales_of,
+)
 from ligermodels.errors import CheckpointError, SaveError, short_repr
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,18 +63,20 @@ class Float8Export(NamedTuple):
 
 
 class _HFTensor(NamedTuple):
-    """A tensor of an export, with the bytes of a constant or the native rows that fill it.
+    """A tensor of an export, with the native rows that fill it, or what `stored` returns.
 
-    The rows have the dtype `held`, and `cast` makes of them what is written, if it is given.
+    The rows have the dtype `held`, and `cast` makes of them what is written, if it is given. With
+    `original`, the rows must have the values of this checkpoint, and `stored` is written.
     """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     parts: list[tuple[Entry, Span]]
-    data: bytes = b""
+    stored: Callable[[], StoredTensor] | None = None
     held: torch.dtype | None = None
     cast: Callable[[Tensor], Tensor] | None = None
+    original: Checkpoint | None = None
 
     @property
     def itemsize(self) -> int:
@@ -86,6 +97,7 @@ def save(
     overwrite: bool = True,
     write_added: Callable[[Path], None] | None = None,
     float8: Float8Export | None = None,
+    mxfp4: Checkpoint | None = None,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
 
@@ -105,9 +117,12 @@ def save(
         write_added: writes files of ADDED_WEIGHTS into the new folder, if there are any. With it,
             those in `folder` do not stay.
         float8: which weights are written in float8.
+        mxfp4: the checkpoint whose tensors in MXFP4 are written as they are, for a `weight_map`
+            that has such tensors.
     Raises:
         SaveError: the disk is full, there is no permission, `folder` is a file or has a volume
-            mounted in it, or a value is not finite. The old content of `folder` is unchanged.
+            mounted in it, a value is not finite, or one is not that of its tensor in MXFP4. The old
+            content of `folder` is unchanged.
     """
     if max_shard_size < 1:
         raise SaveError(f"{folder}: max_shard_size is {max_shard_size}, expected at least 1 byte")
@@ -125,10 +140,19 @@ def save(
             )
         nbytes = prod(shape) * dtype.itemsize
         tensors[name] = _HFTensor(_DTYPE_NAMES[dtype], shape, nbytes, parts, held=dtype)
+        if name.endswith(MXFP4_BLOCKS):
+            assert mxfp4 is not None, "a weight map with MXFP4 needs the checkpoint"
+            groups, scales = (*shape[:-1], shape[-1] // 32), scales_of(name)
+            for each, kept, size in ((name, parts, (*groups, 16)), (scales, [], groups)):
+                stored = partial(mxfp4.stored, each)
+                tensors[each] = _HFTensor("U8", size, prod(size), kept, stored)
+            tensors[name] = tensors[name]._replace(held=dtype, original=mxfp4)
     if float8 is not None:
         config_dict = {**config_dict, "quantization_config": _cast_weights(tensors, float8)}
-    for name, x in (constants or {}).items():
-        tensors[name] = _HFTensor(x.dtype, x.shape, len(x.data), [], x.data)
+    constants = constants or {}
+    for name, x in constants.items():
+        stored = partial(constants.__getitem__, name)
+        tensors[name] = _HFTensor(x.dtype, x.shape, len(x.data), [], stored)
     brings_added = write_added is not None
     owned = _owned(target, bool(source_files), brings_added) if overwrite else _refusing(target)
     with _replacing(folder, "checkpoint", target, owned) as fresh:
@@ -352,16 +376,36 @@ def _write_shard(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(tensor.data)
-            for rows, entry, span in islice(pieces, len(tensor.parts)):
-                if not allow_nonfinite and not is_finite(rows):
-                    raise SaveError(
-                        f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
-                        "infinite values; pass allow_nonfinite=True to save them"
-                    )
-                made = rows if tensor.cast is None else tensor.cast(rows)
+            if tensor.stored is not None:
+                file.write(tensor.stored().data)
+            for block in blocks_of(tensor.parts):
+                held = []
+                for rows, entry, span in islice(pieces, len(block)):
+                    if not allow_nonfinite and not is_finite(rows):
+                        raise SaveError(
+                            f"parameter {entry.name!r} (in the file {span.source!r}) holds NaN or "
+                            "infinite values; pass allow_nonfinite=True to save them"
+                        )
+                    if tensor.original is not None:
+                        _check_unchanged(rows, entry, span, tensor.original)
+                    held.append(rows)
+                if tensor.original is not None:
+                    continue
+                joined = joined_block([span for _, span in block], held)
+                made = joined if tensor.cast is None else tensor.cast(joined)
                 file.write(made.reshape(-1).view(torch.uint8).numpy().data)
     sync_file(path)
+
+
+def _check_unchanged(rows: Tensor, entry: Entry, span: Span, original: Checkpoint) -> None:
+    """Raise unless native rows have the values that the checkpoint's tensor in MXFP4 has."""
+    before = torch.empty_like(rows)
+    original.read(entry, before, span.row)
+    if not bitwise_equal(rows, before):
+        raise SaveError(
+            f"parameter {entry.name!r} (in the file {span.source!r}) is not what was loaded, and "
+            "only weights that did not change can be written in MXFP4; save without mxfp4=True"
+        )
 
 
 def _rows(

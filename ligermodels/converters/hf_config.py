@@ -46,7 +46,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, 1),
     "per_layer_config": ({},),
 }
-_QUANTISED = ("quantization_config", "compression_config")
+QUANTIZER = "quantization_config"
+_QUANTISED = (QUANTIZER, "compression_config")
 # These keys are read in this module, or do not affect the computation. They do not count as
 # unknown.
 _HARMLESS = frozenset(
@@ -77,6 +78,8 @@ class HFConfig(hf_rope.RopeConfig):
     written: ClassVar[tuple[str, ...]] = ()
     # Other keys of config.json -> the field that each of them means.
     key_aliases: ClassVar[dict[str, str]] = {}
+    # The values of quantization_config.quant_method that a load of the family decodes.
+    quantizations: ClassVar[tuple[str, ...]] = ()
     # Keys of config.json that change the computation and are not fields of the family -> the values
     # that it computes. Any other value is refused.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -164,7 +167,7 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
     """
     if config_class.wrapper_type is None or raw.get("model_type") != config_class.wrapper_type:
         return raw
-    _refuse_quantised(raw)
+    _refuse_quantised(raw, config_class)
     given = {} if raw.get("text_config") is None else raw["text_config"]
     if not isinstance(given, dict):
         raise ConfigError(f"'text_config' is {short_repr(given)}, expected an object")
@@ -211,7 +214,7 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
         )
     extra = copy.deepcopy(raw)
     raw = _without_aliases(raw, config_class)
-    _refuse_quantised(raw)
+    _refuse_quantised(raw, config_class)
     _refuse(raw, config_class)
     hints = get_type_hints(config_class)
     fields: dict[str, Any] = {}
@@ -254,6 +257,8 @@ def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str,
     """
     known = _HARMLESS | _REFUSED.keys() | {item.name for item in dataclasses.fields(config_class)}
     known |= config_class.key_aliases.keys() | config_class.refused.keys()
+    if config_class.quantizations:
+        known |= {QUANTIZER}
     raw = text_config(raw, config_class)
     return {key: value for key, value in raw.items() if key not in known}
 
@@ -262,7 +267,8 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     """Return the config.json of an export.
 
     A key of the checkpoint keeps its value, unless its field was changed later. Changed fields,
-    all fields of a config that was made in Python, and missing second spellings are added.
+    all fields of a config that was made in Python, and missing second spellings are added. The
+    config of a quantizer is left out, because a load has decoded what it describes.
     """
     config_class = type(config)
     raw = copy.deepcopy(config.extra)
@@ -282,6 +288,8 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
         del auto_map[AUTO_CLASS]
         if not auto_map:
             del raw["auto_map"]
+    for key in _QUANTISED:
+        raw.pop(key, None)
     raw.setdefault("architectures", [architecture(config_class)])
     raw["model_type"] = config_class.model_type
     added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()
@@ -310,10 +318,12 @@ def architecture(config_class: type[HFConfig]) -> str:
     return "".join(word.capitalize() for word in words) + "ForCausalLM"
 
 
-def _refuse_quantised(raw: dict[str, Any]) -> None:
+def _refuse_quantised(raw: dict[str, Any], config_class: type[HFConfig]) -> None:
     for key in _QUANTISED:
         if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
+            if method in config_class.quantizations:
+                continue
             raise ConfigError(
                 f"{key!r}: quantised checkpoints ({short_repr(method)}) are not supported; "
                 "load the checkpoint that it was made from, in float32, bfloat16 or float16"

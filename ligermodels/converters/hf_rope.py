@@ -47,10 +47,11 @@ class RopeConfig:
     Attributes: rope_scaling has a "rope_type" and no theta; it is None for plain rope.
         unread_rope_keys names keys of it that `RotaryEmbedding` does not read and that change
         nothing. Published YaRN checkpoints of Llama and Mistral have "finetuned", which
-        transformers ignores, too.
+        transformers ignores, too. default_rope is the rope of a config.json that describes none.
     """
 
     unread_rope_keys: ClassVar[tuple[str, ...]] = ("finetuned",)
+    default_rope: ClassVar[dict[str, Any]] = {}
 
     rope_theta: float
     rope_scaling: dict[str, Any] | None
@@ -72,7 +73,7 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
         return _fields_per_layer_type(raw, theta, local, config_class)
     # A non-empty rope_scaling replaces all of rope_parameters, also its theta.
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = dict(raw.get(key) or {})
+    given = dict(raw.get(key) or config_class.default_rope)
     length = "original_max_position_embeddings"
     rope_type = given.get("rope_type") or given.get("type")
     if rope_type in _HAS_ORIGINAL_LENGTH and raw.get(length) is not None:
@@ -287,6 +288,8 @@ def fields_to_hf(raw: dict[str, Any], config: RopeConfig, changed: bool) -> None
             "full_attention": parameters,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
+    if config.default_rope and raw.get("rope_scaling", "") is None and not changed:
+        del spellings["rope_scaling"]  # null, where a missing rope is no plain one
     for key, value in spellings.items():
         if changed or key not in raw or (not raw[key] and value is not None):
             raw[key] = value

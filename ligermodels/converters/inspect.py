@@ -62,7 +62,7 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
 
     parameters = sum(prod(entry.shape) for entry in weight_map)
     dtype_bytes: dict[str, int] = {}
-    for name in weight_map.source_shapes():
+    for name in checkpoint.weight_map.source_shapes():
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
     layers = config.num_hidden_layers

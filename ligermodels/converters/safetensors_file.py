@@ -111,33 +111,40 @@ class SafetensorsFile:
         self._identity = self._file.identity()
         self._data, self.tensors, self.metadata = _read_header(path, self._file.file)
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+    def read(
+        self, name: str, first: int = 0, last: int | None = None, leading: int = 1
+    ) -> Iterator[Tensor]:
         """Yield the rows `first` to `last` of a tensor in their stored dtype, piece by piece.
 
         The size of a piece is bounded. Each piece overwrites the memory of the previous one.
 
+        Args: leading: how many dimensions the number of a row counts, as if they were one.
         Raises:
             CheckpointError: the file cannot be read, or was changed after its header was read.
         """
-        rows, *width = self.tensors[name].shape or (1,)
-        last = rows if last is None else last
+        shape = self.tensors[name].shape or (1,)
+        width = shape[leading:]
+        last = math.prod(shape[:leading]) if last is None else last
         dtype = READABLE[self.tensors[name].dtype]
         per_piece = max(1, _PIECE // max(1, math.prod(width) * dtype.itemsize))
         buffer = torch.empty(min(per_piece, last - first), *width, dtype=dtype)
         for row in range(first, last, per_piece):
             piece = buffer[: last - row]
-            for _ in self.read_into(byte_view(piece), name, row):
+            for _ in self.read_into(byte_view(piece), name, row, leading):
                 pass
             yield piece
 
-    def read_into(self, memory: np.ndarray, name: str, first: int = 0) -> Iterator[np.ndarray]:
+    def read_into(
+        self, memory: np.ndarray, name: str, first: int = 0, leading: int = 1
+    ) -> Iterator[np.ndarray]:
         """Fill memory with the rows of a tensor from `first` on; yield its pieces, once filled.
 
-        Args: memory: the bytes of whole rows of the stored dtype, as `byte_view` returns them.
+        Args: memory: the bytes of whole rows of the stored dtype, as `byte_view` returns them;
+            leading: as in `read`.
         Raises: what `read` raises.
         """
         info = self.tensors[name]
-        row_bytes = info.nbytes // max(1, (info.shape or (1,))[0])
+        row_bytes = info.nbytes // max(1, math.prod(info.shape[:leading]))
         start = self._data + info.begin + first * row_bytes
         for at in range(0, len(memory), _PIECE):
             piece = memory[at : at + _PIECE]
@@ -172,13 +179,13 @@ class SafetensorsFile:
     def read_columns(
         self, name: str, first: int, last: int, columns: tuple[int, int]
     ) -> Iterator[Tensor]:
-        """Yield the given columns of the rows `first` to `last` of a matrix, as `read` does.
+        """Yield the given columns of the rows `first` to `last` of matrices, as `read` does.
 
         Only these columns are read from the file.
         """
         info, (begin, end) = self.tensors[name], columns
         dtype = READABLE[info.dtype]
-        row_bytes, size = info.shape[1] * dtype.itemsize, (end - begin) * dtype.itemsize
+        row_bytes, size = info.shape[-1] * dtype.itemsize, (end - begin) * dtype.itemsize
         buffer = torch.empty(
             min(last - first, max(1, _PIECE // max(1, size))), end - begin, dtype=dtype
         )

@@ -15,9 +15,9 @@ from torch import Tensor
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.export import save
 from ligermodels.converters.files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
-from ligermodels.converters.hf_config import read_config, text_config, to_hf
+from ligermodels.converters.hf_config import QUANTIZER, read_config, text_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
-from ligermodels.converters.weight_map import Family
+from ligermodels.converters.weight_map import Entry, Family
 from ligermodels.errors import listing
 
 
@@ -89,12 +89,15 @@ def verify(
         original.read(entries[name], out)
         return out
 
+    config_dict = to_hf(config)
+    if original.weight_map.is_mxfp4 and QUANTIZER in config.extra:
+        config_dict[QUANTIZER] = config.extra[QUANTIZER]
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as parent:
         copy = Path(parent) / "copy"
         save(
             copy,
-            to_hf(config),
-            weight_map,
+            config_dict,
+            original.weight_map,
             get_tensor,
             constants=original.constants(),
             source_files=copied_files(folder),
@@ -102,6 +105,7 @@ def verify(
             dtypes=dtypes,
             allow_nonfinite=True,  # `read` has checked the values.
             write_added=partial(_copy_added, folder),
+            mxfp4=original,
         )
         return compare(folder, copy, family)
 
@@ -115,6 +119,9 @@ def compare(
 ) -> Report:
     """Compare a checkpoint with its export: tensors bitwise, config keys, tokenizer files.
 
+    If the two have different layouts, as the export of weights in MXFP4, the parameters are
+    compared that a load would make of them.
+
     Args:
         folder, copy: local HF checkpoints of one family. Additional keys and files of the copy do
             not count as differences.
@@ -125,19 +132,29 @@ def compare(
     """
     folder, copy = Path(folder), Path(copy)
     original, exported = Checkpoint(folder), Checkpoint(copy)
-    names = _names(original, family)
-    pairs = list(zip(names, _names(exported, family), strict=True))
+    names, others = _names(original, family), _names(exported, family)
+    differing: list[str]
+    if original.layout == exported.layout:
+        differing = [
+            name
+            for name, other in zip(names, others, strict=True)
+            if not _same_tensor(original, name, exported, other, dtype)
+        ]
+    else:
+        differing = [
+            entry.name
+            for entry in original.weight_map
+            if not _same_parameter(entry, original, exported, dtype)
+        ]
     constants, found = original.constants(), exported.constants()
     raw = text_config(read_config(folder), family.config_class)
     files, files_of_copy = copied_files(folder), copied_files(copy)
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
+    if original.layout != exported.layout:
+        recast = (*recast, QUANTIZER)
     compared = {key: value for key, value in raw.items() if key not in recast}
     differences = [
-        *(
-            f"{name}: differs"
-            for name, other in pairs
-            if not _same_tensor(original, name, exported, other, dtype)
-        ),
+        *(f"{name}: differs" for name in differing),
         *(f"{name}: differs" for name in constants if found.get(name) != constants[name]),
         *_config_differences(compared, read_config(copy)),
         *(f"{name}: differs" for name in files if files_of_copy.get(name) != files[name]),
@@ -155,15 +172,26 @@ def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
     """Return the names of the HF tensors that the checkpoint's model uses, in export order."""
     weight_map = family.weight_map(family.config_class.from_hf(checkpoint.folder))
     checkpoint.plan(weight_map)
-    return list(weight_map.source_shapes())
+    return list(checkpoint.weight_map.source_shapes())
 
 
 def _same_tensor(
     original: Checkpoint, name: str, exported: Checkpoint, other: str, dtype: torch.dtype | None
 ) -> bool:
-    if dtype is None or DTYPES[original.tensors[name].dtype] == dtype:
+    if dtype is None or DTYPES.get(original.tensors[name].dtype) == dtype:
         return original.bitwise_equal(name, exported, other)
     return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
+
+
+def _same_parameter(
+    entry: Entry, original: Checkpoint, exported: Checkpoint, dtype: torch.dtype | None
+) -> bool:
+    """Whether a native parameter is the same in both, cast to the dtype of the copy."""
+    kind = dtype or exported.dtype_of(entry)
+    one, other = torch.empty(2, *entry.shape, dtype=kind)
+    original.read(entry, one)
+    exported.read(entry, other)
+    return bitwise_equal(one, other)
 
 
 def _added(folder: Path) -> list[str]:

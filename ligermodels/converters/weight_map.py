@@ -6,7 +6,8 @@ exporting all use these spans. Each family has a function from its config to a `
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -20,14 +21,32 @@ from ligermodels.errors import ConfigError, listing
 class Span:
     """Rows of an HF tensor that one native parameter takes.
 
-    The native rows `row` to `row + rows` are the rows `source_row` to `source_row + rows` of the HF
-    tensor `source`.
+    The native rows `row` to `row + rows` are the rows `source_row`, `source_row + step`, ... of the
+    HF tensor `source`, which may hold the parameters of several experts.
+
+    Attributes:
+        expert: the index of the source's first dimension, or None for a source without experts.
+        step: distance of the rows in the source, such as 2 where gate and up alternate.
+        transposed: whether the rows are columns of the source.
     """
 
     source: str
     source_row: int
     row: int
     rows: int
+    expert: int | None = None
+    step: int = 1
+    transposed: bool = False
+
+    @property
+    def end(self) -> int:
+        """The row of the source after the last one."""
+        return self.source_row + self.step * (self.rows - 1) + 1
+
+    def of(self, source: Tensor) -> Tensor:
+        """Return the view of the rows in the HF tensor."""
+        matrix = source if self.expert is None else source[self.expert]
+        return (matrix.T if self.transposed else matrix)[self.source_row : self.end : self.step]
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,9 @@ class WeightMap:
             a model that was made anew. A checkpoint with other values is not loaded, and a loaded
             model writes back what it was loaded with.
         towers: the other towers that a checkpoint of the family may hold. None if it has none.
+        layouts: name -> the map of another layout that a checkpoint of the family may have. A load
+            takes the map whose tensors are there, and a save writes the layout that was loaded. A
+            source whose name ends in MXFP4_BLOCKS has values of four bits, which a load decodes.
     """
 
     entries: tuple[Entry, ...]
@@ -80,29 +102,39 @@ class WeightMap:
     ignored: tuple[str, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
     towers: Towers | None = None
+    layouts: dict[str, "WeightMap"] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether some of the tensors are in MXFP4."""
+        return any(name.endswith(MXFP4_BLOCKS) for name in self.parts())
+
+    def written_as(self, layout: str | None) -> "WeightMap":
+        """Return the map for an export of a model that was loaded in this layout."""
+        loaded = self if layout is None else self.layouts[layout]
+        return self if loaded.is_mxfp4 else loaded
+
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every HF tensor that the entries use, in export order."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for entry in self.entries:
-            for span in entry.spans:
-                rows = span.source_row + span.rows
-                if span.source in shapes:
-                    rows = max(rows, shapes[span.source][0])
-                shapes[span.source] = (rows, *entry.shape[1:])
+        for source, parts in self.parts().items():
+            entry, last = parts[-1]
+            rows = max(span.end for _, span in parts)
+            shape = (*entry.shape[1:], rows) if last.transposed else (rows, *entry.shape[1:])
+            shapes[source] = shape if last.expert is None else (last.expert + 1, *shape)
         return shapes
 
     def parts(self) -> dict[str, list[tuple[Entry, Span]]]:
-        """Return for every HF tensor its pieces in the native parameters, sorted by source row."""
+        """Return for every HF tensor its pieces in the native parameters, in the source's order."""
         parts: dict[str, list[tuple[Entry, Span]]] = {}
         for entry in self.entries:
             for span in entry.spans:
                 parts.setdefault(span.source, []).append((entry, span))
         for pieces in parts.values():
-            pieces.sort(key=lambda piece: piece[1].source_row)
+            pieces.sort(key=lambda piece: (piece[1].expert or 0, piece[1].source_row))
         return parts
 
     def check(self, family: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -116,6 +148,8 @@ class WeightMap:
         fault = next(self._faults(parameters), None)
         if fault is not None:
             raise ConfigError(f"{family}: weight map: {fault}")
+        for name, layout in self.layouts.items():
+            layout.check(f"{family}, layout {name!r}", parameters)
 
     def _faults(self, parameters: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         names: set[str] = set()
@@ -143,8 +177,7 @@ class WeightMap:
             )
         for source, parts in self.parts().items():
             first = parts[0][0]
-            used = [(span.source_row, span.rows, f"entry {e.name!r}") for e, span in parts]
-            if fault := _gap(used, None):
+            if fault := _source_fault(parts):
                 yield (
                     f"entry {first.name!r}: each row of the tensor {source!r} must be used once, "
                     f"but {fault}"
@@ -169,6 +202,31 @@ class WeightMap:
                 yield f"constant {constant!r} is also a source of an entry or an alias; remove one"
 
 
+def _source_fault(parts: list[tuple[Entry, Span]]) -> str | None:
+    """Return where the pieces of an HF tensor leave a gap or overlap, or None if they tile it."""
+    experts = list(dict.fromkeys(span.expert for _, span in parts))
+    if experts not in ([None], list(range(len(experts)))):
+        return f"its experts are {experts}, expected 0, 1, ... or None"
+    if len({span.transposed for _, span in parts}) > 1:
+        return "only a part of it is transposed"
+    rows = max(span.end for _, span in parts)
+    step = parts[0][1].step
+    if any(span.step != step for _, span in parts):
+        return "its pieces have several steps"
+    groups = [parts] if experts == [None] else blocks_of(parts)
+    for expert, group in zip(experts, groups, strict=True):
+        for first in range(step):  # the rows first, first + step, ...
+            used = [
+                (span.source_row // step, span.rows, f"entry {entry.name!r}")
+                for entry, span in group
+                if span.source_row % step == first
+            ]
+            if fault := _gap(used, len(range(first, rows, step))):
+                of_step = "" if step == 1 else f", counted from row {first} in steps of {step}"
+                return ("" if expert is None else f"of expert {expert} ") + fault + of_step
+    return None
+
+
 def _gap(pieces: Iterable[tuple[int, int, str]], rows: int | None) -> str | None:
     """Return where (start, rows, name) pieces leave a gap or overlap, or None if they tile.
 
@@ -188,6 +246,15 @@ def _gap(pieces: Iterable[tuple[int, int, str]], rows: int | None) -> str | None
     return None
 
 
+MXFP4_BLOCKS = "_blocks"
+"""The ending of the name of a source that a checkpoint holds in MXFP4: see `converters.mxfp4`."""
+
+
+def scales_of(blocks: str) -> str:
+    """Return the name of the scales that belong to the blocks of a weight in MXFP4."""
+    return blocks.removesuffix(MXFP4_BLOCKS) + "_scales"
+
+
 def packed_entry(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry:
     """Return the entry that stacks the HF tensors `pieces`, (name, rows) each, in this order.
 
@@ -198,6 +265,34 @@ def packed_entry(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) ->
         spans.append(Span(source, 0, row, rows))
         row += rows
     return Entry(name, (row, *width), tuple(spans))
+
+
+def expert_entry(
+    name: str,
+    width: tuple[int, ...],
+    source: str,
+    experts: int,
+    rows: int,
+    *,
+    parts: int = 1,
+    transposed: bool = False,
+) -> Entry:
+    """Return the entry that stacks the experts of one HF tensor, (experts, rows, *width).
+
+    Args:
+        width: the shape of one row.
+        rows: the rows of an expert.
+        parts: how many parts of a native expert have alternating rows in the source: 2 if rows 0,
+            2, ... are the gate's, and rows 1, 3, ... up's.
+        transposed: whether the source is (experts, width, rows).
+    """
+    each = rows // parts
+    spans = (
+        Span(source, part, expert * rows + part * each, each, expert, parts, transposed)
+        for expert in range(experts)
+        for part in range(parts)
+    )
+    return Entry(name, (experts * rows, *width), tuple(spans))
 
 
 def linear_entries(
@@ -238,7 +333,7 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each HF name and tensor of a model, in export order.
 
-    A tensor that lies in one native parameter is a view of it.
+    A tensor whose rows lie together in one native parameter is a view of it.
 
     Args: weights: the native parameters by name.
     """
@@ -254,7 +349,31 @@ def joined_rows(parts: list[tuple[Entry, Span]], weights: Mapping[str, Tensor]) 
     entry = parts[0][0]
     if len(parts) == len(entry.spans) == 1:  # all rows, also those that a resize has added
         return weights[entry.name]
-    return _joined([weights[e.name][s.row : s.row + s.rows] for e, s in parts])
+    blocks = [
+        joined_block(
+            [span for _, span in block], [weights[e.name][s.row : s.row + s.rows] for e, s in block]
+        )
+        for block in blocks_of(parts)
+    ]
+    return _joined(blocks) if parts[0][1].expert is None else torch.stack(blocks)
+
+
+def blocks_of(parts: list[tuple[Entry, Span]]) -> list[list[tuple[Entry, Span]]]:
+    """Divide the pieces of an HF tensor into those of each expert, or into single ones."""
+    if parts and parts[0][1].expert is None:
+        return [[part] for part in parts]
+    return [list(block) for _, block in groupby(parts, lambda part: part[1].expert)]
+
+
+def joined_block(spans: list[Span], rows: list[Tensor]) -> Tensor:
+    """Return what the native rows of spans make up in the file: all of an expert, or one span."""
+    if len(spans) == 1 and not spans[0].transposed:
+        return rows[0]
+    shape = max(span.end for span in spans), *rows[0].shape[1:]
+    block = rows[0].new_empty(shape[::-1] if spans[0].transposed else shape)
+    for span, values in zip(spans, rows, strict=True):
+        replace(span, expert=None).of(block).copy_(values.detach())
+    return block
 
 
 def native_tensor(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -262,7 +381,7 @@ def native_tensor(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
 
     Args: entry: the parameter; tensors: at least the HF tensors of its spans, by name.
     """
-    return _joined([tensors[s.source][s.source_row : s.source_row + s.rows] for s in entry.spans])
+    return _joined([span.of(tensors[span.source]) for span in entry.spans])
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

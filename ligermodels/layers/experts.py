@@ -156,14 +156,14 @@ class Experts(Planned, nn.Module):
 
     It stands in a block where a `GatedMLP` would. The rows of `gate_up_proj` (experts * 2 * inner,
     hidden) and `down_proj` (experts * hidden, inner) are those of the experts, one after the other.
+    So are the numbers of `gate_up_bias` and `down_bias`.
 
     Args:
         router: chooses the experts of each token.
         hidden_size: width of input and output.
         intermediate_size: width of gate and up of one expert.
         activation: activation of the gate: "silu", "gelu_tanh" or "gelu"; or a `ClampedSwiGLU`.
-        bias: whether the experts have biases, `gate_up_bias` (experts, 2 * inner) and `down_bias`
-            (experts, hidden).
+        bias: whether the experts have biases.
 
     Attributes:
         num_experts: how many experts have their parameters here.
@@ -196,8 +196,8 @@ class Experts(Planned, nn.Module):
         self.down_proj = nn.Parameter(torch.empty(router.num_experts * hidden, inner))
         self.gate_up_bias = self.down_bias = None
         if bias:
-            self.gate_up_bias = nn.Parameter(torch.zeros(router.num_experts, 2 * inner))
-            self.down_bias = nn.Parameter(torch.zeros(router.num_experts, hidden))
+            self.gate_up_bias = nn.Parameter(torch.zeros(router.num_experts * 2 * inner))
+            self.down_bias = nn.Parameter(torch.zeros(router.num_experts * hidden))
         nn.init.normal_(self.gate_up_proj, std=_STD)
         nn.init.normal_(self.down_proj, std=_STD)
 
@@ -243,7 +243,11 @@ class Experts(Planned, nn.Module):
         gate_up: Any = self.gate_up_proj
         down: Any = self.down_proj
         count = self.num_experts
-        options: Any = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        biases = (
+            None if bias is None else bias.unflatten(0, (count, -1))
+            for bias in (self.gate_up_bias, self.down_bias)
+        )
+        options: Any = dict(zip(("gate_up_bias", "down_bias"), biases))
         routes = weights, experts
         options["keep_gate_up"] = self.policy != "no_gate_up"
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):

@@ -209,6 +209,7 @@ class HFModel(nn.Module):
         model.source = Source(
             folder=folder,
             dtype=model.embed_tokens.weight.dtype,
+            layout=checkpoint.layout,
             constants=constants,
             files=source_files,
             generation_config=generation_config,
@@ -246,6 +247,7 @@ class HFModel(nn.Module):
         overwrite: bool = True,
         write_heads: Callable[[Path], None] | None = None,
         float8: bool = False,
+        mxfp4: bool = False,
     ) -> None:
         """Write an HF checkpoint, in the format that transformers writes and reads.
 
@@ -268,9 +270,13 @@ class HFModel(nn.Module):
             float8: whether to write the weights of the linears that compute in float8 in e4m3, with
                 a scale for each 128 x 128 of them: transformers' `FineGrainedFP8Config`. A weight
                 with other sizes stays as it is. `from_hf` here does not read such a checkpoint.
+            mxfp4: whether the weights of experts that were loaded in MXFP4 are written as the
+                source has them, byte for byte, which must still be where it was. They must not
+                have changed, as after training with frozen experts. By default they are written in
+                the dtype of the model.
         Raises:
-            ConfigError: max_shard_size is not a number of bytes, the weight map is wrong, or
-                float8 is asked for and no linear computes in it.
+            ConfigError: max_shard_size is not a number of bytes, the weight map is wrong, float8 is
+                asked for and no linear computes in it, or mxfp4 and the source has no such weights.
             SaveError: the disk is full or not writable, the config was changed after the model was
                 built, a weight is NaN or infinite, a head is tied to an embedding that is no
                 longer in the model, or a parameter cannot be saved: it belongs to a wrapper, is
@@ -293,11 +299,19 @@ class HFModel(nn.Module):
         config, weight_map, weights = checked_for_save(self, layout, folder)
         constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
         constants |= self.source.constants
+        config_dict, original = hf_config.to_hf(config), None
+        if mxfp4:
+            original = self._mxfp4_source(weight_map)
+            weight_map = original.weight_map
+            if hf_config.QUANTIZER in config.extra:
+                config_dict[hf_config.QUANTIZER] = config.extra[hf_config.QUANTIZER]
+        else:
+            weight_map = weight_map.written_as(self.source.layout)
 
         def write(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
                 folder,
-                hf_config.to_hf(config),
+                config_dict,
                 weight_map,
                 get_tensor,
                 constants=constants,
@@ -308,11 +322,29 @@ class HFModel(nn.Module):
                 overwrite=overwrite,
                 write_added=write_heads,
                 float8=stored,
+                mxfp4=original,
             )
 
         if layout is None:
             return write(lambda name: weights[name].detach())
         return layout.save(weights, write)
+
+    def _mxfp4_source(self, weight_map: WeightMap) -> Checkpoint:
+        """Return the checkpoint whose weights in MXFP4 a save writes again."""
+        name, folder = self.source.layout, self.source.folder
+        if name is None or folder is None or not weight_map.layouts[name].is_mxfp4:
+            raise ConfigError(
+                "save_hf: mxfp4=True, but the model was not loaded from weights in MXFP4; save it "
+                "without this option"
+            )
+        original = Checkpoint(folder, allow_nonfinite=True)
+        original.plan(weight_map)
+        if original.layout != name:
+            raise SaveError(
+                f"{folder}: the weights in MXFP4 that the model was loaded from are no longer "
+                "there; save it without mxfp4=True"
+            )
+        return original
 
     @property
     def device(self) -> torch.device:

@@ -67,11 +67,13 @@ def test_biases_and_the_activation_of_gpt_oss() -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(5, HIDDEN).double()
     weights, chosen, _ = router(x)
-    gate_up = (experts.gate_up_proj @ x.T).T.unflatten(1, (COUNT, -1)) + experts.gate_up_bias
+    gate_up = (experts.gate_up_proj @ x.T).T.unflatten(1, (COUNT, -1)) + experts.gate_up_bias.view(
+        COUNT, -1
+    )
     gate, up = gate_up.clamp(max=0.3).chunk(2, -1)
     made = (up.clamp(min=-0.3) + 1) * gate * torch.sigmoid(1.702 * gate)
     down = experts.down_proj.unflatten(0, (COUNT, -1))
-    each = torch.einsum("tei,ehi->teh", made, down) + experts.down_bias
+    each = torch.einsum("tei,ehi->teh", made, down) + experts.down_bias.view(COUNT, -1)
     expected = (
         each.gather(1, chosen.long()[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]
     ).sum(1)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from tests.families import FAMILIES
+from tests.families import FAMILIES, Json
 from tests.models import zoo
 
 logging.disable_progress_bar()
@@ -27,9 +27,14 @@ def _model_class(family: str) -> Any:
     return getattr(transformers, FAMILIES[family].hf[1])
 
 
-def attention_of(family: str) -> str:
-    """Return the implementation to compare with; only transformers' "eager" caps scores."""
-    return "eager" if zoo.has(family, "attn_logit_softcapping") else "sdpa"
+def implementations(family: str) -> Json:
+    """Return the implementations to compare with; "eager" alone has soft caps and sinks.
+
+    Its experts take any sizes.
+    """
+    eager = zoo.has(family, "attn_logit_softcapping") or family == "gpt_oss"
+    options = {"attn_implementation": "eager" if eager else "sdpa"}
+    return options | ({"experts_implementation": "eager"} if family == "gpt_oss" else {})
 
 
 def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
@@ -54,7 +59,7 @@ def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: 
             "tie_word_embeddings": values.get("tie_word_embeddings", True),
         }
     config = zoo.config_class(family)(**values)
-    model = _model_class(family)._from_config(config, attn_implementation=attention_of(family))
+    model = _model_class(family)._from_config(config, **implementations(family))
     randomize(model, family, seed)
     return model.eval()
 
@@ -95,5 +100,5 @@ def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: 
         auto = transformers.AutoModelForImageTextToText
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention_of(family))
+        model = auto.from_pretrained(folder, dtype=dtype, **implementations(family))
     return model.eval().to(device)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from ligermodels import LigerLlama, LlamaConfig
+from ligermodels.converters.weight_map import native_tensor
 
 # head_dim is not hidden_size / num_attention_heads, and heads are grouped.
 TINY: dict[str, Any] = {
@@ -28,13 +29,7 @@ PAD = TINY["pad_token_id"]
 
 def native(tensors: dict[str, Any], model: Any) -> dict[str, Tensor]:
     """Return transformers' tensors under the names of our model, packed by its weight map."""
-
-    def rows(span: Any) -> Tensor:
-        tensor: Tensor = tensors[span.source]
-        return tensor[span.source_row : span.source_row + span.rows]
-
-    entries = model.weight_map(model.config)
-    return {entry.name: torch.cat([rows(span) for span in entry.spans]) for entry in entries}
+    return {entry.name: native_tensor(entry, tensors) for entry in model.weight_map(model.config)}
 
 
 def native_gradients(theirs: Any, ours: Any) -> dict[str, Tensor]:

@@ -65,6 +65,8 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b-v0.1": 46_702_792_704,
     "mixtral-8x22b-v0.1": 140_620_634_112,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 VISION_TOWER, VISION_HIDDEN = 416_866_032, 1152
 

@@ -87,8 +87,8 @@ def _config_class(family: str) -> Any:
 
 
 def _always_slides(family: str) -> bool:
-    """Return whether half of its layers have a window by default, as in Gemma since 2."""
-    return has(family, "query_pre_attn_scalar")
+    """Return whether half of its layers have a window by default, as in Gemma 2 and gpt-oss."""
+    return has(family, "query_pre_attn_scalar") or has(family, "swiglu_limit")
 
 
 def sizes(family: str, scale: Scale = TINY) -> Json:
@@ -109,7 +109,11 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
     if not families.FAMILIES[family].takes_head_dim:
         del config["head_dim"]
     if _always_slides(family):
-        config |= {"sliding_window": scale.window, "query_pre_attn_scalar": scale.head_dim}
+        config["sliding_window"] = scale.window
+    if has(family, "query_pre_attn_scalar"):
+        config["query_pre_attn_scalar"] = scale.head_dim
+    if has(family, "swiglu_limit"):
+        config |= {"swiglu_alpha": 1.3, "swiglu_limit": 0.7}
     if has(family, "attn_logit_softcapping"):
         config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     if has(family, "sliding_window_pattern"):
@@ -237,10 +241,15 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             "window beyond the sequence": Feature("numbers", {"sliding_window": 2 * scale.seq}),
             "window of 1": Feature("numbers", {"sliding_window": 1}),
             "layer_types": Feature(config={"num_hidden_layers": 3, "layer_types": layers}),
-            "query_pre_attn_scalar": Feature(
-                "numbers", {"query_pre_attn_scalar": 3 * scale.head_dim}
-            ),
         }
+    if has(family, "query_pre_attn_scalar"):
+        scalar = {"query_pre_attn_scalar": 3 * scale.head_dim}
+        found["query_pre_attn_scalar"] = Feature("numbers", scalar)
+    if has(family, "swiglu_limit"):
+        limit = {"swiglu_limit": 3.0, "swiglu_alpha": 0.5}
+        found["swiglu_limit"] = Feature("numbers", limit)
+        del found["erf gelu"]  # its activation is not configured
+        del found["packed"]  # in transformers' gpt-oss, documents of a row see each other
     if has(family, "attn_logit_softcapping"):
         found |= {
             "no caps": Feature(
@@ -286,12 +295,15 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
     if has(family, "mlp_bias"):
         found["mlp_bias"] = Feature(config={"mlp_bias": True})
         found["all biases"] = Feature(config={"attention_bias": True, "mlp_bias": True})
-    if cls(**{activation: "gelu"}).activation == "gelu_tanh":
+    if "erf gelu" in found and cls(**{activation: "gelu"}).activation == "gelu_tanh":
         # For Gemma 1, transformers reads "gelu" as the tanh form.
         found["legacy gelu"] = Feature("file", {activation: "gelu"})
         del found["erf gelu"]
     if has(family, "attention_bias"):
-        found["attention_bias"] = Feature(config={"attention_bias": True})
+        changed = {"attention_bias": not cls.attention_bias}
+        found["attention_bias" if changed["attention_bias"] else "no attention_bias"] = Feature(
+            config=changed
+        )
     if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
             *("basic", "bfloat16 file", "shards", "defaults left out", "untied"),
