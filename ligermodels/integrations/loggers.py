@@ -1,7 +1,8 @@
-"""Loggers by name: TensorBoard and Weights & Biases get the metrics of a run."""
+"""Loggers by name: TensorBoard, Weights & Biases, MLflow or a CSV file get a run's metrics."""
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Mapping
 from importlib import import_module
@@ -59,8 +60,7 @@ class WandbLogger:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
         file = folder / "wandb_id"
-        found = read_if_present(file, CheckpointError) if start else None
-        known = found.decode("utf-8", "replace").strip() if found else None
+        known = _known(file) if start else None
         self._run = self.library().init(
             project=os.environ.get("WANDB_PROJECT", "ligermodels"),
             name=os.environ.get("WANDB_NAME", folder.name),
@@ -80,7 +80,77 @@ class WandbLogger:
         self._run.finish()
 
 
-_LOGGERS: dict[str, Any] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger}
+class MlflowLogger:
+    """Sends metrics to MLflow, whose environment variables say where.
+
+    The experiment is `ligermodels` unless MLFLOW_EXPERIMENT_NAME names another. A resumed run goes
+    on in the same run there, whose id is kept in the folder.
+    """
+
+    @staticmethod
+    def library() -> Any:
+        """Import the package."""
+        return import_module("mlflow")
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
+        self._mlflow, file = self.library(), folder / "mlflow_id"
+        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "ligermodels"))
+        known = _known(file) if start else None
+        run = self._mlflow.start_run(run_id=known, run_name=None if known else folder.name)
+        atomic_write(file, lambda part: part.write_text(run.info.run_id, encoding="utf-8"))
+        if known is None:
+            self._mlflow.log_params(dict(settings))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values."""
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        self._mlflow.end_run()
+
+
+class CsvLogger:
+    """Writes `metrics.csv` in the run's folder: a line of step, metric and value for each value."""
+
+    @staticmethod
+    def library() -> Any:
+        """Return the module of Python that writes the file."""
+        return csv
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
+        self._path = folder / "metrics.csv"
+        found = read_if_present(self._path, CheckpointError) if start else None
+        rows = list(csv.reader((found or b"").decode("utf-8", "replace").splitlines()))[1:]
+        kept = [row for row in rows if len(row) == 3 and int(row[0]) <= start]
+        atomic_write(self._path, lambda part: _write(part, [["step", "metric", "value"], *kept]))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a line for each value."""
+        _write(self._path, [[step, name, value] for name, value in values.items()])
+
+    def close(self) -> None:
+        """Do nothing: each line is written at once."""
+
+
+def _write(path: Path, rows: list[Any]) -> None:
+    """Add rows to a CSV file."""
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+
+
+def _known(file: Path) -> str | None:
+    """Return the id of a run that is kept in a file."""
+    found = read_if_present(file, CheckpointError)
+    return found.decode("utf-8", "replace").strip() or None if found else None
+
+
+_LOGGERS: dict[str, Any] = {
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+    "csv": CsvLogger,
+}
 
 
 def loggers_by_name(names: list[str]) -> list[Any]:

@@ -41,6 +41,7 @@ PRECISIONS = ("float32", "bf16-mixed", "bf16")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "muon")
 FLOAT8_RECIPES = ("tensorwise", "delayed", "rowwise", "blocks")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
+LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 NOT_KEPT = {"resume", "overwrite_output_dir"}  # what a resumed run does not take over
 
@@ -253,7 +254,8 @@ class OutputOptions(Options):
         keep_best: write a checkpoint after each evaluation that is the best so far, keep it, and
             export the best one
         logging_steps: steps between two reports of the loss
-        report_to: loggers that get the metrics: tensorboard (in DIR/tensorboard) or wandb
+        report_to: loggers that get the metrics: tensorboard (in DIR/tensorboard), wandb, mlflow, or
+            csv (DIR/metrics.csv)
         sample_prompts: texts that the model continues at evaluations, in DIR/samples.jsonl
         sample_tokens: most tokens of such a continuation
         sample_chat: take each of these texts as the message of a user, for the chat template
@@ -270,7 +272,7 @@ class OutputOptions(Options):
     save_total_limit: int = free_option(2, at_least=1)
     keep_best: bool = free_option(False)
     logging_steps: int = free_option(1, at_least=1)
-    report_to: list[str] | None = free_option(None, choices=("tensorboard", "wandb"))
+    report_to: list[str] | None = free_option(None, choices=LOGGERS)
     sample_prompts: list[str] | None = free_option(None, metavar="TEXT")
     sample_tokens: int = free_option(64, at_least=1)
     sample_chat: bool = free_option(False)

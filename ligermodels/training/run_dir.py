@@ -47,7 +47,7 @@ LOCK_FILE = ".lock"
 # What a new run in the folder removes.
 OWNED = (
     *("run.yaml", "metrics.jsonl", "samples.jsonl", CHECKPOINTS, "reference", "model", "loss.png"),
-    *("tensorboard", "wandb_id"),
+    *("tensorboard", "wandb_id", "mlflow_id", "metrics.csv"),
 )
 PART = ".part"  # the end of the name of a file that is not whole
 

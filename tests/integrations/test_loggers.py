@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import sys
 from types import SimpleNamespace
@@ -35,7 +36,20 @@ class Board:
     def close(self):
         self.closed = True
 
-    finish = close
+    finish = end_run = close
+
+    def log_metrics(self, values, step):
+        self.entries.append((values, step))
+
+    def log_params(self, settings):
+        self.settings = settings
+
+    def set_experiment(self, name):
+        self.experiment = name
+
+    def start_run(self, **options):
+        self.options = options
+        return SimpleNamespace(info=SimpleNamespace(run_id=options["run_id"] or "new"))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +92,31 @@ def test_a_run_tells_both_what_it_measures(checkpoint, text, tmp_path, board, mo
     assert {step for _, step in sent.entries} == {2}
 
 
+def test_mlflow_and_a_csv_file(checkpoint, text, tmp_path, board, monkeypatch):
+    mlflow = Board()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    given = {"max_steps": 2, "save_steps": 1, "report_to": ["mlflow", "csv"]}
+    done = run(checkpoint, text, tmp_path / "run", **given)
+    assert mlflow.experiment == "ligermodels" and mlflow.closed
+    assert mlflow.options == {"run_id": None, "run_name": "run"}
+    assert mlflow.settings["max_steps"] == 2
+    assert [step for _, step in mlflow.entries] == [entry["step"] for entry in done.metrics]
+
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000002")
+    mlflow.entries.clear()
+    done = run(checkpoint, text, tmp_path / "run", **given, resume=True)
+    assert mlflow.options == {"run_id": "new", "run_name": None}
+    assert {step for _, step in mlflow.entries} == {2}
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        rows = [(int(r["step"]), r["metric"], float(r["value"])) for r in csv.DictReader(file)]
+    written = [(e["step"], k, v) for e in done.metrics for k, v in e.items() if k != "step"]
+    assert sorted(rows) == sorted(written)
+
+
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_path):
-    for module in ("torch.utils.tensorboard", "tensorboardX", "wandb"):
+    for module in ("torch.utils.tensorboard", "tensorboardX", "wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, module, None)
-    for name in ("tensorboard", "wandb"):
+    for name in ("tensorboard", "wandb", "mlflow"):
         with pytest.raises(ConfigError, match=rf"report_to: {name} needs {name}, .* pip install"):
             loggers_by_name([name])
 
