@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.dispatch import (
-    Implementation,
     apply,
     autocast_dtype,
     cast,
@@ -73,15 +72,17 @@ class _FrozenExpertMLP(torch.autograd.Function):
         down_bias: Tensor | None,
         keep_gate_up: bool,
     ) -> Tensor:
-        ctx.ops = select("expert_mlp", x)
+        ops = ctx.ops = select("expert_mlp", x)
         order, place, starts = select("routing", x).sort_by_expert(experts, count)
-        first = _Projection(ctx.ops, starts, adapter_1, a_1, b_1, weight_1, scales_1, levels_1)
-        second = _Projection(ctx.ops, starts, adapter_2, a_2, b_2, weight_2, scales_2, levels_2)
-        owner = experts.clamp(0, count - 1)  # no kernel may read another bias
-        owner_of_row = owner.flatten()[order]
+        first = _Projection(x, starts, adapter_1, a_1, b_1, weight_1, scales_1, levels_1)
+        second = _Projection(x, starts, adapter_2, a_2, b_2, weight_2, scales_2, levels_2)
+        owner = owner_of_row = None
+        if gate_up_bias is not None or down_bias is not None:
+            owner = experts.clamp(0, count - 1)  # no kernel may read another bias
+            owner_of_row = owner.flatten()[order]
         mask_1 = first.mask(x)
         gate_up, z_1 = first.forward(x, mask_1, place)
-        made = ctx.ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
+        made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
         kept = (gate_up, z_1) if keep_gate_up else (None, None)
         del gate_up, z_1
         mask_2 = second.mask(made)
@@ -92,15 +93,15 @@ class _FrozenExpertMLP(torch.autograd.Function):
             *(gate_up_bias, down_bias, owner),
         )
         ctx.adapters, ctx.activation = (adapter_1, adapter_2), activation
-        return ctx.ops.expert_sum(y, place, weights, down_bias, owner)  # type: ignore[no-any-return]
+        return ops.expert_sum(y, place, weights, down_bias, owner)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(_OP)
         saved, ops = ctx.saved_tensors, ctx.ops
         x, gate_up, z_1, weights, order, place, starts, mask_1, z_2, mask_2 = saved[:10]
-        first = _Projection(ops, starts, ctx.adapters[0], *saved[10:15])
-        second = _Projection(ops, starts, ctx.adapters[1], *saved[15:20])
+        first = _Projection(x, starts, ctx.adapters[0], *saved[10:15])
+        second = _Projection(x, starts, ctx.adapters[1], *saved[15:20])
         gate_up_bias, down_bias, owner = saved[20:]
         needs_x, needs_weights, _, needs_a_1, needs_b_1, needs_a_2, needs_b_2 = (
             ctx.needs_input_grad[:7]
@@ -118,7 +119,7 @@ class _FrozenExpertMLP(torch.autograd.Function):
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
             gate_up.detach(),
             gate_up_bias,
-            owner.flatten()[order],
+            None if owner is None else owner.flatten()[order],
             grad_made,
             weights,
             order,
@@ -161,7 +162,7 @@ class _Projection:
 
     def __init__(
         self,
-        ops: Implementation,
+        x: Tensor,
         starts: Tensor,
         adapter: Adapter | None,
         a: Tensor | None,
@@ -170,9 +171,11 @@ class _Projection:
         scales: Tensor | None,
         levels: Tensor | None,
     ) -> None:
-        self.ops, self.starts, self.adapter = ops, starts, adapter
+        self.ops, self.frozen_ops = select("expert_mlp", x), select(_OP, x)
+        self.starts, self.count, self.adapter = starts, len(starts) - 1, adapter
         self.a, self.b, self.base = a, b, (weight, scales, levels)
-        self.count = len(starts) - 1
+        if adapter is not None:
+            self.factors = self._factors(x.dtype)
 
     def mask(self, x: Tensor) -> Tensor | None:
         """Return what dropout keeps of the inputs of the adapters, or None if it keeps all."""
@@ -192,9 +195,9 @@ class _Projection:
             del rows
             dropped = self.dropped(x, mask)
             rows = dropped if place is None else self.ops.expert_rows(dropped, place)
-        a, b = self.factors(x.dtype)
+        a, b = self.factors
         z = self.ops.expert_linear(rows, a.mT, self.starts)
-        select(_OP, x).expert_linear_add(out, z * self.adapter.scaling, b.mT, self.starts)
+        self.frozen_ops.expert_linear_add(out, z * self.adapter.scaling, b.mT, self.starts)
         return out, z
 
     def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -210,27 +213,26 @@ class _Projection:
             stack = cast(weight, x.dtype).unflatten(0, (self.count, -1))
             stack = stack.mT if transposed else stack
             return self.ops.expert_linear(x, stack, self.starts)  # type: ignore[no-any-return]
-        few = select(_OP, x)
-        return few.quantized_expert_linear(  # type: ignore[no-any-return]
+        return self.frozen_ops.quantized_expert_linear(  # type: ignore[no-any-return]
             x, weight, scales, levels, self.starts, transposed
         )
 
     def to_rank(self, grad: Tensor) -> Tensor:
         """Return the gradient of A x."""
         assert self.adapter is not None
-        _, b = self.factors(grad.dtype)
+        _, b = self.factors
         z: Tensor = self.ops.expert_linear(grad, b, self.starts)
         return z.mul_(self.adapter.scaling)
 
     def to_inputs(self, grad_z: Tensor) -> Tensor:
         """Return the gradient of the inputs of A."""
-        a, _ = self.factors(grad_z.dtype)
+        a, _ = self.factors
         return self.ops.expert_linear(grad_z, a, self.starts)  # type: ignore[no-any-return]
 
     def add_to_inputs(self, grad: Tensor, grad_z: Tensor) -> None:
         """Add the gradient of the inputs of A to that of the inputs of the frozen weight."""
-        a, _ = self.factors(grad_z.dtype)
-        select(_OP, grad).expert_linear_add(grad, grad_z, a, self.starts)
+        a, _ = self.factors
+        self.frozen_ops.expert_linear_add(grad, grad_z, a, self.starts)
 
     def gradient_of_a(self, grad_z: Tensor | None, rows: Tensor) -> Tensor:
         """Return the gradient of A in its shape and dtype."""
@@ -249,7 +251,7 @@ class _Projection:
         ]
         return cast(torch.cat(blocks, 1), self.b.dtype).view_as(self.b)
 
-    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A (experts, parts * rank, in) and B (experts, out, parts * rank).
 
         Each projection of an expert has its own columns of B, and zeros in the others.

@@ -166,6 +166,9 @@ def every_length(dtype: torch.dtype) -> None:
 def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     """Launch the ops that have no gradient and therefore no case in the table."""
     for columns in (4096, 14336):
+        whole = torch.empty(8, columns, dtype=torch.int8, device="meta")
+        of_codes = dispatch.select("dequantize", whole)
+        of_codes.dequantize_forward(whole, torch.empty(8, 1, device="meta"), None, dtype)
         codes = torch.empty(8, columns // 2, dtype=torch.uint8, device="meta")
         scales = torch.empty(8, columns // 64, dtype=torch.bfloat16, device="meta")
         dequantize(codes, scales, torch.empty(16, device="meta"), dtype)

@@ -31,9 +31,6 @@ def quantized_expert_linear(
         starts: (experts + 1,), see `routing.sort_by_expert`.
     """
     dtype = compute_dtype(x)
-    if levels is None:
-        weight = codes.to(dtype) * scales.to(dtype)
-    else:
-        weight = dequantize_forward(codes, scales, levels, dtype)
+    weight = dequantize_forward(codes, scales, levels, dtype)
     stack = weight.to(x.dtype).unflatten(0, (len(starts) - 1, -1))
     return expert_linear(x, stack.mT if transposed else stack, starts)

@@ -1,4 +1,4 @@
-"""The values of 4-bit codes."""
+"""The values of 4-bit and 8-bit codes."""
 
 import torch
 import triton
@@ -8,6 +8,18 @@ from torch import Tensor
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 
 DEQUANTIZE = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
+
+
+@triton.jit
+def dequantize_8_kernel(codes_ptr, scales_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """Each program handles one block of one row, which has one scale."""
+    pieces = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    column = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    at = row * width + column
+    codes = tl.load(codes_ptr + at, mask=column < width, other=0).to(tl.float32)
+    out = codes * tl.load(scales_ptr + row).to(tl.float32)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -32,9 +44,19 @@ def dequantize_kernel(
     tl.store(out_ptr + half + column, high.to(dtype), mask=mask)
 
 
-def dequantize_forward(codes: Tensor, scales: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the kernel for `reference.dequantize_forward`."""
+def dequantize_forward(
+    codes: Tensor, scales: Tensor, levels: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Launch a kernel for `reference.dequantize_forward`."""
     codes, scales = codes.contiguous(), scales.contiguous()
+    if levels is None:
+        rows, width = codes.shape
+        out = torch.empty(rows, width, dtype=dtype, device=codes.device)
+        if out.numel():
+            setting = launch(DEQUANTIZE, width)
+            grid = (rows * cdiv(width, setting.block),)
+            dequantize_8_kernel[grid](codes, scales, out, width, **keywords(setting))
+        return out
     rows, half = codes.shape
     blocks = scales.shape[1]
     out = torch.empty(rows, 2 * half, dtype=dtype, device=codes.device)

@@ -4,7 +4,6 @@ The tiles of a weight are on the left of the products, so that what a program co
 stays in registers, and the tiles of the results are transposed.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,8 +32,9 @@ ADD = Launches(
     nvidia=((2, Launch(128, 4, 2, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=16))),
     amd=((2, Launch(64, 4, rows=64, depth=16)), (None, Launch(64, 4, rows=32, depth=16))),
 )
-# With more rows for each expert, it is faster to convert the weight once and multiply then.
-ROWS_IN_TILE = 128
+# With more rows for each expert, on average, it is faster to convert the weight once and multiply
+# then: those of 4 bits, and of 8 bits. A value of 4 bits is looked up in a table.
+ROWS_IN_TILE = 4, 128
 
 
 @triton.jit
@@ -255,12 +255,9 @@ def quantized_expert_linear(
 ) -> Tensor:
     """Launch the kernels for `reference.quantized_expert_linear`."""
     experts = len(starts) - 1
-    if len(x) <= ROWS_IN_TILE * experts:
+    if len(x) <= ROWS_IN_TILE[levels is None] * experts:
         return _in_tile(x, codes, scales, levels, starts, transposed)
-    if levels is None:
-        weight = torch.mul(codes, scales.to(x.dtype))
-    else:
-        weight = dequantize_forward(codes, scales, levels, x.dtype)
+    weight = dequantize_forward(codes, scales, levels, x.dtype)
     stack = weight.unflatten(0, (experts, -1))
     return expert_linear(x, stack.mT if transposed else stack, starts)
 
