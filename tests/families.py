@@ -141,6 +141,7 @@ FAMILIES = {
             "mlp_only_layers": [1],
         },
         biases={"attention_bias": True},
+        gpu={"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
         rounded={"num_experts_per_tok": 5},
         defaults={
             "hidden_size": 128,

@@ -33,7 +33,7 @@ from ligermodels.converters.safetensors_file import (
     empty_in_huge_pages,
 )
 from ligermodels.converters.save_dir import read_one_version
-from ligermodels.converters.weight_map import WeightMap, packed_entry
+from ligermodels.converters.weight_map import Entry, WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line, listing
 from ligermodels.float8 import Float8Linear, convert
 from ligermodels.kernels.reference.float8_cast import float8_cast_blocks
@@ -136,7 +136,8 @@ class HFModel(nn.Module):
         Args:
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
             dtype: dtype of the parameters, or its name, such as "bfloat16" or "bf16". By default,
-                and with "auto", each keeps the dtype of the checkpoint.
+                and with "auto", each keeps the dtype of the checkpoint, and always one that a
+                family makes without gradient.
             device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
                 names and shapes are checked, and no values are read: `ligermodels.shard` then gives
                 each rank its part of the parameters and reads only that.
@@ -180,8 +181,9 @@ class HFModel(nn.Module):
                 f"{folder / ADAPTER_CONFIG_NAME}: this adapter beside the model is not added to it",
                 stacklevel=2,
             )
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
         if dtype is None:
-            _check_one_dtype(stored, checkpoint, weight_map)
+            _check_one_dtype(stored, checkpoint, [x for x in weight_map if x.name in trained])
         constants = checkpoint.constants()
         for name, value in weight_map.constants.items():
             if name in constants and not constants[name].is_close(value):
@@ -191,7 +193,11 @@ class HFModel(nn.Module):
                     "something else than the checkpoint's"
                 )
         weights: dict[str, Tensor] = {
-            entry.name: empty_in_huge_pages(entry.shape, dtype or stored[entry.name], device)
+            entry.name: empty_in_huge_pages(
+                entry.shape,
+                stored[entry.name] if dtype is None or entry.name not in trained else dtype,
+                device,
+            )
             for entry in weight_map
         }
         if reads_now:
@@ -449,10 +455,10 @@ def _set_parameters(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def _check_one_dtype(
-    stored: dict[str, torch.dtype], checkpoint: Checkpoint, weight_map: WeightMap
+    stored: dict[str, torch.dtype], checkpoint: Checkpoint, entries: list[Entry]
 ) -> None:
     """Raise if embeddings and projections are stored in several dtypes; norms may differ."""
-    entries = [entry for entry in weight_map if "norm" not in entry.name]
+    entries = [entry for entry in entries if "norm" not in entry.name]
     first = entries[0]
     for entry in entries:
         if stored[entry.name] != stored[first.name]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ligermodels import AutoLiger, cli
 from ligermodels.checks import check_family as checks
@@ -45,6 +47,24 @@ def test_phi_with_the_rope_of_phi_4_mini() -> None:
     scaling["short_factor"] = [1.0] * 8
     with pytest.raises(ValueError, match="has 8 numbers, expected half of the rotated part"):
         cls.config_class.small(rope_scaling=scaling)
+
+
+def test_the_correction_of_choices_has_an_effect_and_stays_float32(tmp_path: Path) -> None:
+    cls = outside.family("glm4_moe")
+    torch.manual_seed(0)
+    ours = cls(cls.config_class.small()).bfloat16()
+    bias = ours.layers[1].mlp.routed.router.correction_bias
+    bias.data = torch.randn_like(bias, dtype=torch.float32)
+    ours.save_hf(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours, ids = cls.from_hf(tmp_path, dtype=torch.float32), torch.randint(3, 131, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head.logits(ours(ids)), theirs(ids).logits)
+        ours.layers[1].mlp.routed.router.correction_bias.zero_()
+        assert not ours.head.logits(ours(ids)).allclose(theirs(ids).logits, rtol=1e-2)
+    for dtype in (None, torch.bfloat16):
+        again = cls.from_hf(tmp_path, dtype=dtype).layers[1].mlp.routed.router
+        assert torch.equal(again.correction_bias, bias) and again.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["olmo2"])

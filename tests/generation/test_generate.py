@@ -60,6 +60,8 @@ def test_families_equal_transformers_past_their_windows(family, tmp_path):
     folder = tmp_path / family
     # With a tied head, Gemma's large embeddings would repeat every token.
     feature = zoo.Feature(config={**windows(family, WINDOW), "tie_word_embeddings": False})
+    if zoo.experts_field(family):  # transformers computes their balance here, too, and fails
+        feature.config["output_router_logits"] = False
     hf_models.save(folder, family, feature)
     prompts = [*PROMPTS, list(range(20, 31))]
     ids, mask = left_padded(prompts, zoo.PAD)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.adapters.lora import LoraLinear
-from ligermodels.layers import attention, recompute
+from ligermodels.layers import Experts, attention, recompute
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import MemoryPlan
@@ -62,7 +62,9 @@ def lora_with_dropout(model: DecoderModel) -> None:
     for layer in model.layers:
         attn, mlp = layer.self_attn, layer.mlp
         places = [(attn, "qkv_proj"), (attn, "o_proj")]
-        for parent, name in (*places, (mlp, "gate_up_proj"), (mlp, "down_proj")):
+        if not isinstance(mlp, Experts):  # whose adapters have their own tests
+            places += [(mlp, "gate_up_proj"), (mlp, "down_proj")]
+        for parent, name in places:
             wrapped = LoraLinear(getattr(parent, name), rank=2, dropout=0.3)
             nn.init.normal_(wrapped.lora_b)
             setattr(parent, name, wrapped)
