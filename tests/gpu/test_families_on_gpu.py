@@ -31,7 +31,12 @@ def test_experts_do_not_wait_for_the_gpu() -> None:
     """The grouped product takes the numbers of tokens of the experts from the device."""
     torch.manual_seed(0)
     model = LigerMixtral(MixtralConfig.small(output_router_logits=True)).to("cuda", torch.bfloat16)
+    model.router_losses = 0.1, 0.01
     ids = torch.randint(3, 131, (2, 64), device="cuda")
-    model(ids, labels=ids).loss.backward()
+    model(ids, labels=ids, return_routing=True).loss.backward()
     with no_synchronisation():
-        model(ids, labels=ids).loss.backward()
+        routing = model(ids, return_routing=True)[1]
+        given = {"routed_experts": routing.experts, "expert_counts": routing.counts}
+        out = model(ids, labels=ids, return_routing=True, **given)
+        out.loss.backward()
+    assert torch.equal(out.routing.experts, routing.experts)

@@ -237,11 +237,20 @@ def routing(
     normalize: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    n_group: int = 1,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     wide = widened(logits)
     scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
     choice = scores if bias is None else scores + bias
-    experts = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    if n_group > 1:  # the best group alone
+        groups = choice.chunk(n_group, -1)
+        best = torch.stack([x.sort(-1).values[..., -2:].sum(-1) for x in groups], -1)
+        own = torch.arange(n_group, device=best.device) == best.argmax(-1, keepdim=True)
+        inside = own.repeat_interleave(choice.shape[-1] // n_group, -1)
+        choice = torch.where(inside, choice, -torch.inf)
+    if experts is None:
+        experts = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     weights = scores.gather(-1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)

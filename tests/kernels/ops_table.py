@@ -193,10 +193,22 @@ def linear_divergence(leading: tuple[int, ...], vocab: int, **options: Any) -> I
     }
 
 
-def routing(leading: tuple[int, ...], experts: int, biased: bool = False, **options: Any) -> Inputs:
-    bias = {"bias": random(experts, seed=16, scale=0.3)} if biased else {}
+def routing(
+    leading: tuple[int, ...],
+    experts: int,
+    biased: bool = False,
+    given: bool = False,
+    grouped: bool = False,
+    **options: Any,
+) -> Inputs:
+    top_k = min(experts, 3)
+    more: Inputs = {"bias": random(experts, seed=16, scale=0.3)} if biased else {}
+    if grouped:
+        more["n_group"] = next(n for n in (2, 3, 1) if experts % n == 0)
+    if given:
+        more["experts"] = random(*leading, experts, seed=17).topk(top_k).indices
     logits = random(*leading, experts, seed=15, scale=2.0)
-    return {"logits": logits, "top_k": min(experts, 3), **bias, **options}
+    return {"logits": logits, "top_k": top_k, **more, **options}
 
 
 def expert_mlp(
@@ -410,8 +422,10 @@ CASES = {
         {
             "normalized": {"normalize": True, "scale": 2.5},
             "of sigmoids": {"score": "sigmoid", "normalize": True, "biased": True},
+            "in groups": {"score": "sigmoid", "biased": True, "grouped": True},
+            "of given experts": {"normalize": True, "given": True},
         },
-        constant=("bias",),
+        constant=("bias", "experts"),
         flags=({"normalize": True}, {"score": "sigmoid", "normalize": True, "biased": True}),
     ),
     **cases(
