@@ -135,8 +135,7 @@ class LigerGptOss(DecoderModel):
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__(config)
         self.build(norm=self._norm())
-        if config.output_router_logits:
-            self.router_losses = config.router_aux_loss_coef, 0.0
+        self.router_losses = config.router_losses
 
     def _norm(self) -> RMSNorm:
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, casting_mode="gemma")
