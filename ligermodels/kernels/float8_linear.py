@@ -208,37 +208,41 @@ class Float8Products(Products):
         vars(grad)["_amax"] = amax, grad._version
 
     def grad_operand(self, grad_output: Tensor, needs_x: bool, needs_weight: bool) -> Any:
-        """Return grad_output straight and transposed, where the gradients need it."""
+        """Return grad_output straight and transposed, where the gradients need it.
+
+        `grad_x` takes the first one away, so that its memory is free for the next product.
+        """
         if self.taken is not None:
             assert self.scales is not None
             (straight, turned, *_), version = vars(grad_output)["_stands_for"]
             assert straight is self.taken[0] and version == grad_output._version
             self.taken, scale = None, self.scales.scale(GRAD)
-            return Float8(straight, scale), Float8(turned, scale)
+            return [Float8(straight, scale), Float8(turned, scale)]
         rows, dtype = grad_output.reshape(-1, grad_output.shape[-1]), self._grad_dtype()
         wanted = {"straight": needs_x, "transposed": needs_weight}
         if self.recipe.scales == "blocks":
-            return float8_cast_blocks(rows, dtype, square=False, **wanted)
+            return [*float8_cast_blocks(rows, dtype, square=False, **wanted)]
         if self.by_tensor:
             amax, version = getattr(grad_output, "_amax", (None, 0))
             if (limit := self._limit(GRAD)) is not None:
                 amax = limit
             elif amax is None or version != grad_output._version:
                 amax = absolute_maximum(rows)
-            return float8_cast(rows, amax, dtype, seen=self._seen(GRAD), **wanted)
+            return [*float8_cast(rows, amax, dtype, seen=self._seen(GRAD), **wanted)]
         straight = turned = None
         if needs_x:
             straight, _ = float8_cast(rows, absolute_maximum(rows, "rows"), dtype)
         if needs_weight:
             amax = absolute_maximum(rows, "columns")
             _, turned = float8_cast(rows, amax, dtype, straight=False, transposed=True)
-        return straight, turned
+        return [straight, turned]
 
     def _grad_dtype(self) -> torch.dtype:
         return self.e5m2 if self.recipe.grad_e5m2 else self.e4m3
 
     def grad_x(self, operand: Any, weight: Tensor, shape: torch.Size) -> Tensor:
-        grad = float8_product(operand[0], self._weight(weight, True), weight.dtype)
+        straight, operand[0] = operand[0], None
+        grad = float8_product(straight, self._weight(weight, True), weight.dtype)
         return grad[: shape[:-1].numel()].view(*shape[:-1], weight.shape[1])
 
     def grad_weight(self, operand: Any, x: Any, dtype: torch.dtype) -> Tensor:
