@@ -188,8 +188,7 @@ class Checkpoint:
 
     def _choose_layout(self, weight_map: WeightMap) -> None:
         """Take the layout of which the checkpoint has most tensors; the first of equals."""
-        layouts: dict[str | None, WeightMap] = {None: weight_map}
-        layouts.update(weight_map.layouts)
+        layouts = {name: weight_map.in_layout(name) for name in (None, *weight_map.layouts)}
 
         def found(layout: str | None) -> int:
             entries = layouts[layout].entries

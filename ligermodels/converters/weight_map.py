@@ -92,9 +92,10 @@ class WeightMap:
             a model that was made anew. A checkpoint with other values is not loaded, and a loaded
             model writes back what it was loaded with.
         towers: the other towers that a checkpoint of the family may hold. None if it has none.
-        layouts: name -> the map of another layout that a checkpoint of the family may have. A load
-            takes the map whose tensors are there, and a save writes the layout that was loaded. A
-            source whose name ends in MXFP4_BLOCKS has values of four bits, which a load decodes.
+        layouts: name of another layout that a checkpoint of the family may have -> the entries of
+            it that replace those of the same names. A load takes the layout whose tensors are
+            there, and a save writes the one that was loaded. A source whose name ends in
+            MXFP4_BLOCKS has values of four bits, which a load decodes.
     """
 
     entries: tuple[Entry, ...]
@@ -102,7 +103,7 @@ class WeightMap:
     ignored: tuple[str, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
     towers: Towers | None = None
-    layouts: dict[str, "WeightMap"] = field(default_factory=dict)
+    layouts: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -112,9 +113,16 @@ class WeightMap:
         """Whether some of the tensors are in MXFP4."""
         return any(name.endswith(MXFP4_BLOCKS) for name in self.parts())
 
+    def in_layout(self, name: str | None) -> "WeightMap":
+        """Return the map of a layout; None means this map."""
+        if name is None:
+            return self
+        others = {entry.name: entry for entry in self.layouts[name]}
+        return replace(self, entries=tuple(others.get(e.name, e) for e in self.entries), layouts={})
+
     def written_as(self, layout: str | None) -> "WeightMap":
         """Return the map for an export of a model that was loaded in this layout."""
-        loaded = self if layout is None else self.layouts[layout]
+        loaded = self.in_layout(layout)
         return self if loaded.is_mxfp4 else loaded
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -148,8 +156,8 @@ class WeightMap:
         fault = next(self._faults(parameters), None)
         if fault is not None:
             raise ConfigError(f"{family}: weight map: {fault}")
-        for name, layout in self.layouts.items():
-            layout.check(f"{family}, layout {name!r}", parameters)
+        for name in self.layouts:
+            self.in_layout(name).check(f"{family}, layout {name!r}", parameters)
 
     def _faults(self, parameters: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         names: set[str] = set()

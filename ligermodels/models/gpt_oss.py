@@ -114,11 +114,10 @@ def weight_map(config: GptOssConfig) -> WeightMap:
             )
             yield expert_entry(f"{name}.{one}_bias", (), f"{source}_bias", count, rows, parts=parts)
 
-    plain, mxfp4 = (
-        decoder_weight_map(config, attention=attention, mlp=partial(experts, each))
-        for each in (False, True)
-    )
-    return replace(plain, layouts={"mxfp4": mxfp4})
+    found = decoder_weight_map(config, attention=attention, mlp=partial(experts, False))
+    layers = range(config.num_hidden_layers)
+    mxfp4 = (experts(True, i, f"layers.{i}.mlp", f"model.layers.{i}.mlp") for i in layers)
+    return replace(found, layouts={"mxfp4": tuple(entry for each in mxfp4 for entry in each)})
 
 
 @register

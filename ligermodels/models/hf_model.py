@@ -338,7 +338,7 @@ class HFModel(nn.Module):
     def _mxfp4_source(self, weight_map: WeightMap) -> Checkpoint:
         """Return the checkpoint whose weights in MXFP4 a save writes again."""
         name, folder = self.source.layout, self.source.folder
-        if name is None or folder is None or not weight_map.layouts[name].is_mxfp4:
+        if name is None or folder is None or not weight_map.in_layout(name).is_mxfp4:
             raise ConfigError(
                 "save_hf: mxfp4=True, but the model was not loaded from weights in MXFP4; save it "
                 "without this option"

@@ -95,7 +95,7 @@ def test_a_map_whose_experts_do_not_tile_is_refused(subtests) -> None:
             entry = Entry("w", (INNER * len(rows), HIDDEN), tuple(rows))
             with pytest.raises(ConfigError, match=f"'w': each row of the tensor 's' .*{complaint}"):
                 WeightMap((entry,)).check("Family", {"w": entry.shape})
-    other = WeightMap((good,), layouts={"flat": WeightMap((Entry("w", (4, 5), ()),))})
+    other = WeightMap((good,), layouts={"flat": (Entry("w", (4, 5), ()),)})
     with pytest.raises(ConfigError, match=r"Family, layout 'flat': .* has shape"):
         other.check("Family", {"w": good.shape})
 
@@ -103,15 +103,14 @@ def test_a_map_whose_experts_do_not_tile_is_refused(subtests) -> None:
 def test_the_layout_that_came_in_is_found(tmp_path) -> None:
     fused = layout(parts=2, transposed=True)
     each = [(f"e.{i}", ROWS) for i in range(EXPERTS)]
-    split = WeightMap((packed_entry("w", (HIDDEN,), *each), fused.entries[1]))
-    weight_map = replace(fused, layouts={"split": split})
+    weight_map = replace(fused, layouts={"split": (packed_entry("w", (HIDDEN,), *each),)})
     given = tensors(HIDDEN, ROWS)
     parts = dict(zip((name for name, _ in each), torch.randn(EXPERTS, ROWS, HIDDEN)))
     for name, held in ((None, given), ("split", parts | {"c": given["c"]})):
         save_file(held, tmp_path / "model.safetensors")
         checkpoint = Checkpoint(tmp_path)
         assert checkpoint.plan(weight_map).keys() == {"w", "b"} and checkpoint.layout == name
-        assert weight_map.written_as(name) is checkpoint.weight_map
+        assert weight_map.written_as(name) == checkpoint.weight_map
         out = torch.empty(EXPERTS * ROWS, HIDDEN)
         checkpoint.read(weight_map.entries[0], out)
         assert torch.equal(out, native_tensor(checkpoint.weight_map.entries[0], held))

@@ -25,7 +25,7 @@ from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger, families
 from tests.families import DECODERS, windows
 from tests.memory.step_bytes import error_of_prediction
-from tests.models import zoo
+from tests.models import hf_models, zoo
 from tests.tiny_models import VOCAB, random_model
 
 PAD = 0
@@ -37,9 +37,9 @@ def hf_classifier(family: str, **changes):
     config_name, _ = DECODERS[family].hf
     config = zoo.config_class(family)(**sizes | settings | changes)
     name = config_name.replace("Config", "") + "ForSequenceClassification"
-    attention = "eager" if family == "gemma2" else "sdpa"
     torch.manual_seed(0)
-    return getattr(transformers, name)._from_config(config, attn_implementation=attention).eval()
+    options = hf_models.implementations(family)
+    return getattr(transformers, name)._from_config(config, **options).eval()
 
 
 def padded_ids() -> tuple[torch.Tensor, torch.Tensor]:
