@@ -34,7 +34,7 @@ from ligermodels.heads.classifier import classifier_class
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import splits_of
 from tests import outside
-from tests.families import OWN
+from tests.families import FAMILIES, OWN
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.steps import (
     SIZES,
@@ -102,7 +102,7 @@ def cases(ranks: int, only_copies: bool = False) -> dict[str, Case]:
         # test_wrappers.py has every family in DDP.
         names = ["gemma2", "llama"] if layout == "dp_replicate" else sorted(OWN)
         if "tp" in layout:  # which cannot cut experts
-            names = [name for name in names if name not in ("mixtral", "qwen3_moe")]
+            names = [name for name in names if not FAMILIES[name].experts]
         for number, family in enumerate(names):
             steps[family] = {"family": family, "tied": number % 2 == 0, "steps": 1 + number % 2}
         for name in OUTSIDE if ranks == 4 else OUTSIDE[:1]:
