@@ -10,7 +10,8 @@ rest. The time is that of forward and backward, with and without AdamW. For ours
 each checkpointing policy, with 32,768 tokens, stands beside the prediction.
 
 A step of decoding is that of all 48 layers, after 512 tokens. Its bytes are those of the weights
-that it reads, of which the experts are those that the rows choose.
+that it reads, of which the experts are those that the rows choose. Beside it stands a token of
+transformers' generate with its default cache, after a prompt of 512 tokens.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks.cases import OPS, Absent, Random
 from benchmarks.common import RESULTS, device_time, environment, release_memory, table, write
+from benchmarks.decoding import milliseconds
 from benchmarks.decoding import step as decoding_step
 from benchmarks.ops import measure
 from ligermodels.layers import Experts
@@ -187,6 +189,27 @@ def decoding() -> list[dict[str, Any]]:
     return rows
 
 
+def decoding_of_transformers(new: int = 24) -> dict[int, float]:
+    """Return the milliseconds of a new token, for 1 and 16 rows."""
+    model = build("transformers", layers=48).eval()
+    model.config.use_cache = True
+    found = {}
+    for count in (1, 16):
+        ids = torch.randint(3, 1000, (count, 512), device="cuda")
+
+        def generate(after_token: Any, ids: torch.Tensor = ids) -> None:
+            def goes_on(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+                after_token()
+                return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+            options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            options |= {"max_new_tokens": new, "min_new_tokens": new}
+            model.generate(ids, stopping_criteria=[goes_on], **options)
+
+        found[count] = milliseconds(generate, 1, new)
+    return found
+
+
 def run_all(out: Path, liger_seconds: int) -> None:
     """Measure everything, and write experts.json after each part."""
     result: dict[str, Any] = {"environment": environment(), "layers": layers()}
@@ -196,7 +219,10 @@ def run_all(out: Path, liger_seconds: int) -> None:
         # Each has its own process, because Liger's patches remain in a process.
         result["step"]["rows"].append({"implementation": name} | in_process("step", name))
         write("experts.json", result, out)
-    result["decoding"] = in_process("decoding", "")
+    result["decoding"] = in_process("decoding", "ligermodels")
+    write("experts.json", result, out)
+    result["decoding of transformers"] = in_process("decoding", "transformers")
+    write("experts.json", result, out)
     every = OPS["expert_mlp"].table
     for row in result["layers"]:
         if row["implementation"] == "liger":
@@ -235,7 +261,8 @@ def main() -> None:
     elif arguments.only[0] == "step":
         print(json.dumps(run_one(arguments.only[1])))
     elif arguments.only[0] == "decoding":
-        print(json.dumps(decoding()))
+        ours = arguments.only[1] == "ligermodels"
+        print(json.dumps(decoding() if ours else decoding_of_transformers()))
     else:
         sizes = OPS["expert_mlp"].table[int(arguments.only[1])]
         print(json.dumps(of_layer(sizes, "liger")))
