@@ -21,7 +21,7 @@ FORWARD = Launches(
     nvidia=((None, Launch(64, 8, num_stages=1, rows=64)),),
     amd=((None, Launch(16, 4, num_stages=1, rows=32)),),
 )
-DELTA = Launches(nvidia=((None, Launch(0, 4, rows=16)),), amd=((None, Launch(0, 4, rows=16)),))
+DELTA = Launches(nvidia=((None, Launch(0, 4, rows=8)),), amd=((None, Launch(0, 4, rows=8)),))
 SCORES = Launches(nvidia=((None, Launch(128, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
 QUERIES = Launches(nvidia=((None, Launch(256, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
 KEYS = Launches(nvidia=((None, Launch(256, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
