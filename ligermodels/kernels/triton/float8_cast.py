@@ -27,9 +27,9 @@ BLOCKS = Launches(
 BLOCKS_TURNED = Launches(
     nvidia=((None, Launch(64, 4, rows=BLOCK)),), amd=((None, Launch(64, 8, rows=BLOCK)),)
 )
-# The transpose goes through shared memory, in square tiles.
+# The transpose goes through shared memory.
 TRANSPOSE = Launches(
-    nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
+    nvidia=((None, Launch(64, 8, rows=128)),), amd=((None, Launch(64, 4, rows=64)),)
 )
 
 

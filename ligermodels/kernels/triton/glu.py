@@ -23,7 +23,7 @@ KEPT = Launches(
     nvidia=((None, Launch(FLOAT8_BLOCK, 4, rows=16)),),
     amd=((None, Launch(FLOAT8_BLOCK, 4, rows=32)),),
 )
-TURNED = Launches(nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 8, rows=64)),))
+TURNED = Launches(nvidia=((None, Launch(64, 4, rows=32)),), amd=((None, Launch(64, 8, rows=64)),))
 
 
 @triton.jit
