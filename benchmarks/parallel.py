@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import RESULTS, environment, release_memory
-from benchmarks.experts import SIZES as EXPERTS
+from benchmarks.experts import PRESET
 from benchmarks.ranks import (
     DEVICE,
     GIB,
@@ -187,9 +187,9 @@ def experts(layers: int | None) -> list[Row]:
 
     def made(dimension: str) -> Any:
         torch.manual_seed(0)
-        sizes = EXPERTS | {"num_hidden_layers": layers or 4} | TINY
+        sizes = {"num_hidden_layers": layers or 4} | TINY
         with torch.device(DEVICE):
-            model = cls(cls.config_class(**sizes)).train()
+            model = cls(cls.config_class.preset(PRESET, **sizes)).train()
         return shard(model, mesh(**{dimension: ranks}), compute_dtype=torch.bfloat16)
 
     return [
