@@ -5,10 +5,10 @@ fewest that an op can move: each pass reads each input once and writes each outp
 that forward saves for backward count. Statistics, and weights as wide as one row, do not count.
 """
 
-from benchmarks.cases import experts, glu, linears, losses, norms, ropes, token_losses
+from benchmarks.cases import experts, gated_delta, glu, linears, losses, norms, ropes, token_losses
 from benchmarks.cases.base import Absent, Case, Implementation, Op, Random
 
 __all__ = ["OPS", "Absent", "Case", "Implementation", "Op", "Random"]
 
 OPS = norms.OPS | glu.OPS | ropes.OPS | linears.OPS | losses.OPS
-OPS |= token_losses.OPS | experts.OPS
+OPS |= token_losses.OPS | experts.OPS | gated_delta.OPS

@@ -261,6 +261,49 @@ def check_expert_mlp(
             raise IndexError(f"{op}: expert {int(outside[0])} is none of {count} experts")
 
 
+def check_gated_delta(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+) -> None:
+    """Raise if the tensors of the gated delta rule do not fit each other."""
+    for name, x in (("q", q), ("g", g), ("beta", beta)):
+        check_floating(op, name, x)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2]
+    if not fits or not q.shape[2] or v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"{op}: {shapes} do not fit; expected (batch, seq, key heads, dk) twice and (batch, "
+            "seq, value heads, dv), with a multiple of the key heads"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"{op}: q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
+    if not g.shape == beta.shape == v.shape[:3]:
+        raise ValueError(
+            f"{op}: g {tuple(g.shape)} and beta {tuple(beta.shape)} do not fit v {tuple(v.shape)}; "
+            f"expected {tuple(v.shape[:3])}"
+        )
+    documents = len(v)
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{op}: cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; expected "
+                "(documents + 1,) int32 or int64"
+            )
+        documents = len(cu_seqlens) - 1
+    if initial_state is not None:
+        expected = (documents, v.shape[2], q.shape[3], v.shape[3])
+        if initial_state.shape != expected:
+            raise ValueError(
+                f"{op}: initial_state {tuple(initial_state.shape)}; expected {expected}"
+            )
+
+
 def check_activation(op: str, activation: str) -> None:
     """Raise if no gated MLP has this activation."""
     if activation not in ACTIVATIONS:

@@ -3,7 +3,7 @@
 The configs are at the top of each file of `kernels.triton`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,14 @@ def num_sms(device: torch.device) -> int:
         simulator = simulator_of(device)
         return 2 if simulator is None else simulator.num_sms
     return torch.cuda.get_device_properties(device.index).multi_processor_count
+
+
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a program may use 200 KB, as on an H100 or B200; meta tensors mean such."""
+    if device.type != "cuda":
+        return device.type == "meta" and not torch.version.hip
+    properties: Any = torch.cuda.get_device_properties(device.index)
+    return bool(properties.shared_memory_per_block_optin >= 200 * 1024)
 
 
 def reusable(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ In float64 a formula gives the exact result. In a test's dtype, its error sets t
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -284,3 +285,37 @@ def expert_mlp(
         y = y if down_bias is None else y + down_bias[expert].to(y.dtype)
         out = out + weight * y
     return out.to(y.dtype)
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence, token by token."""
+    batch, seq, heads, width = v.shape
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q * scale, k))
+    q, k, rows, g, beta = (x.flatten(0, 1)[:, :, None] for x in (q, k, v, g, beta))
+    ends = [seq * i for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    out, states = [v.new_empty(0, heads, 1, width)], [v.new_empty(0, heads, k.shape[3], width)]
+    for document, (first, end) in enumerate(pairwise(ends)):
+        state = v.new_zeros(heads, k.shape[3], width)
+        if initial_state is not None:
+            state = initial_state[document].to(v.dtype)
+        for t in range(first, end):
+            state = state * g[t, ..., None].exp().to(v.dtype)
+            change = (rows[t] - k[t] @ state) * beta[t, ..., None].to(v.dtype)
+            state = state + k[t].mT * change
+            out.append((q[t] @ state.to(q.dtype))[None])
+        states.append(state[None])
+    # Without tokens, these have gradients.
+    given = (q, k, v, g, beta, *([] if initial_state is None else [initial_state]))
+    nothing = 0 * sum(x.sum() for x in given)
+    out = torch.cat(out[1:] or out).view(v.shape)
+    return out + nothing.to(out.dtype), widened(torch.cat(states) + nothing)

@@ -239,6 +239,35 @@ def expert_mlp(
     }
 
 
+def gated_delta(
+    leading: tuple[int, ...],
+    width: int,
+    key_dim: int = 16,
+    key_heads: int = 1,
+    heads: int = 2,
+    given: bool = True,
+    most: int = 40,
+    **options: Any,
+) -> Inputs:
+    """Make inputs, with an initial state or without; keys have a length of 1.
+
+    A head's values have at most `most` columns, which is more than a block and faster than more.
+    """
+    batch, seq = batch_and_seq(leading)
+    width = min(width, most)
+    q, k = (random(batch, seq, key_heads, key_dim, seed=i) for i in (22, 23))
+    made = {
+        "q": q,
+        "k": k / k.norm(dim=-1, keepdim=True).clamp_min(1e-6),
+        "v": random(batch, seq, heads, width, seed=24, scale=0.25),
+        "g": -random(batch, seq, heads, seed=25).abs() / 4,
+        "beta": random(batch, seq, heads, seed=26).sigmoid(),
+        **options,
+    }
+    state = {"initial_state": random(batch, heads, key_dim, width, seed=27)} if given else {}
+    return made | state
+
+
 def each(name: str, *values: int) -> tuple[Inputs, ...]:
     """Return one size for each value of the named argument."""
     return tuple({name: value} for value in values)
@@ -448,6 +477,12 @@ CASES = {
             # A limit that many values pass, so that their gradients are zero.
             "of gpt-oss": {"activation": ClampedSwiGLU(limit=1.0), "biased": True},
         },
+    ),
+    **cases(
+        "gated_delta",
+        gated_delta,
+        tuple({"width": n, "most": n, "key_dim": n, "heads": 4} for n in (64, 128)),
+        {"from zero": {"given": False, "scale": 0.5}},
     ),
 }
 FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()

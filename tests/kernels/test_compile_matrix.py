@@ -70,11 +70,15 @@ HOPPER_SHARED = 227 * 1024
 # Sums of 128 registers a thread leave few. The launch configs are the fastest ones, and those that
 # spill nothing take longer.
 HOPPER_SPILL = 264
+# On GPUs with less than Hopper's shared memory, these have other launch configs.
+OF_LARGE_SHARED = ("gated_delta_forward_kernel", "gated_delta_backward_kernel")
 AMD_SHARED, MAX_THREADS = 65536, 1024
 # The norms' backward kernels hold up to five arrays of a tile's size. From 8192 elements on, that
 # is more than the threads' registers hold, and a little may spill to the L1 cache. In float32 it is
 # more, because the launch config is the fastest one for bfloat16.
 NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
+# The gradients of the gated delta rule sum two tiles of 64 x 128 in the registers of 128 threads.
+GATED_DELTA_SPILL = 512
 # Several options at once take a few registers too many, because the launch config is the fastest
 # one for the options that models train with.
 CROSS_ENTROPY_SPILL = 16
@@ -115,6 +119,8 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         return CROSS_ENTROPY_SPILL if several else 0
     if launch.kernel.__name__ in HOPPER_KERNELS:
         return HOPPER_SPILL
+    if launch.kernel.__name__ in ("gated_delta_gradients_kernel", "gated_delta_backward_kernel"):
+        return GATED_DELTA_SPILL
     if launch.kernel.__name__ not in NORM_BACKWARDS:
         return 0
     tile = launch.constants["ROWS"] * launch.constants["BLOCK"]
@@ -346,7 +352,8 @@ def complaint(launch: Recorded, vendor: str, arch: int | str) -> tuple[Usage, st
     else:
         usage = compile_for(launch, "cuda", arch, 32)
         shared, spilled = NVIDIA_SHARED, allowed_spill(launch, arch)
-        if launch.kernel.__name__ in HOPPER_KERNELS:
+        large = launch.kernel.__name__ in OF_LARGE_SHARED and launch.options["num_stages"] > 1
+        if large or launch.kernel.__name__ in HOPPER_KERNELS:
             shared = HOPPER_SHARED
     fits = usage.threads <= MAX_THREADS and usage.shared <= shared and usage.spilled <= spilled
     return None if fits and not usage.narrow else (usage, launch.describe())

@@ -1,0 +1,100 @@
+"""The gated delta rule: a linear attention whose state forgets and is corrected."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.checks import check_gated_delta
+from ligermodels.kernels.dispatch import (
+    apply,
+    autocast_dtype,
+    compute_dtype,
+    refuse_double_backward,
+    select,
+)
+
+_OP = "gated_delta"
+
+
+class _GatedDelta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor,
+        initial_state: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.ops, ctx.scale = select(_OP, q), scale
+        inputs = q, k, v, g, beta, cu_seqlens, initial_state
+        out, final_state = ctx.ops.gated_delta_forward(*inputs, scale)
+        ctx.save_for_backward(*inputs, out)
+        ctx.set_materialize_grads(False)
+        return out, final_state
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(_OP)
+        *inputs, out = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        *grads, grad_initial = ctx.ops.gated_delta_backward(
+            *inputs, ctx.scale, out, grad_out, grad_final
+        )
+        return *grads, None, grad_initial if ctx.needs_input_grad[6] else None, None
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of the gated delta rule, and the state after each document.
+
+    The state S of a head, (dk, dv), is zero at the start of a document. Each token computes
+    S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = scale S^T q.
+
+    Backward keeps the inputs alone, and computes the states again. It computes in chunks of 64
+    tokens, whose products round to the dtype of q; sums and states are float32.
+
+    Args:
+        q, k: (batch, seq, key heads, dk). The rule is stable if each k has a length of at most 1.
+        v: (batch, seq, value heads, dv), in q's dtype. Under autocast, all three are cast. Value
+            head h reads key head h // (value heads / key heads).
+        g, beta: (batch, seq, value heads) floating point, the logarithm of the decay, at most 0,
+            and the strength of the correction, from 0 to 1.
+        cu_seqlens: (documents + 1,) int32 or int64, where each document begins in all rows joined,
+            and their end. By default each row is a document.
+        initial_state: (documents, value heads, dk, dv), the state before each document.
+        scale: by default dk^-0.5.
+    Returns: (batch, seq, value heads, dv) in q's dtype, and (documents, value heads, dk, dv) in
+        float32 (float64 for float64 inputs).
+    Raises: ValueError if shapes or dtypes do not fit, or dk is more than 128 in the Triton kernels.
+    Source: arXiv:2412.06464.
+    """
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    check_gated_delta(_OP, q, k, v, g, beta, cu_seqlens, initial_state)
+    batch, seq = v.shape[:2]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, batch + 1, device=q.device, dtype=torch.int32) * seq
+    if initial_state is not None:
+        initial_state = initial_state.to(compute_dtype(q))
+    rows = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, state = apply(_GatedDelta, *rows, cu_seqlens.int(), initial_state, scale)
+    return out.view(v.shape), state

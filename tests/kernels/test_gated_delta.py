@@ -1,0 +1,85 @@
+"""The gated delta rule: documents, continued states and lengths, beside the recurrence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ligermodels.kernels import gated_delta
+from tests.kernels import formulas
+from tests.kernels.checks import compare, random
+from tests.kernels.conftest import INTERPRETING, Place
+from tests.kernels.ops_table import gated_delta as inputs_of
+from tests.kernels.ops_table import gradients, outputs_and_gradients
+
+FLOAT64 = Place("cpu", torch.float64)
+
+
+def placed(place: Place, tokens: int, **options) -> dict[str, torch.Tensor]:
+    made = inputs_of((1, tokens), 24, given=False, **options)
+    return {name: x.to(*place) for name, x in made.items()}
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
+def test_lengths(place, tokens) -> None:
+    """Whole chunks, parts of them, and several documents of which one has no token."""
+    if INTERPRETING and tokens != 65:
+        pytest.skip("the interpreter takes seconds for each length")
+    made = inputs_of((1, tokens), 24, given=False)
+    made["cu_seqlens"] = torch.tensor([0, tokens // 3, tokens // 3, tokens])
+    made["initial_state"] = random(3, 2, 16, 24, seed=5)
+    compare(gated_delta, formulas.gated_delta, made, place)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_documents_are_separate_ones(seed) -> None:
+    """For any cuts, outputs, states and gradients are those of each document alone."""
+    draw = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, 151, (4,), generator=draw).sort().values.tolist()
+    ends = torch.tensor([0, *cuts, 150])
+    made = placed(Place("cpu", torch.float32), 150)
+    for x in made.values():
+        x.requires_grad_()
+    packed = outputs_and_gradients(lambda **x: gated_delta(**x, cu_seqlens=ends), made)
+    parts = []
+    upstream = random(1, 150, 2, 24, seed=20).float(), random(5, 2, 16, 24, seed=21).float()
+    for i, (first, end) in enumerate(pairwise(ends)):
+        outputs = gated_delta(**{name: x[:, first:end] for name, x in made.items()})
+        given = [upstream[0][:, first:end], upstream[1][i : i + 1]]
+        parts.append((*(x.detach() for x in outputs), gradients(outputs, made, given)))
+    expected = [torch.cat([x[0] for x in parts], 1), torch.cat([x[1] for x in parts])]
+    expected += [sum(each) for each in zip(*(x[2] for x in parts))]
+    for ours, alone in zip(packed, expected, strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("cut", [1, 40, 64, 99])
+def test_a_state_continues_a_document(cut) -> None:
+    """Of two parts, or of single tokens as in decoding."""
+    made = placed(FLOAT64, 100)
+    out, state = gated_delta(**made)
+    first, middle = gated_delta(**{name: x[:, :cut] for name, x in made.items()})
+    rest = [first]
+    for i in range(cut, 100) if cut == 99 else [slice(cut, 100)]:
+        part = {name: x[:, i : i + 1] if cut == 99 else x[:, i] for name, x in made.items()}
+        more, middle = gated_delta(**part, initial_state=middle)
+        rest.append(more)
+    torch.testing.assert_close(torch.cat(rest, 1), out)
+    torch.testing.assert_close(middle, state)
+
+
+def test_refusals() -> None:
+    made = placed(FLOAT64, 5)
+    q, v, g = made["q"], made["v"], made["g"]
+    for message, wrong in {
+        "do not fit; expected": {"k": q[:, 1:]},
+        "multiple of the key heads": {"q": q.expand(1, 5, 3, 16), "k": q.expand(1, 5, 3, 16)},
+        "expected one dtype": {"v": v.float()},
+        "do not fit v": {"g": g[..., :1]},
+        "cu_seqlens": {"cu_seqlens": torch.tensor([0.0, 5.0])},
+        "initial_state": {"initial_state": v},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            gated_delta(**{**made, **wrong})
