@@ -32,15 +32,11 @@ from tests.parallel.steps import (
 from tests.parallel.test_shard import own_rows
 from tests.parallel.test_tensor import Mesh
 
-# Two ranks have 3 and 2 experts, and four ranks 2, 1, 1 and 1.
-EXPERTS: dict[str, Any] = {
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "mlp_only_layers": [],
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-    "router_z_loss_coef": 0.1,
+BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
+# Two ranks have 3 and 2 experts, and four ranks 2, 1, 1 and 1. Those of gpt-oss have biases.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": 12, "mlp_only_layers": []},
+    "gpt_oss": {"num_local_experts": 5},
 }
 
 
@@ -53,8 +49,9 @@ def test_four_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> 
     check(run_ranks(__name__, 4, tmp_path), subtests)
 
 
-def make_experts(tied: bool, _: str = "", **changes: Any) -> DecoderModel:
-    return make(tied, "qwen3_moe", **(EXPERTS | changes))
+def make_experts(tied: bool, family: str = "qwen3_moe", **changes: Any) -> DecoderModel:
+    name = family if family in EXPERTS else "qwen3_moe"
+    return make(tied, name, **({"num_experts_per_tok": 2} | BALANCE | EXPERTS[name] | changes))
 
 
 def cases(ranks: int) -> dict[str, Case]:
@@ -75,6 +72,7 @@ def cases(ranks: int) -> dict[str, Case]:
             "micro-batches": {"steps": 2, "tied": True},
             "a memory plan": {"plan": MemoryPlan.of(["input", "attention"])},
             "all to one rank": {"skewed": True},
+            "biases": {"family": "gpt_oss"},
         }
         for name, how in steps.items():
             if layout != "fsdp" or "micro" in name:  # test_shard.py has the others
@@ -110,6 +108,7 @@ def step(
     rank: int,
     folder: Path,
     *,
+    family: str = "qwen3_moe",
     tied: bool = False,
     steps: int = 1,
     plan: MemoryPlan | None = None,
@@ -117,7 +116,7 @@ def step(
     **options: Any,
 ) -> dict[str, float]:
     """The balance of a step is that of one batch, although ranks have other rows and loads."""
-    model = make_experts(tied)
+    model = make_experts(tied, family)
     sharded = shard(copy.deepcopy(model), mesh, **options)
     sharded.set_memory_plan(plan)
     ids, labels = data()
