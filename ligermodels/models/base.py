@@ -324,7 +324,8 @@ class DecoderModel(HFModel, PlannedModel):
         ]
         seq = context.layers[0].cos.shape[1]
         seq *= 1 if self.row_shard is None else self.row_shard.ranks
-        expected = (seq, sum(map(len, found)), max((k for each in found for k in each), default=0))
+        each_top_k = [k for each in found for k in each]
+        expected = (seq, len(each_top_k), max([0, *each_top_k]))
         if experts.shape[1:] != expected or any(len(each) > 1 for each in found):
             raise ValueError(
                 f"routed_experts: {tuple(experts.shape)} for {expected[1]} layers with experts; "

@@ -108,3 +108,14 @@ def test_given_routes_are_followed() -> None:
         model(ids, routed_experts=given[:, :, :1])
     with pytest.raises(ValueError, match="return_routing: no layer of LigerLlama has experts"):
         LigerLlama(model.config)(ids, return_routing=True)
+
+
+def test_a_compiled_model_takes_routes_and_counts() -> None:
+    model, (ids, labels, mask) = make(), data()
+    experts, counts, _ = model(ids, return_routing=True)[1]
+    inputs: dict[str, Any] = {"routed_experts": experts, "expert_counts": counts}
+    inputs |= {"labels": labels, "attention_mask": mask, "return_routing": True}
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **inputs)
+    expected = model(ids, **inputs)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.routing, expected.routing)
