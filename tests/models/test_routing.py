@@ -110,6 +110,7 @@ def test_given_routes_are_followed() -> None:
         LigerLlama(model.config)(ids, return_routing=True)
 
 
+@pytest.mark.long
 def test_a_compiled_model_takes_routes_and_counts() -> None:
     model, (ids, labels, mask) = make(), data()
     experts, counts, _ = model(ids, return_routing=True)[1]
