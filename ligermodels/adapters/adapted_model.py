@@ -104,11 +104,15 @@ def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
         ConfigError: a linear has an odd number of inputs, which 4 bits do not allow, or sizes that
             are no multiples of 16 for float8; or the GPU does not multiply float8.
     """
-    modules = [*model.layers.named_modules()]
-    names = [name for name, each in modules if type(each) is nn.Linear]
-    stacks = [
-        f"{name}.{end}" for name, each in modules if isinstance(each, Experts) for end in STACKS
-    ]
+    names, stacks = [], []
+    for name, each in model.layers.named_modules():
+        if isinstance(each, Experts):
+            stacks += [f"{name}.{end}" for end in STACKS]
+            for bias in (each.gate_up_bias, each.down_bias):
+                if bias is not None:
+                    bias.requires_grad_(False)
+        elif type(each) is nn.Linear:
+            names.append(name)
     if stacks and bits == FLOAT8:
         raise ConfigError(
             f"load_in: layers.{stacks[0]}: experts have no products in float8; use 4 or 8 bits"

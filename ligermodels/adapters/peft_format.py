@@ -270,15 +270,16 @@ def of_each_expert(
     modules: list[str] = []
     ranks: dict[str, Any] = {}
     alphas: dict[str, Any] = {}
-    places: dict[str, list[tuple[str, Sequence[ExpertLinear]]]] = {}
+    orders = row_orders(weight_map)
+    places: dict[str, list[tuple[str, str, Sequence[ExpertLinear]]]] = {}
     for native, parts in expert_linears(weight_map).items():
         place = parts[0].experts.replace(*_MIXTRAL)
         name = f"{place}.{native.rpartition('.')[2]}"
         if has_end(name, wanted):
             unused -= {each for each in wanted if has_end(name, {each})}
-            places.setdefault(place, []).append((name, parts))
+            places.setdefault(place, []).append((name, native, parts))
     for place, found in places.items():
-        for depth, (name, parts) in enumerate(found):
+        for depth, (name, native, parts) in enumerate(found):
             start = f"{_PREFIX}{place}." + "base_layer." * (len(found) - 1 - depth)
             rank, count = rank_of(config, name), parts[-1].number + 1
             rows = sum(part.rows.size for part in parts) // count
@@ -290,6 +291,7 @@ def of_each_expert(
                     f"{count} experts"
                 )
             a_each, b_each = a.view(count, rank, -1), b.view(rows, rank, count)
+            b_each = b_each[orders.get(native, slice(None))]
             for part in parts:
                 row = part.rows.start % rows
                 made[f"{_PREFIX}{part.hf}.{_A}"] = a_each[part.number]
@@ -300,7 +302,7 @@ def of_each_expert(
             names = "|".join(sorted({part.projection for part in parts}))
             pattern = rf"{re.escape(parts[0].experts)}\.\d+\.({names})"
             ranks[pattern], alphas[pattern] = rank, alpha_of(config, name)
-    if any(parts[0].experts != place for place, found in places.items() for _, parts in found):
+    if any(parts[0].experts != place for place, found in places.items() for *_, parts in found):
         made = {name.replace(*_MIXTRAL[::-1]): tensor for name, tensor in made.items()}
     modules += [name.removesuffix(".weight") for name in unused if name.endswith(".weight")]
     if odd := sorted(name for name in unused if not name.endswith(".weight")):
@@ -352,20 +354,44 @@ def adapter_of_hf(
         experts, its lora_dropout is 0: PEFT refuses any other, and an export does not train.
     """
     weights = {}
-    of_experts = {p.hf for parts in expert_linears(weight_map).values() for p in parts}
-    if not of_experts.isdisjoint(factors):
+    if not {p.hf for each in expert_linears(weight_map).values() for p in each}.isdisjoint(factors):
         settings = {**settings, "lora_dropout": 0.0}
-    for name, (a, b) in factors.items():
+    left, parameters = _of_all_experts(factors, weight_map)
+    for name, (a, b) in left.items():
         for end, tensor in ((_A, a), (_B, b)):
             weights[f"{_PREFIX}{name}.{end}"] = tensor.detach().cpu().contiguous()
     return weights, {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         **settings,
-        "target_modules": _target_modules(factors.keys(), weight_map),
+        **({"target_parameters": parameters} if parameters else {}),
+        "target_modules": _target_modules(left.keys() & factors.keys(), weight_map),
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def _of_all_experts(
+    factors: Mapping[str, tuple[Tensor, Tensor]], weight_map: WeightMap
+) -> tuple[dict[str, tuple[Tensor, Tensor]], list[str]]:
+    """Return factors, in which one pair is for all experts where HF has one tensor for them.
+
+    They are those of `of_each_expert`, with its names. The second result are HF's parameters.
+    """
+    left, native = dict(factors), expert_linears(weight_map)
+    places: dict[str, list[tuple[str, tuple[Tensor, Tensor]]]] = {}
+    for name, order in row_orders(weight_map).items():
+        if parts := [part for part in native[name] if part.hf in left]:
+            of_a, of_b = zip(*(left.pop(part.hf) for part in parts))
+            b = torch.empty_like(torch.stack(of_b))
+            b[:, order] = torch.stack(of_b)
+            pair = torch.cat(of_a), b.permute(1, 2, 0).flatten(1)
+            place = parts[0].experts
+            places.setdefault(place, []).append((f"{place}.{parts[0].projection}", pair))
+    for place, found in places.items():
+        for depth, (_, pair) in enumerate(found):
+            left[place + ".base_layer" * (len(found) - 1 - depth)] = pair
+    return left, [name for found in places.values() for name, _ in found]
 
 
 def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
@@ -390,14 +416,38 @@ def linears(weight_map: WeightMap) -> dict[str, Sequence[HFLinear]]:
 def expert_linears(weight_map: WeightMap) -> dict[str, Sequence[ExpertLinear]]:
     """Return the projections of all experts in each native weight of experts, by its name.
 
-    Only those are found that HF keeps in a tensor for each expert.
+    Where HF has one tensor for all experts, as of gpt-oss, an expert's part of it has a name here
+    that HF does not have, such as experts.3.gate_up_proj.
+    """
+    found: dict[str, Sequence[ExpertLinear]] = {}
+    for entry in weight_map:
+        parts = _parts(entry)
+        if entry.name in (fused := row_orders([entry])):
+            place, _, last = entry.spans[0].source.rpartition(".")
+            size = len(fused[entry.name])
+            count = entry.shape[0] // size
+            parts = [(f"{place}.{e}.{last}", RowRange(e * size, size)) for e in range(count)]
+        elif entry.name.endswith(".weight"):
+            continue
+        if parts and all(_OF_EXPERT.fullmatch(name) for name, _ in parts):
+            found[entry.name] = [ExpertLinear(*part) for part in parts]
+    return found
+
+
+def row_orders(weight_map: Iterable[Entry]) -> dict[str, list[int]]:
+    """Return each native weight of experts that is one tensor in HF, with HF's output of each row.
+
+    The rows are those of one expert.
     """
     return {
-        entry.name: [ExpertLinear(*part) for part in parts]
+        entry.name: [
+            span.source_row + span.step * row
+            for span in entry.spans
+            if span.expert == 0
+            for row in range(span.rows)
+        ]
         for entry in weight_map
-        if not entry.name.endswith(".weight")
-        and (parts := _parts(entry))
-        and all(_OF_EXPERT.fullmatch(name) for name, _ in parts)
+        if entry.name.endswith("_proj") and all(span.expert is not None for span in entry.spans)
     }
 
 

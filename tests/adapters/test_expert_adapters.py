@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels import AutoLiger, DecoderModel, LigerMixtral, LigerQwen3Moe, kernels
+from ligermodels import AutoLiger, DecoderModel, LigerGptOss, LigerMixtral, LigerQwen3Moe, kernels
 from ligermodels.adapters import LoraLinear, QuantizedLinear
 from ligermodels.adapters.adapted_model import (
     add_adapters,
@@ -36,7 +36,7 @@ from tests.training.tiny_run import make_text, make_tokenizer, run, same, tensor
 HIDDEN, INNER, COUNT = 16, 24, 6
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 P = "base_model.model.model.layers.0.mlp.experts"
-GATE_UP = "experts.gate_up_proj"
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def adapted(gate_up: tuple[int, ...], down: bool, like: str = "", **options: Any) -> Experts:
@@ -175,6 +175,28 @@ def logits(model: Any) -> Tensor:
         return model.head.logits(model(IDS))
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of(LigerGptOss, tmp_path_factory.mktemp("gpt_oss"))
+
+
+@pytest.mark.parametrize(
+    "targets", [None, ["experts.gate_up_proj"], ["experts.down_proj"]], ids=str
+)
+def test_an_adapter_of_experts_in_one_tensor_opens_in_peft(targets, gpt_oss, tmp_path) -> None:
+    model = AutoLiger.from_hf(gpt_oss)
+    add_adapters(model, 4, 8.0, targets=targets)
+    disturbed(model)
+    export_adapter(model, tmp_path, str(gpt_oss), None)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(x.numel() for x in written.values()) == trained
+    again = AutoLiger.from_hf(tmp_path)
+    assert same(again.state_dict(), merged(model).state_dict())
+    found = peft.PeftModel.from_pretrained(theirs(gpt_oss), tmp_path).eval()
+    torch.testing.assert_close(found(IDS).logits, logits(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["folder", "mixtral"])
 def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(family, request, tmp_path) -> None:
     folder = request.getfixturevalue(family)
@@ -210,6 +232,7 @@ def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(family, request
         ("folder", {"target_modules": ["k_proj"], "target_parameters": [GATE_UP], "r": 3}),
         ("folder", {"target_modules": "all-linear", "use_rslora": True}),
         ("mixtral", {"target_modules": "all-linear"}),
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}),
     ],
     ids=str,
 )
@@ -268,6 +291,11 @@ def test_targets(targets, projections, folder) -> None:
 def test_targets_that_cannot_have_adapters(targets, message, folder) -> None:
     with pytest.raises(ConfigError, match=message):
         add_adapters(AutoLiger.from_hf(folder), 2, 4.0, targets=targets)
+
+
+def test_experts_are_not_kept_in_float8(folder) -> None:
+    with pytest.raises(ConfigError, match=r"load_in: layers\.0\.mlp\.gate_up_proj: .* 4 or 8"):
+        quantize(AutoLiger.from_hf(folder), "float8", torch.device("cpu"))
 
 
 def test_an_adapter_without_one_of_its_experts_is_refused(folder, tmp_path) -> None:
