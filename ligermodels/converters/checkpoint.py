@@ -335,9 +335,10 @@ class Checkpoint:
         simple, at = takes[0].step == 1 and not transposed and out.device.type == "cpu", 0
         for stored in self._rows(name, first, last, columns, leading):
             end = at + len(stored)
+            turned = stored.T.contiguous() if transposed else stored
             for start, step, target in takes:
                 if transposed:
-                    target[:, at:end].copy_(stored[:, start::step][:, : len(target)].T)
+                    target[:, at:end].copy_(turned[start::step][: len(target)])
                 else:
                     begin = max(0, -((start - at) // step))  # the first row that is here
                     found = stored[start + begin * step - at :: step][: len(target) - begin]

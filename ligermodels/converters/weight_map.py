@@ -377,11 +377,10 @@ def joined_block(spans: list[Span], rows: list[Tensor]) -> Tensor:
     """Return what the native rows of spans make up in the file: all of an expert, or one span."""
     if len(spans) == 1 and not spans[0].transposed:
         return rows[0]
-    shape = max(span.end for span in spans), *rows[0].shape[1:]
-    block = rows[0].new_empty(shape[::-1] if spans[0].transposed else shape)
+    block = rows[0].new_empty(max(span.end for span in spans), *rows[0].shape[1:])
     for span, values in zip(spans, rows, strict=True):
-        replace(span, expert=None).of(block).copy_(values.detach())
-    return block
+        block[span.source_row : span.end : span.step].copy_(values.detach())
+    return block.T.contiguous() if spans[0].transposed else block
 
 
 def native_tensor(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
