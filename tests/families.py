@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 Json = dict[str, Any]
 WINDOW = 5  # the window in tests of a few tokens
@@ -195,6 +198,14 @@ def windows(family: str, width: int) -> Json:
     """Return fields that give some layers a window of `width` tokens, if the family has such."""
     sliding = FAMILIES[family].sliding
     return {} if sliding is None else {**sliding, "sliding_window": width}
+
+
+def sampled(names: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test that do without Mixtral by default.
+
+    Its attention is that of Mistral, and its experts are those of Qwen3-MoE.
+    """
+    return [pytest.param(x, marks=pytest.mark.long) if x == "mixtral" else x for x in names]
 
 
 # Each family's fields that Llama lacks, with windows of WINDOW tokens.

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import find_adapter_config_file
 from typing_extensions import Self
@@ -27,7 +27,7 @@ from ligermodels.converters.files import read_json
 from ligermodels.errors import ConfigError, SaveError, short_repr
 from ligermodels.integrations import projections
 from ligermodels.integrations.hf_weights import conversions, pack_hf_names
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.layers import RotaryEmbedding, Routes
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import family_named
 from ligermodels.models.base import DecoderModel
@@ -87,6 +87,22 @@ def _is_seen_to_hide_nothing(mask: Tensor) -> bool:
     """
     looks = mask.is_cuda and type(mask) is Tensor and not torch.compiler.is_compiling()
     return looks and not torch.cuda.is_current_stream_capturing() and bool(mask.all())
+
+
+@contextmanager
+def router_logits(native: DecoderModel) -> Iterator[list[Tensor]]:
+    """Collect the logits of the routers in one forward pass."""
+    found: list[Tensor] = []
+
+    def following(layer: nn.Module, inputs: Any, output: tuple[Any, ...]) -> None:
+        found.extend(each.logits for each in output[2:] if isinstance(each, Routes))
+
+    handles = [layer.register_forward_hook(following) for layer in native.layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def native_inputs(
@@ -436,8 +452,9 @@ class LigerModel(LigerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         **others: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         """Return the hidden states after the final norm, and the cache if there is one.
 
         The arguments are those of transformers' models.
@@ -459,12 +476,21 @@ class LigerModel(LigerPreTrainedModel):
         with (
             first_layers(native, count) if early else nullcontext(),
             layer_outputs(native) if output_hidden_states else nullcontext() as seen,
+            router_logits(native) if output_router_logits else nullcontext() as routed,
         ):
             hidden = native(**inputs)
+        if output_router_logits and not routed:
+            raise ValueError(
+                "output_router_logits=True: the model cannot honour this argument, because it has "
+                "no experts; leave it out"
+            )
         # The last layer's output is normed.
         states = None if seen is None else (*seen[:count], hidden)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=states
+        return MoeModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values,
+            hidden_states=states,
+            router_logits=tuple(routed) if routed else None,
         )
 
 

@@ -38,7 +38,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -52,7 +52,7 @@ from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations import projections
 from ligermodels.integrations.hf_base import LigerModel, LigerPreTrainedModel, class_of
 from ligermodels.integrations.hf_weights import wrapper_name
-from ligermodels.layers import LossHead
+from ligermodels.layers import LossHead, Routes, load_balancing_loss
 from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
@@ -289,7 +289,9 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             skip_logits: whether to leave out the logits. By default they are left out in training
                 with labels, unless `trains_with_logits` is set.
             others: the other arguments are those of transformers' models.
-        Returns: a `CausalLMOutputWithPast`; with `fused_lm_head=True`, what `FusedHead` describes.
+        Returns: a `MoeCausalLMOutputWithPast`; with `fused_lm_head=True`, what `FusedHead`
+            describes. With `output_router_logits`, an argument or a key of the config, both have
+            the balance of experts as aux_loss, and the loss contains it, in each micro-batch whole.
         Raises:
             ValueError: the model cannot honour an argument.
         """
@@ -298,11 +300,9 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         fused = others.pop("fused_lm_head", False)
         as_tuple = others.get("return_dict") is False
         scores = fused or labels is not None or shift_labels is not None
-        if scores and getattr(self.config, "output_router_logits", False):
-            raise ValueError(
-                "config.output_router_logits is True, but the balance of experts is not part of "
-                "this model's loss; set it to False, or train model.native, whose loss has it"
-            )
+        balances = others.pop("output_router_logits", None)
+        if balances is None:
+            balances = scores and getattr(self.config, "output_router_logits", False)
         if use_cache is None:
             packed = position_ids is not None or others.get("cu_seq_lens_q") is not None
             use_cache = not (self.training or packed) and getattr(self.config, "use_cache", True)
@@ -314,15 +314,26 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache and not scores,
             output_hidden_states=output_hidden_states,
+            output_router_logits=balances,
             **others,
         )
         hidden, head = made.last_hidden_state, self.native.head
+        balance = added = None
+        if made.router_logits is not None:
+            top_k = self.config.num_experts_per_tok
+            routes = [Routes(x, x.topk(top_k).indices) for x in made.router_logits]
+            balance = load_balancing_loss(routes, attention_mask)
+            added = getattr(self.config, "router_aux_loss_coef", 0.0) * balance
         if fused:
-            return self.fused_head(head, hidden, labels, shift_labels, num_items_in_batch)
+            found = self.fused_head(head, hidden, labels, shift_labels, num_items_in_batch)
+            if added is not None and found.loss is not None:
+                found.loss, found.aux_loss = found.loss + added, balance
+            return found
         loss = None
         if labels is not None or shift_labels is not None:
             targets = self.fused_head.targets(labels, shift_labels)
             loss = head(hidden, targets, num_items_in_batch=num_items_in_batch).loss
+            loss = loss if added is None else loss + added
         if skip_logits is None:
             skip_logits = loss is not None and self.training and not self.trains_with_logits
         logits = None
@@ -331,11 +342,13 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
             logits = head.logits(hidden[:, kept])
-        output = CausalLMOutputWithPast(
+        output = MoeCausalLMOutputWithPast(
             loss=loss,
+            aux_loss=balance,
             logits=logits,
             past_key_values=made.past_key_values,
             hidden_states=made.hidden_states,
+            router_logits=made.router_logits,
         )
         return output.to_tuple() if as_tuple else output
 

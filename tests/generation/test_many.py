@@ -6,6 +6,7 @@ import torch
 from ligermodels.generation import generate, generate_many, prefill
 from ligermodels.layers.kv_cache import KVCache, PackedRows
 from ligermodels.models.auto import families
+from tests.families import sampled
 from tests.generation.test_decode_step import ROPES
 from tests.tiny_models import VOCAB, random_model
 
@@ -25,7 +26,7 @@ def check_each(model, prompts, found, **options):
         torch.testing.assert_close(log_probs, expected[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", sampled(families()))
 def test_families_past_their_windows(family):
     """Rows end at different times, and the next prompts take their places."""
     model, prompts = random_model(family), prompts_of()

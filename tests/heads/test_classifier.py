@@ -23,7 +23,7 @@ from ligermodels.heads.classifier import (
 )
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.auto import AutoLiger, families
-from tests.families import DECODERS, windows
+from tests.families import DECODERS, sampled, windows
 from tests.memory.step_bytes import error_of_prediction
 from tests.models import hf_models, zoo
 from tests.tiny_models import VOCAB, random_model
@@ -50,7 +50,7 @@ def padded_ids() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids != PAD
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", sampled(DECODERS))
 def test_equal_to_transformers(family: str, tmp_path: Path) -> None:
     theirs = hf_classifier(family)
     theirs.save_pretrained(tmp_path / "hf")

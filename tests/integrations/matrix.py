@@ -18,7 +18,7 @@ import torch
 from tests import markdown
 from tests.examples import ray_cases, trainer_cases
 from tests.examples.trainer_cases import FAMILIES
-from tests.integrations.matrix_cells import CELLS
+from tests.integrations.matrix_cells import CELLS, EXPERT_CELLS, Cell
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
 from tests.integrations.tiny import checkpoint
 from tests.parallel.ranks import run_ranks
@@ -33,6 +33,8 @@ TOOLS = {
 RANKED = ("accelerate, FSDP2", "Lightning, FSDP2", "DeepSpeed, ZeRO-3")
 RANKED_BOUND = 1e-5
 HEADINGS = ["tool", "feature", "compared", "bound", *FAMILIES]
+EXPERTS = ("qwen3_moe", "mixtral")
+EXPERT_HEADINGS = ["tool", "with experts", "compared", "bound", *EXPERTS]
 REFUSED_HEADINGS = ["tool", "refused", "words of the error", *FAMILIES]
 
 INTRODUCTION = """\
@@ -51,6 +53,10 @@ towers"). Their text model is one of the family gemma3_text, and
 The page was written with {versions}.
 
 """
+EXPERT_INTRODUCTION = """
+The same for families with experts. In TRL, their balance is part of the loss.
+
+"""
 REFUSED_INTRODUCTION = """
 What is refused, with words of the error. Each cell was tried;
 [trainers.md](trainers.md#what-is-refused) has the reasons.
@@ -62,9 +68,13 @@ def shown(error: float) -> str:
     return "exact" if error == 0 else f"{error:.0e}"
 
 
+def head_of(cell: Cell) -> list[str]:
+    return [cell.tool, cell.feature, cell.compared, shown(cell.bound)]
+
+
 def headed() -> list[list[str]]:
     """Return the first cells of each row of the first table."""
-    first = [[c.tool, c.feature, c.compared, shown(c.bound)] for c in CELLS]
+    first = [head_of(cell) for cell in CELLS]
     for name in (*RANKED, "Ray Train, DDP"):
         tool, feature = name.split(", ")
         first.append([tool, f"native model, {feature}", "losses, weights", shown(RANKED_BOUND)])
@@ -85,10 +95,10 @@ def words_of(refusal: Refusal, folder: Path, place: Path) -> str:
     return ""
 
 
-def measure(folders: dict[str, Path], made: Path) -> list[list[float]]:
-    """Run all cells, and return the errors of each row."""
+def errors_of(cells: list[Cell], folders: dict[str, Path], made: Path) -> list[list[float]]:
+    """Run cells, and return the errors of each row."""
     found = []
-    for number, cell in enumerate(CELLS):
+    for number, cell in enumerate(cells):
         errors = []
         for family, folder in folders.items():
             place = made / f"{number}-{family}"
@@ -96,6 +106,12 @@ def measure(folders: dict[str, Path], made: Path) -> list[list[float]]:
             errors.append(cell.error(folder, place))
             assert errors[-1] <= cell.bound, (cell, family, errors[-1])
         found.append(errors)
+    return found
+
+
+def measure(folders: dict[str, Path], made: Path) -> list[list[float]]:
+    """Run all cells and the cases with two processes, and return the errors of each row."""
+    found = errors_of(CELLS, folders, made)
     (made / "ranks").mkdir()
     report = run_ranks("tests.examples.trainer_cases", trainer_cases.RANKS, made / "ranks")
     for name in RANKED:
@@ -109,6 +125,11 @@ def measure(folders: dict[str, Path], made: Path) -> list[list[float]]:
     in_ray = ray_cases.errors(FAMILIES, made / "ray")
     found.append([largest([*in_ray[family].values()]) for family in FAMILIES])
     return found
+
+
+def measure_experts(made: Path) -> list[list[float]]:
+    """Run the cells of families with experts, and return the errors of each row."""
+    return errors_of(EXPERT_CELLS, {name: checkpoint(name, made / name) for name in EXPERTS}, made)
 
 
 def largest(errors: list[float]) -> float:
@@ -140,12 +161,18 @@ def main() -> None:
         folders = {family: checkpoint(family, made / family) for family in FAMILIES}
         refuse(folders, made)
         measured = measure(folders, made)
+        with_experts = measure_experts(made)
     versions = ", ".join(f"{name} {version(name)}" for name in TOOLS.values())
     works = [first + [*map(shown, errors)] for first, errors in zip(headed(), measured)]
+    routed = [
+        head_of(cell) + [*map(shown, errors)] for cell, errors in zip(EXPERT_CELLS, with_experts)
+    ]
     refused = [first + ["refused"] * len(FAMILIES) for first in headed_refusals()]
     PAGE.write_text(
         INTRODUCTION.format(versions=versions)
         + table(HEADINGS, works)
+        + EXPERT_INTRODUCTION
+        + table(EXPERT_HEADINGS, routed)
         + REFUSED_INTRODUCTION
         + table(REFUSED_HEADINGS, refused)
     )

@@ -123,7 +123,7 @@ REFUSALS = [
                 torch.ones(2, 1, 9, 9),
             ),
             ("`head_mask`", CANNOT, "head_mask", torch.ones(2, 4)),
-            ("`output_router_logits`", CANNOT, "output_router_logits", True),
+            ("`output_router_logits`, without experts", CANNOT, "output_router_logits", True),
             ("`token_type_ids`", CANNOT, "token_type_ids", torch.zeros(2, 9, dtype=torch.long)),
         )
     ),

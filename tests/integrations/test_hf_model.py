@@ -48,10 +48,28 @@ def test_a_family_from_outside(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_the_balance_of_experts_is_not_left_out() -> None:
-    native = LigerMixtral(MixtralConfig.small(output_router_logits=True))
-    with pytest.raises(ValueError, match="the balance of experts is not part of"):
-        LigerForCausalLM.from_native(native)(ids(), labels=ids())
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_balance_of_experts_is_that_of_transformers(recomputes: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig.small(output_router_logits=True, initializer_range=0.3)
+    LigerMixtral(config).save_hf(tmp_path)
+    ours, expected = LigerForCausalLM.from_pretrained(tmp_path).train(), theirs(tmp_path).train()
+    if recomputes:
+        ours.gradient_checkpointing_enable()
+    mask = torch.ones_like(ids())
+    mask[0, :4] = 0
+    call = {"attention_mask": mask, "labels": ids().masked_fill(mask == 0, -100)}
+    call["labels"][0, 4] = -100  # padding attends to no token
+    losses = [model(ids(), **call) for model in (ours, expected)]
+    fused = ours(ids(), **call, fused_lm_head=True)
+    for name in ("loss", "aux_loss"):
+        torch.testing.assert_close(losses[0][name], losses[1][name], rtol=1e-5, atol=0)
+        torch.testing.assert_close(fused[name], losses[1][name], rtol=1e-5, atol=0)
+    assert len(losses[0].router_logits) == config.num_hidden_layers
+    for each in losses:
+        each.aux_loss.backward()
+    found, gate = ours.native.layers[0].mlp.router.weight, expected.model.layers[0].mlp.gate.weight
+    torch.testing.assert_close(found.grad, gate.grad, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize(

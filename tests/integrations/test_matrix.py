@@ -9,14 +9,15 @@ import pytest
 
 from tests.examples.trainer_cases import FAMILIES
 from tests.integrations import matrix, outside_tools, test_trainers_page
-from tests.integrations.matrix_cells import CELLS, Cell
+from tests.integrations.matrix_cells import CELLS, EXPERT_CELLS, Cell
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
 from tests.integrations.tiny import checkpoint
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: checkpoint(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    names = (*FAMILIES, *matrix.EXPERTS)
+    return {family: checkpoint(family, tmp_path_factory.mktemp(family)) for family in names}
 
 
 def pairs(rows: list[Any], names: list[str]) -> list[Any]:
@@ -40,6 +41,27 @@ def test_cell(cell: Cell, family: str, folders: dict[str, Path], tmp_path: Path)
     assert cell.error(folders[family], tmp_path) <= cell.bound
 
 
+SAMPLED = {("save_pretrained", "mixtral"), ("SFT", "qwen3_moe"), ("steps", "qwen3_moe")}
+# By default, a few of the tools that add the balance of experts to the loss, or save the weights.
+EXPERT_CASES = [
+    pytest.param(
+        cell,
+        family,
+        marks=[] if (cell.feature, family) in SAMPLED else pytest.mark.long,
+        id=f"{cell.tool}, {cell.feature}, {family}",
+    )
+    for cell in EXPERT_CELLS
+    for family in matrix.EXPERTS
+]
+
+
+@pytest.mark.parametrize(("cell", "family"), EXPERT_CASES)
+def test_cell_with_experts(
+    cell: Cell, family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert cell.error(folders[family], tmp_path) <= cell.bound
+
+
 @pytest.mark.parametrize(("refusal", "family"), pairs(REFUSALS, [row.what for row in REFUSALS]))
 def test_refusal(refusal: Refusal, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     assert refusal.words in matrix.words_of(refusal, folders[family], tmp_path)
@@ -56,17 +78,22 @@ def table(heading: str) -> list[list[str]]:
     page = matrix.PAGE.read_text(encoding="utf-8")
     lines = page[page.index(f"| tool | {heading} |") :].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    assert rows[0] in (matrix.HEADINGS, matrix.REFUSED_HEADINGS)
+    assert rows[0] in (matrix.HEADINGS, matrix.EXPERT_HEADINGS, matrix.REFUSED_HEADINGS)
     return rows[2:]
 
 
 def test_the_page_has_these_rows() -> None:
-    rows = table("feature")
-    assert [row[:4] for row in rows] == matrix.headed()
-    for row in rows:
-        bound = 0.0 if row[3] == "exact" else float(row[3])
-        errors = [0.0 if cell == "exact" else float(cell) for cell in row[4:]]
-        assert len(errors) == len(FAMILIES) and max(errors) <= bound, row
+    with_experts = [*map(matrix.head_of, EXPERT_CELLS)]
+    for heading, heads, count in (
+        ("feature", matrix.headed(), len(FAMILIES)),
+        ("with experts", with_experts, len(matrix.EXPERTS)),
+    ):
+        rows = table(heading)
+        assert [row[:4] for row in rows] == heads
+        for row in rows:
+            bound = 0.0 if row[3] == "exact" else float(row[3])
+            errors = [0.0 if cell == "exact" else float(cell) for cell in row[4:]]
+            assert len(errors) == count and max(errors) <= bound, row
 
 
 def test_the_page_has_these_refusals() -> None:

@@ -21,7 +21,7 @@ from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
-from tests.families import OWN
+from tests.families import OWN, sampled
 from tests.models.pairs import gradients, relative
 from tests.models.test_families import batch, make
 from tests.pairwise import pairwise
@@ -227,7 +227,7 @@ def test_a_forward_without_backward_leaves_nothing(
 # model that recomputes its layers in every run.
 @pytest.mark.long
 @pytest.mark.parametrize("per_block", [False, True])
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", sampled(OWN))
 def test_compiled(per_block: bool, family: str) -> None:
     plan = MemoryPlan.of(RECOMPUTED)
     model = make(family)

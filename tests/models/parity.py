@@ -76,6 +76,12 @@ SHARED = (
     "right padding",
 )
 SHARED_IN = ("llama", "gemma3_text")
+# What Mixtral and Qwen3-MoE have in common with Mistral, Qwen3 and, of experts, with each other.
+OF_OTHERS = (
+    *("erf gelu", "attention_bias", "window", "window of 1", "window null", "window, packed"),
+    *("window, left padding", "window, right padding", "head_dim from hidden", "head_dim given"),
+)
+OF_EXPERTS = ("packed", "one expert per token", "all experts", "unused experts")
 
 # The features that take other branches of a model's forward, each with a family that is compiled
 # with it. These families have all the kinds of blocks.
@@ -94,6 +100,10 @@ def sampled(column: str, family: str, name: str) -> bool:
     """
     if column == "compile":
         return COMPILED.get(name) == family
+    if family in ("mixtral", "qwen3_moe") and name in OF_OTHERS:
+        return False
+    if family == "mixtral" and name in OF_EXPERTS:
+        return False
     return name not in SHARED or family == SHARED_IN[SHARED.index(name) % 2]
 
 

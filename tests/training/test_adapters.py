@@ -23,6 +23,7 @@ from ligermodels.adapters.adapted_model import (
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.layers import Experts
 from ligermodels.models.auto import families
+from tests.families import sampled
 from tests.rounding import ADAM_EPSILON
 from tests.tiny_models import VOCAB, random_model
 from tests.training.tiny_run import (
@@ -235,7 +236,7 @@ def test_adapters_are_not_added_to_weights_that_were_replaced(text, tmp_path, bi
         merged(model)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", sampled(families()))
 def test_every_family_takes_adapters_on_quantised_linears(family):
     """With adapters on all linears, a model equals one with the sums as its weights."""
     torch.manual_seed(0)
