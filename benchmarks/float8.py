@@ -298,7 +298,7 @@ def gradient_errors(tiny: bool) -> list[dict[str, Any]]:
     """
     import copy
 
-    from ligermodels import LigerLlama, LlamaConfig, float8
+    from ligermodels import LigerLlama, LlamaConfig, MemoryPlan, float8
 
     device = "cpu" if tiny else "cuda"
     changes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
@@ -316,11 +316,14 @@ def gradient_errors(tiny: bool) -> list[dict[str, Any]]:
 
     exact = gradients(copy.deepcopy(start).double())
     found = []
-    for row in (BF16, *RECIPES, *TORCHAO):
+    for row in (BF16, *RECIPES, *KEPT, *TORCHAO):
         model = copy.deepcopy(start)
-        if row in RECIPES:
-            float8.convert(model, row, filter=lambda name, linear: True)
-            if row == "delayed":
+        if row in (*RECIPES, *KEPT):
+            recipe = row.removesuffix(IN_FLOAT8)
+            float8.convert(model, recipe, filter=lambda name, linear: True)
+            if row in KEPT:
+                model.set_memory_plan(MemoryPlan.uniform(2, "all", float8=True))
+            if recipe == "delayed":
                 gradients(model)
                 torch.optim.SGD(model.parameters(), lr=0.0).step()
         elif row in TORCHAO:
