@@ -82,7 +82,7 @@ def add_adapters(
             for end in ("lora_a", "lora_b"):
                 drawn = getattr(adapted, end).detach()
                 setattr(adapted, end, nn.Parameter(drawn.to(device, dtype)))
-            _put(model, name, adapted)
+            put(model, name, adapted)
     if wanted is None and (left_out := next(_plain_experts(model), None)):
         raise ConfigError(
             f"lora_targets: {left_out} has experts that cannot have adapters in this family; name "
@@ -124,7 +124,7 @@ def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
             converted = QuantizedLinear(linear, bits, device=device)
         except ConfigError as error:
             raise ConfigError(f"load_in: layers.{name}: {error}") from None
-        _put(model.layers, name, converted)
+        put(model.layers, name, converted)
     model.to(device)
 
 
@@ -142,7 +142,7 @@ def stacked_linear(weight: nn.Parameter) -> nn.Linear:
     return linear
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module in the place of another, or of a parameter."""
     place, _, last = name.rpartition(".")
     owner = model.get_submodule(place)

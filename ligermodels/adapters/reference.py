@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.adapters.adapted_model import STACKS, put, stacked_linear
 from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.errors import ConfigError
+from ligermodels.layers.experts import Experts
 from ligermodels.models.base import DecoderModel
 
 COPY_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -75,14 +77,23 @@ def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
     wide = getattr(torch, "bfloat16" if dtype == "int8" else dtype)
     # deepcopy takes what stands in the memo for a tensor or module instead of copying it.
     memo: dict[int, Any] = {id(model._offloaders): {}}
+    of_experts: dict[str, QuantizedLinear] = {}
     if dtype == "int8":
-        for module in model.layers.modules():
+        for name, module in model.layers.named_modules():
             if type(module) is nn.Linear:
                 memo[id(module)] = QuantizedLinear(module, 8, dtype=wide)
+            for end in STACKS if isinstance(module, Experts) else ():
+                if isinstance(weight := getattr(module, end), nn.Parameter):
+                    few = QuantizedLinear(stacked_linear(weight), 8, dtype=wide)
+                    of_experts[f"{name}.{end}"] = few
+                    memo[id(weight)] = nn.Parameter(weight.new_empty(0), requires_grad=False)
     for parameter in model.parameters():
-        value = parameter.detach().to(wide, copy=True)
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+        if id(parameter) not in memo:
+            value = parameter.detach().to(wide, copy=True)
+            memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
     frozen = copy.deepcopy(model, memo).eval()
+    for name, few in of_experts.items():
+        put(frozen.layers, name, few)
     frozen.set_memory_plan(None)
     return frozen
 

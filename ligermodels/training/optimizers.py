@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.adapters import LoraLinear
-from ligermodels.adapters.peft_format import linears
+from ligermodels.adapters.adapted_model import module_at
+from ligermodels.adapters.peft_format import expert_linears, linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
@@ -155,8 +156,9 @@ def _muon(model: nn.Module, weight_decay: float, adam_options: dict[str, Any]) -
 def _rows_of_projections(model: DecoderModel) -> dict[nn.Parameter, list[slice]]:
     """Return, for each weight and each factor of an adapter, the rows of each projection of HF."""
     found: dict[nn.Parameter, list[slice]] = {}
-    for name, parts in linears(model.weight_map(model.built_from)).items():
-        linear = model.get_submodule(name)
+    weight_map = model.weight_map(model.built_from)
+    for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
+        linear = module_at(model, name)
         if isinstance(linear, LoraLinear):
             found[linear.lora_a] = _cuts([linear.rank] * len(linear.parts))
             found[linear.lora_b] = _cuts([part.size for part in linear.parts])

@@ -59,6 +59,15 @@ def test_adapters_off() -> None:
         pass
 
 
+def test_a_frozen_copy_has_8_bits_in_experts() -> None:
+    model, ids = random_model("gpt_oss"), some_ids()
+    frozen, exact = frozen_copy(model, "int8"), token_log_probs(model, ids, ids)
+    assert type(frozen.layers[0].mlp.gate_up_proj) is QuantizedLinear
+    assert not any(p.requires_grad for p in frozen.parameters())
+    error = (token_log_probs(frozen, ids, ids) - exact).abs().mean()
+    assert 0 < error < 0.1 * exact.abs().mean()
+
+
 def test_frozen_copies() -> None:
     model, ids = random_model("gemma2"), some_ids()  # which has a tied head
     model.set_memory_plan(MemoryPlan.uniform(3, "input"))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ligermodels import LigerLlama
+from ligermodels import LigerLlama, LigerQwen3Moe, Qwen3MoeConfig
 from ligermodels.adapters.adapted_model import add_adapters, quantize
 from ligermodels.errors import ConfigError
 from ligermodels.training.config import OPTIMIZERS, FinetuneConfig
@@ -142,6 +142,25 @@ def test_muon_takes_each_factor_of_an_adapter_by_itself(load_in):
         each.step()
     assert torch.equal(qkv.lora_a, torch.cat(alone[:2]))
     assert torch.equal(qkv.lora_b, torch.cat(alone[2:]))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_muon_takes_each_projection_of_an_expert_by_itself(adapted):
+    model = LigerQwen3Moe(Qwen3MoeConfig.small(num_hidden_layers=1))
+    experts, inner = model.layers[0].mlp, model.config.moe_intermediate_size
+    if adapted:
+        add_adapters(model, 4, 8.0)
+    weight = experts.gate_up_proj.lora_a if adapted else experts.gate_up_proj
+    optimizer = make("muon", model=model)[1]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    up = slice(4, 8) if adapted else slice(inner, 2 * inner)  # of the first expert
+    alone = torch.nn.Parameter(weight[up].detach().clone())
+    alone.grad = weight.grad[up].clone()
+    theirs = torch.optim.Muon([alone], lr=1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for each in (optimizer, theirs):
+        each.step()
+    assert torch.equal(weight[up], alone)
 
 
 def test_a_missing_package_is_named(monkeypatch):
