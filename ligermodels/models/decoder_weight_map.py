@@ -6,6 +6,7 @@ from ligermodels.converters.weight_map import (
     Entry,
     Towers,
     WeightMap,
+    expert_entry,
     linear_entries,
     norm_entries,
     packed_entry,
@@ -97,6 +98,22 @@ def experts_entries(
     ]
 
 
+def fused_experts_entries(
+    config: ModelConfig, name: str, hf: str, *, count: int, inner: int
+) -> list[Entry]:
+    """Return the entries of an `Experts` whose HF tensors are those of all experts together.
+
+    They are `experts.gate_up_proj` (experts, 2 * inner, hidden) and `experts.down_proj` (experts,
+    hidden, inner). The arguments are those of `experts_entries`.
+    """
+    hidden, source = config.hidden_size, f"{hf}.experts"
+    return [
+        *linear_entries(f"{name}.router", hidden, (f"{hf}.gate", count)),
+        expert_entry(f"{name}.gate_up_proj", (hidden,), f"{source}.gate_up_proj", count, 2 * inner),
+        expert_entry(f"{name}.down_proj", (inner,), f"{source}.down_proj", count, hidden),
+    ]
+
+
 def decoder_weight_map(
     config: ModelConfig,
     *,
@@ -109,6 +126,7 @@ def decoder_weight_map(
     final_norm: bool = True,
     attention: LayerEntries | None = None,
     mlp: LayerEntries | None = None,
+    mlp_layouts: Mapping[str, LayerEntries] | None = None,
     towers: Towers | None = None,
 ) -> WeightMap:
     """Return the weight map of a decoder with packed q/k/v and gate/up.
@@ -125,6 +143,8 @@ def decoder_weight_map(
         final_norm: whether the final norm has a weight.
         attention, mlp: a function that returns the entries of a layer's `self_attn` or `mlp`, for a
             family where they differ from `attention_entries` and `mlp_entries`.
+        mlp_layouts: name of another layout that a checkpoint may have -> a function that returns
+            the entries of a layer's `mlp` in it.
         towers: the other tensors that a checkpoint of the family may hold, such as a vision tower.
     """
     hidden = config.hidden_size
@@ -160,4 +180,13 @@ def decoder_weight_map(
         aliases = {"lm_head.weight": "model.embed_tokens.weight"}
     else:
         entries += linear_entries("head.proj", hidden, ("lm_head", config.vocab_size))
-    return WeightMap(tuple(entries), aliases, ignored=("rotary_emb.inv_freq",), towers=towers)
+    layouts = {
+        layout: tuple(
+            entry
+            for i in range(config.num_hidden_layers)
+            for entry in made(i, f"layers.{i}.mlp", f"model.layers.{i}.mlp")
+        )
+        for layout, made in (mlp_layouts or {}).items()
+    }
+    ignored = ("rotary_emb.inv_freq",)
+    return WeightMap(tuple(entries), aliases, ignored, towers=towers, layouts=layouts)

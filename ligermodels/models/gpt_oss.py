@@ -1,7 +1,7 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, sinks, and windows in every second layer."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -114,10 +114,12 @@ def weight_map(config: GptOssConfig) -> WeightMap:
             )
             yield expert_entry(f"{name}.{one}_bias", (), f"{source}_bias", count, rows, parts=parts)
 
-    found = decoder_weight_map(config, attention=attention, mlp=partial(experts, False))
-    layers = range(config.num_hidden_layers)
-    mxfp4 = (experts(True, i, f"layers.{i}.mlp", f"model.layers.{i}.mlp") for i in layers)
-    return replace(found, layouts={"mxfp4": tuple(entry for each in mxfp4 for entry in each)})
+    return decoder_weight_map(
+        config,
+        attention=attention,
+        mlp=partial(experts, False),
+        mlp_layouts={"mxfp4": partial(experts, True)},
+    )
 
 
 @register

@@ -11,7 +11,11 @@ from ligermodels.layers import DecoderBlock, Experts, RMSNorm, Router
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map, experts_entries
+from ligermodels.models.decoder_weight_map import (
+    decoder_weight_map,
+    experts_entries,
+    fused_experts_entries,
+)
 from ligermodels.models.experts import ExpertsConfig
 
 
@@ -47,19 +51,26 @@ MixtralConfig.presets = {
 
 
 def weight_map(config: MixtralConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Mixtral checkpoint."""
+    """Return the map from parameters to the tensors of a Mixtral checkpoint.
+
+    transformers 5 can also save all experts in one tensor, with its `save_original_format=False`.
+    """
+    count, inner = config.num_local_experts, config.intermediate_size
 
     def experts(index: int, name: str, hf: str) -> Iterable[Entry]:
         return experts_entries(
             config,
             name,
             f"{hf.removesuffix('mlp')}block_sparse_moe",
-            count=config.num_local_experts,
-            inner=config.intermediate_size,
+            count=count,
+            inner=inner,
             projections=("w1", "w3", "w2"),
         )
 
-    return decoder_weight_map(config, mlp=experts)
+    def fused(index: int, name: str, hf: str) -> Iterable[Entry]:
+        return fused_experts_entries(config, name, hf, count=count, inner=inner)
+
+    return decoder_weight_map(config, mlp=experts, mlp_layouts={"fused": fused})
 
 
 @register

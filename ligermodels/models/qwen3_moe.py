@@ -14,6 +14,7 @@ from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.decoder_weight_map import (
     decoder_weight_map,
     experts_entries,
+    fused_experts_entries,
     mlp_entries,
 )
 from ligermodels.models.experts import ExpertsConfig
@@ -85,16 +86,28 @@ Qwen3MoeConfig.presets = {
 
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Qwen3-MoE checkpoint."""
+    """Return the map from parameters to the tensors of a Qwen3-MoE checkpoint.
+
+    transformers 5 can also save all experts in one tensor, with its `save_original_format=False`.
+    """
+    count, inner = config.num_experts, config.moe_intermediate_size
 
     def mlp(index: int, name: str, hf: str) -> Iterable[Entry]:
         if config.has_experts(index):
-            inner = config.moe_intermediate_size
-            return experts_entries(config, name, hf, count=config.num_experts, inner=inner)
+            return experts_entries(config, name, hf, count=count, inner=inner)
         return mlp_entries(config, name, hf)
 
+    def fused(index: int, name: str, hf: str) -> Iterable[Entry]:
+        return (
+            fused_experts_entries(config, name, hf, count=count, inner=inner)
+            if config.has_experts(index)
+            else ()
+        )
+
     bias = config.attention_bias
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, head_norms=True, mlp=mlp)
+    return decoder_weight_map(
+        config, qkv_bias=bias, out_bias=bias, head_norms=True, mlp=mlp, mlp_layouts={"fused": fused}
+    )
 
 
 @register

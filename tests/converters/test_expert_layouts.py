@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ligermodels import GptOssConfig, LigerGptOss
+from ligermodels import AutoLiger, GptOssConfig, LigerGptOss
 from ligermodels.converters import export
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.inspect import describe
@@ -28,6 +28,7 @@ from ligermodels.converters.weight_map import (
     packed_entry,
 )
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
+from tests.models import hf_models, zoo
 
 EXPERTS, INNER, HIDDEN = 3, 4, 5
 ROWS = 2 * INNER
@@ -114,6 +115,21 @@ def test_the_layout_that_came_in_is_found(tmp_path) -> None:
         out = torch.empty(EXPERTS * ROWS, HIDDEN)
         checkpoint.read(weight_map.entries[0], out)
         assert torch.equal(out, native_tensor(checkpoint.weight_map.entries[0], held))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_layout_that_came_in_goes_out(tmp_path, family) -> None:
+    """transformers has saved all experts of a layer in one tensor."""
+    theirs = hf_models.build(family, zoo.Feature())
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    held = load_file(tmp_path / "model.safetensors")
+    assert held["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    model = AutoLiger.from_hf(tmp_path)
+    model.save_hf(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == held.keys()
+    assert all(torch.equal(written[name], x) for name, x in held.items())
+    assert verify(tmp_path, type(model)).ok
 
 
 def test_mxfp4_is_decoded_as_in_transformers() -> None:
