@@ -74,7 +74,8 @@ def by_formula(layer: Experts, x: Tensor) -> Tensor:
             here = whole[rows.slice] + each.scaling * b @ a
             whole = torch.cat([whole[: rows.start], here, whole[rows.start + rows.size :]])
         stacks.append(whole.unflatten(0, (COUNT, -1)))
-    biases = {"gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    names = ("gate_up_bias", "down_bias")
+    biases = {n: None if (b := getattr(layer, n)) is None else b.view(COUNT, -1) for n in names}
     return kernels.expert_mlp(x, *stacks, weights, experts, layer.activation, **biases)
 
 
