@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.training.tiny_run import make_text, make_tokenizer, run, same, tensor
 HIDDEN, INNER, COUNT = 16, 24, 6
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 P = "base_model.model.model.layers.0.mlp.experts"
+long = partial(pytest.param, marks=pytest.mark.long)
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
@@ -182,7 +184,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "targets", [None, ["experts.gate_up_proj"], ["experts.down_proj"]], ids=str
+    "targets", [None, long(["experts.gate_up_proj"]), long(["experts.down_proj"])], ids=str
 )
 def test_an_adapter_of_experts_in_one_tensor_opens_in_peft(targets, gpt_oss, tmp_path) -> None:
     model = AutoLiger.from_hf(gpt_oss)
@@ -198,7 +200,7 @@ def test_an_adapter_of_experts_in_one_tensor_opens_in_peft(targets, gpt_oss, tmp
     torch.testing.assert_close(found(IDS).logits, logits(model), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["folder", "mixtral"])
+@pytest.mark.parametrize("family", ["folder", long("mixtral")])
 def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(family, request, tmp_path) -> None:
     folder = request.getfixturevalue(family)
     model = AutoLiger.from_hf(folder)
@@ -228,11 +230,11 @@ def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(family, request
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("folder", {"target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"]}),
-        ("folder", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
-        ("folder", {"target_modules": ["k_proj"], "target_parameters": [GATE_UP], "r": 3}),
+        long("folder", {"target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"]}),
+        long("folder", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
+        long("folder", {"target_modules": ["k_proj"], "target_parameters": [GATE_UP], "r": 3}),
         ("folder", {"target_modules": "all-linear", "use_rslora": True}),
-        ("mixtral", {"target_modules": "all-linear"}),
+        long("mixtral", {"target_modules": "all-linear"}),
         ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN]}),
     ],
     ids=str,
