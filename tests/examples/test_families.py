@@ -67,7 +67,7 @@ def test_the_correction_of_choices_has_an_effect_and_stays_float32(tmp_path: Pat
         assert torch.equal(again.correction_bias, bias) and again.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["olmo2"])
+@pytest.mark.parametrize("name", ["olmo2", pytest.param("glm4_moe", marks=pytest.mark.long)])
 def test_every_command_takes_a_family_from_outside(name: str, tmp_path: Any, capfd: Any) -> None:
     cls = outside.family(name)
     torch.manual_seed(0)
@@ -79,6 +79,7 @@ def test_every_command_takes_a_family_from_outside(name: str, tmp_path: Any, cap
     for command in (
         ["inspect", source],
         ["convert", source, "--verify"],
+        ["convert", source, str(tmp_path / "low"), "--dtype", "bfloat16", "--verify"],
         ["finetune", source, "--train-files", text, "--output-dir", out, *SMALL],
         ["generate", f"{out}/model", "the cat", "--max-new-tokens", "4", "--device", "cpu"],
     ):
