@@ -172,6 +172,12 @@ def test_mxfp4_comes_in_and_goes_out_in_either_form(mxfp4) -> None:
     values = decode(held[f"{source}_blocks"], held[f"{source}_scales"])
     expected = torch.stack((values[:, 0::2], values[:, 1::2]), 1).flatten(0, 2)
     assert torch.equal(model.layers[0].mlp.gate_up_proj, expected)
+    weight_map, checkpoint = LigerGptOss.weight_map(model.config), Checkpoint(folder)
+    checkpoint.plan(weight_map)
+    entry = next(e for e in weight_map if e.name == "layers.0.mlp.gate_up_proj")
+    part = torch.empty(90, 20)  # of two experts, in the dtype of a rank
+    checkpoint.read(entry, part, 40, 30)
+    assert torch.equal(part, expected[40:130, 30:50].float())
     assert describe(folder, LigerGptOss).dtype_bytes["MXFP4"] == 17 * values.numel() // 32 * 3 // 2
     assert verify(folder, LigerGptOss).ok
 
