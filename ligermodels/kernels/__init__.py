@@ -9,6 +9,7 @@ from ligermodels.kernels.divergence import linear_divergence
 from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.gated_delta import gated_delta
+from ligermodels.kernels.gated_delta_inputs import gated_delta_inputs
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.linear_cross_entropy.functions import (
@@ -27,6 +28,7 @@ __all__ = [
     "cross_entropy",
     "expert_mlp",
     "gated_delta",
+    "gated_delta_inputs",
     "geglu",
     "glu",
     "glu_linear",

@@ -319,3 +319,30 @@ def gated_delta(
     nothing = 0 * sum(x.sum() for x in given)
     out = torch.cat(out[1:] or out).view(v.shape)
     return out + nothing.to(out.dtype), widened(torch.cat(states) + nothing)
+
+
+def gated_delta_inputs(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    key_dim: int,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    batch, seq, channels = qkv.shape
+    ends = [seq * i for i in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    rows, taps, keys = qkv.flatten(0, 1), weight.shape[1], key_heads * key_dim
+    made = [rows[:0] * weight[:, 0]]
+    for first, end in pairwise(ends):
+        padded = F.pad(rows[first:end], (0, 0, taps - 1, 0))
+        made.append(sum(padded[i : len(padded) - taps + 1 + i] * weight[:, i] for i in range(taps)))
+    y = widened(F.silu(torch.cat(made))).view(batch, seq, channels)
+    q, k = y[..., : 2 * keys].unflatten(-1, (2, key_heads, key_dim)).unbind(2)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    v = y[..., 2 * keys :].unflatten(-1, (len(a_log), -1))
+    b, a, a_log, dt_bias = map(widened, (b, a, a_log, dt_bias))
+    g = -a_log.exp() * F.softplus(a + dt_bias)
+    return *(x.to(qkv.dtype) for x in (q, k, v)), g, b.sigmoid()

@@ -268,6 +268,23 @@ def gated_delta(
     return made | state
 
 
+def gated_delta_inputs(
+    leading: tuple[int, ...], width: int, key_heads: int = 2, heads: int = 3, key_dim: int = 8
+) -> Inputs:
+    batch, seq = batch_and_seq(leading)
+    channels = 2 * key_heads * key_dim + heads * width
+    return {
+        "qkv": random(batch, seq, channels, seed=28),
+        "b": random(batch, seq, heads, seed=29),
+        "a": random(batch, seq, heads, seed=30),
+        "weight": random(channels, 4, seed=31),
+        "a_log": random(heads, seed=32),
+        "dt_bias": random(heads, seed=33),
+        "key_heads": key_heads,
+        "key_dim": key_dim,
+    }
+
+
 def each(name: str, *values: int) -> tuple[Inputs, ...]:
     """Return one size for each value of the named argument."""
     return tuple({name: value} for value in values)
@@ -483,6 +500,11 @@ CASES = {
         gated_delta,
         tuple({"width": n, "most": n, "key_dim": n, "heads": 4} for n in (64, 128)),
         {"from zero": {"given": False, "scale": 0.5}},
+    ),
+    **cases(
+        "gated_delta_inputs",
+        gated_delta_inputs,
+        tuple({"width": n, "key_dim": n, "heads": 4} for n in (64, 128)),
     ),
 }
 FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()

@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ligermodels.kernels import gated_delta
+from ligermodels.kernels import gated_delta, gated_delta_inputs
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING, Place
 from tests.kernels.ops_table import gated_delta as inputs_of
+from tests.kernels.ops_table import gated_delta_inputs as inputs_of_inputs
 from tests.kernels.ops_table import gradients, outputs_and_gradients
 
 FLOAT64 = Place("cpu", torch.float64)
@@ -70,6 +71,13 @@ def test_a_state_continues_a_document(cut) -> None:
     torch.testing.assert_close(middle, state)
 
 
+def test_inputs_of_packed_documents(place) -> None:
+    """Neither the convolution nor its backward reads another document's tokens."""
+    made = inputs_of_inputs((1, 70), 24)
+    made["cu_seqlens"] = torch.tensor([0, 1, 3, 3, 40, 70])
+    compare(gated_delta_inputs, formulas.gated_delta_inputs, made, place)
+
+
 def test_refusals() -> None:
     made = placed(FLOAT64, 5)
     q, v, g = made["q"], made["v"], made["g"]
@@ -83,3 +91,7 @@ def test_refusals() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             gated_delta(**{**made, **wrong})
+    rows = inputs_of_inputs((1, 5), 24)
+    for wrong in ({"a": rows["a"][:, 1:]}, {"key_heads": 3}, {"weight": rows["weight"][1:]}):
+        with pytest.raises(ValueError, match="expected \\(batch, seq, channels\\)"):
+            gated_delta_inputs(**{**rows, **wrong})

@@ -61,9 +61,9 @@ def layout_fits_the_case(name: str, layout: str) -> bool:
 
 
 def interpreter_is_fast_enough(name: str, size: str, layout: str, frozen: str) -> bool:
-    """Each program of the gated delta rule takes a second there, so it meets the usual inputs."""
+    """The kernels of the gated delta rule take seconds there, so they meet the usual inputs."""
     usual = size == "odd" and layout in ("contiguous", "strided") and frozen == "nothing"
-    return usual or not INTERPRETING or CASES[name].op != "gated_delta"
+    return usual or not INTERPRETING or not CASES[name].op.startswith("gated_delta")
 
 
 def layout_fits_the_size(layout: str, size: str) -> bool:
