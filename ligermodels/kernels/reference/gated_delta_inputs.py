@@ -52,8 +52,8 @@ def gated_delta_inputs_forward(
     q, k = (x.unflatten(-1, (key_heads, key_dim)) for x in y[:, : 2 * keys].chunk(2, -1))
     v = y[:, 2 * keys :].unflatten(-1, (len(a_log), -1))
     beta, _, _, g = _gates(b, a, a_log, dt_bias)
-    rows = (cast(x, qkv.dtype) for x in (_normalized(q)[0], _normalized(k)[0], v))
-    return *rows, g, beta
+    q, k, v = (cast(x, qkv.dtype) for x in (_normalized(q)[0], _normalized(k)[0], v))
+    return q, k, v, g, beta
 
 
 def gated_delta_inputs_backward(
