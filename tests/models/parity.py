@@ -80,6 +80,7 @@ SHARED_IN = ("llama", "gemma3_text")
 OF_OTHERS = (
     *("erf gelu", "attention_bias", "window", "window of 1", "window null", "window, packed"),
     *("window, left padding", "window, right padding", "head_dim from hidden", "head_dim given"),
+    "defaults left out",
 )
 OF_EXPERTS = ("packed", "one expert per token", "all experts", "unused experts")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.families import sampled
 from tests.models import parity, parity_table, zoo
 from tests.models.parity import RecordProperty, cases_of, hold
 
@@ -44,7 +45,7 @@ def test_compiled_by_inductor(family: str, record_property: RecordProperty) -> N
     hold(case, parity.check_compiled(case, "inductor"), record_property)
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family", sampled(zoo.FAMILIES))
 def test_bfloat16_errors_beside_transformers(family: str, record_property: RecordProperty) -> None:
     parity.hold_ratios(family, parity.check_bfloat16(family), record_property)
 

@@ -276,7 +276,9 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             "one expert per token": Feature("numbers", {"num_experts_per_tok": 1}),
             "all experts": Feature("numbers", {"num_experts_per_tok": 5}),
             # With more experts than tokens, some have none.
-            "unused experts": Feature("numbers", {experts: 64, "num_experts_per_tok": 1}),
+            "unused experts": Feature(
+                "numbers", {experts: 64, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+            ),
             "balance not in the loss": Feature(config={"output_router_logits": False}),
         }
     if has(family, "mlp_only_layers"):
