@@ -43,7 +43,7 @@ def convert(
     Returns: the names of the linears that run in float8 now.
     Raises:
         ConfigError: the recipe is unknown, the model is in float16 or on a GPU without float8
-            products, or no linear can be converted, because all are already, for example.
+            products, or no linear can be converted, for example because all are already.
     """
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
