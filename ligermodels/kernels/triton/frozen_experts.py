@@ -32,8 +32,10 @@ ADD = Launches(
     nvidia=((2, Launch(128, 4, 2, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=16))),
     amd=((2, Launch(64, 4, rows=64, depth=16)), (None, Launch(64, 4, rows=32, depth=16))),
 )
-# With more rows for each expert, on average, it is faster to convert the weight once and multiply
-# then: those of 4 bits, and of 8 bits. A value of 4 bits is looked up in a table.
+# With more rows for each expert, on average, the weight is converted once and multiplied then: that
+# of 4 bits, and of 8 bits. A value of 4 bits is looked up in a table, which takes time: on an H100,
+# a layer of Qwen3-30B-A3B took 5.3 ms with 32 rows for each expert, and 4.2 ms after a conversion.
+# One of 8 bits took 5.0 ms with 128 rows in tiles, where one of 16 bits took 4.5 ms.
 ROWS_IN_TILE = 4, 128
 
 
