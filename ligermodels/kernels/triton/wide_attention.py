@@ -5,6 +5,8 @@ such sums, and each would compute the scores again. So the weights and the slope
 written in 16 bit, for as many queries at once as SCRATCH holds, and three products read them.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -415,38 +417,36 @@ def wide_attention_keys_kernel(
     tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=shown)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return a tensor whose rows are contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose rows are contiguous."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _strided(*tensors: Tensor) -> list[Any]:
+    """Return the arguments of kernels for tensors (batch, heads, tokens, head_dim)."""
+    return [each for x in tensors for each in (x, *x.stride()[:3])]
+
+
+def _rows_apart(x: Tensor) -> int:
+    """Return how many numbers the rows of x are apart, 0 if all have the same."""
+    return x.stride(0) if len(x) > 1 else 0
 
 
 def wide_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, ids: Ids, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `reference.wide_attention_forward`."""
-    batch, heads, queries, head_dim = q.shape
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
+    q, k, v = _rows(q, k, v)
     out = q.new_empty(batch, queries, heads, head_dim)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out.transpose(1, 2), lse
     setting = launch(FORWARD, head_dim)
     wide_attention_forward_kernel[(cdiv(queries, setting.rows), heads, batch)](
-        q,
-        *q.stride()[:3],
-        k,
-        *k.stride()[:3],
-        v,
-        *v.stride()[:3],
-        out,
-        lse,
-        *ranges[:2],
-        ranges[0].stride(0) if len(ranges[0]) > 1 else 0,
-        *ids,
-        queries,
-        k.shape[2],
-        scale,
-        GROUP=heads // k.shape[1],
+        *(*_strided(q, k, v), out, lse, *ranges[:2], _rows_apart(ranges[0]), *ids),
+        *(queries, keys, scale),
+        GROUP=heads // kv_heads,
         ROWS=setting.rows,
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
@@ -468,21 +468,16 @@ def wide_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels for `reference.wide_attention_backward`."""
     (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    grad, q, k, v = _rows(grad), _rows(q), _rows(k), _rows(v)
+    grad, q, k, v = _rows(grad, q, k, v)
     out = out.transpose(1, 2).contiguous()
-    group = heads // kv_heads
     dq = torch.empty_like(out)
     if dq.numel() == 0 or keys == 0:
         return dq.zero_().transpose(1, 2), torch.zeros_like(k), torch.zeros_like(v)
     delta = torch.empty_like(lse)
-    of_delta = launch(DELTA, head_dim)
+    settings = [launch(table, head_dim) for table in (DELTA, SCORES, QUERIES, KEYS)]
+    of_delta, of_scores, of_q, of_k = settings
     wide_attention_delta_kernel[(cdiv(queries, of_delta.rows), batch * heads)](
-        grad,
-        *grad.stride()[:3],
-        out,
-        delta,
-        queries,
-        heads,
+        *(*_strided(grad), out, delta, queries, heads),
         ROWS=of_delta.rows,
         HEAD_DIM=head_dim,
         WIDTH=of_delta.block,
@@ -496,84 +491,35 @@ def wide_attention_backward(
     whole = panel >= queries
     # Several panels are added in float32.
     make, dtype = (torch.empty, q.dtype) if whole else (torch.zeros, torch.float32)
-    dk, dv = (
-        make((batch, keys, kv_heads, head_dim), dtype=dtype, device=q.device) for _ in range(2)
-    )
-    row = ranges[0].stride(0) if len(ranges[0]) > 1 else 0
-    query_row = ranges[2].stride(0) if len(ranges[2]) > 1 else 0
-    scores, of_q, of_k = (launch(table, head_dim) for table in (SCORES, QUERIES, KEYS))
+    shape = batch, keys, kv_heads, head_dim
+    dk, dv = (make(shape, dtype=dtype, device=q.device) for _ in range(2))
+    strides, of_row, of_key_row = slopes.stride()[:2], *map(_rows_apart, ranges[::2])
+
+    def options(setting: Launch) -> dict[str, int]:
+        common = {"GROUP": heads // kv_heads, "HEAD_DIM": head_dim}
+        return {**common, "ROWS": setting.rows, "DEPTH": setting.depth, **keywords(setting)}
+
     for begin in range(0, queries, panel):
         stop = min(queries, begin + panel)
-        tiles = cdiv(keys, scores.block), cdiv(stop - begin, scores.rows)
+        tiles = cdiv(keys, of_scores.block), cdiv(stop - begin, of_scores.rows)
         wide_attention_scores_kernel[(*tiles, batch * heads)](
-            grad,
-            *grad.stride()[:3],
-            q,
-            *q.stride()[:3],
-            k,
-            *k.stride()[:3],
-            v,
-            *v.stride()[:3],
-            lse,
-            delta,
-            weights,
-            slopes,
-            *slopes.stride()[:2],
-            *ranges[:2],
-            row,
-            *ids,
-            begin,
-            queries,
-            keys,
-            heads,
-            scale,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            ROWS=scores.rows,
-            DEPTH=scores.depth,
-            **keywords(scores),
+            *(*_strided(grad, q, k, v), lse, delta, weights, slopes, *strides),
+            *(*ranges[:2], of_row, *ids, begin, queries, keys, heads, scale),
+            **options(of_scores),
         )
         tiles = cdiv(head_dim, of_q.block), cdiv(stop - begin, of_q.rows)
         wide_attention_queries_kernel[(*tiles, batch * heads)](
-            slopes,
-            *slopes.stride()[:2],
-            k,
-            *k.stride()[:3],
-            dq,
-            *ranges[:2],
-            row,
-            begin,
-            queries,
-            keys,
-            heads,
-            scale,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            ROWS=of_q.rows,
-            DEPTH=of_q.depth,
-            **keywords(of_q),
+            *(slopes, *strides, *_strided(k), dq, *ranges[:2], of_row),
+            *(begin, queries, keys, heads, scale),
+            **options(of_q),
         )
         tiles = cdiv(head_dim, of_k.block), cdiv(keys, of_k.rows)
         for read, x, total, factor in ((slopes, q, dk, scale), (weights, grad, dv, 1.0)):
             wide_attention_keys_kernel[(*tiles, batch * kv_heads)](
-                read,
-                *read.stride()[:2],
-                x,
-                *x.stride()[:3],
-                total,
-                *ranges[2:],
-                query_row,
-                begin,
-                stop,
-                keys,
-                kv_heads,
-                factor,
+                *(read, *strides, *_strided(x), total, *ranges[2:], of_key_row),
+                *(begin, stop, keys, kv_heads, factor),
                 ADD=not whole,
-                GROUP=group,
-                HEAD_DIM=head_dim,
-                ROWS=of_k.rows,
-                DEPTH=of_k.depth,
-                **keywords(of_k),
+                **options(of_k),
             )
     dk = dk if whole else dk.mul_(scale)
     dk, dv = (x.to(q.dtype).transpose(1, 2) for x in (dk, dv))
