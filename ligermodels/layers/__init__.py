@@ -16,6 +16,7 @@ from ligermodels.layers.experts import (
     router_z_loss,
 )
 from ligermodels.layers.fusion import PreNormed, pre_norm
+from ligermodels.layers.gated_delta import DeltaState, GatedDeltaNet
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
@@ -29,7 +30,9 @@ __all__ = [
     "ClampedSwiGLU",
     "CrossAttention",
     "DecoderBlock",
+    "DeltaState",
     "Experts",
+    "GatedDeltaNet",
     "GatedMLP",
     "HeadOutput",
     "KVCache",

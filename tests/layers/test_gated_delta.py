@@ -1,0 +1,86 @@
+"""The gated delta net beside transformers' layer, and its states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels.layers.gated_delta import GatedDeltaNet
+
+qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+qwen_config = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
+
+
+def pair() -> tuple[GatedDeltaNet, torch.nn.Module]:
+    """Return a layer, and transformers' with the same weights."""
+    torch.manual_seed(0)
+    ours = GatedDeltaNet(24, 2, 4, 16, 8)
+    config = qwen_config.Qwen3_5TextConfig(
+        hidden_size=24,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+    )
+    theirs = qwen.Qwen3_5GatedDeltaNet(config, 0)
+    with torch.no_grad():
+        ours.norm_weight.normal_(1)
+        ours.dt_bias.normal_()
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        for name, part in zip(names, ours.in_proj.weight.split(ours.widths), strict=True):
+            getattr(theirs, name).weight.copy_(part)
+        theirs.conv1d.weight.copy_(ours.conv_weight[:, None])
+        theirs.A_log.copy_(ours.a_log)
+        theirs.dt_bias.copy_(ours.dt_bias)
+        theirs.norm.weight.copy_(ours.norm_weight)
+        theirs.out_proj.weight.copy_(ours.out_proj.weight)
+    return ours, theirs
+
+
+def test_equals_transformers() -> None:
+    """Outputs within 1e-5, gradients within 1e-4, both relative."""
+    ours, theirs = pair()
+    x = torch.randn(2, 70, 24)
+    found, expected = ours(x)[0], theirs(x)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    upstream = torch.randn_like(found)
+    found.backward(upstream)
+    expected.backward(upstream)
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    packed = torch.cat([getattr(theirs, name).weight.grad for name in names])
+    for a, b in (
+        (ours.in_proj.weight.grad, packed),
+        (ours.conv_weight.grad, theirs.conv1d.weight.grad[:, 0]),
+        (ours.a_log.grad, theirs.A_log.grad),
+        (ours.dt_bias.grad, theirs.dt_bias.grad),
+        (ours.norm_weight.grad, theirs.norm.weight.grad),
+        (ours.out_proj.weight.grad, theirs.out_proj.weight.grad),
+    ):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_decoding_equals_the_whole_row() -> None:
+    ours, _ = pair()
+    ours.double()
+    x = torch.randn(2, 12, 24, dtype=torch.float64)
+    whole, last = ours(x)
+    out, state = ours(x[:, :2])  # fewer tokens than the convolution reads
+    parts = [out]
+    for i in range(2, 12):
+        out, state = ours(x[:, i : i + 1], state=state)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    for ours_, whole_ in zip(state, last, strict=True):
+        torch.testing.assert_close(ours_, whole_)
+
+
+def test_packed_documents_are_separate_rows() -> None:
+    ours, _ = pair()
+    x = torch.randn(1, 90, 24)
+    ends = torch.tensor([0, 1, 70, 90])
+    packed, state = ours(x, ends)
+    assert state is None
+    alone = [ours(x[:, first:end])[0] for first, end in ((0, 1), (1, 70), (70, 90))]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="expected no cu_seqlens"):
+        ours(x, ends, ours(x)[1])
