@@ -66,13 +66,17 @@ class GatedDeltaNet(nn.Module):
         values = num_value_heads * value_dim
         channels = 2 * num_key_heads * key_dim + values
         self.widths = (channels, values, num_value_heads, num_value_heads)
-        made = {"device": device, "dtype": dtype}
-        self.in_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
-        self.conv_weight = nn.Parameter(torch.empty(channels, taps, **made))
-        self.a_log = nn.Parameter(torch.empty(num_value_heads, **made))
-        self.dt_bias = nn.Parameter(torch.empty(num_value_heads, **made))
-        self.norm_weight = nn.Parameter(torch.empty(value_dim, **made))
-        self.out_proj = nn.Linear(values, hidden_size, bias=False, **made)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        out = sum(self.widths)
+        self.in_proj = nn.Linear(hidden_size, out, bias=False, device=device, dtype=dtype)
+        self.conv_weight = parameter(channels, taps)
+        self.a_log = parameter(num_value_heads)
+        self.dt_bias = parameter(num_value_heads)
+        self.norm_weight = parameter(value_dim)
+        self.out_proj = nn.Linear(values, hidden_size, bias=False, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -107,10 +111,9 @@ class GatedDeltaNet(nn.Module):
             b, a = (F.pad(gate, (0, 0, past, 0)) for gate in (b, a))
         gates = b, a, self.conv_weight, self.a_log, self.dt_bias
         made = kernels.gated_delta_inputs(qkv, *gates, self.num_key_heads, self.key_dim, cu_seqlens)
-        if state is not None:
-            made = tuple(part[:, past:] for part in made)
+        q, k, v, g, beta = (part[:, -x.shape[1] :] for part in made)
         memory = None if state is None else state.memory
-        out, memory = kernels.gated_delta(*made, cu_seqlens, memory)
+        out, memory = kernels.gated_delta(q, k, v, g, beta, cu_seqlens, memory)
         out = kernels.rms_norm(out, self.norm_weight, self.eps)
         gate = F.silu(z.unflatten(-1, (self.num_value_heads, self.value_dim)).float())
         out = self.out_proj((out * gate).to(out.dtype).flatten(2))
