@@ -25,9 +25,9 @@ CHUNKS = Launches(
 )
 # For 16 bits on GPUs with much shared memory, and for all others. On an H100 with Triton 3.6, one
 # stage of blocks of 32 columns in bfloat16 ended in an illegal memory access.
-FORWARD = Launches(nvidia=((None, Launch(64, 4, 3)),), amd=((None, Launch(32, 4, 1)),))
+FORWARD = Launches(nvidia=((None, Launch(32, 4, 2)),), amd=((None, Launch(32, 4, 1)),))
 FORWARD_SMALL = Launches(nvidia=((None, Launch(16, 4, 1)),), amd=((None, Launch(16, 4, 1)),))
-BACKWARD = Launches(nvidia=((None, Launch(64, 4, 3)),), amd=((None, Launch(32, 4, 1)),))
+BACKWARD = Launches(nvidia=((None, Launch(32, 4, 2)),), amd=((None, Launch(32, 4, 1)),))
 BACKWARD_SMALL = Launches(nvidia=((None, Launch(16, 4, 1)),), amd=((None, Launch(16, 4, 1)),))
 # By the bytes of an element.
 GRADIENTS = Launches(
