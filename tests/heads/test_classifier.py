@@ -39,7 +39,8 @@ def hf_classifier(family: str, **changes):
     name = config_name.replace("Config", "") + "ForSequenceClassification"
     torch.manual_seed(0)
     options = hf_models.implementations(family)
-    return getattr(transformers, name)._from_config(config, **options).eval()
+    model = getattr(transformers, name)._from_config(config, **options)
+    return hf_models.with_its_activation(model).eval()
 
 
 def padded_ids() -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,4 +101,13 @@ def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = auto.from_pretrained(folder, dtype=dtype, **implementations(family))
-    return model.eval().to(device)
+    return with_its_activation(model).eval().to(device)
+
+
+def with_its_activation(model: Any) -> Any:
+    """Return the model with the activation of its config, which transformers 5.17 ignores."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.alpha = model.config.swiglu_alpha
+            module.limit = model.config.swiglu_limit
+    return model
