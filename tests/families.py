@@ -178,7 +178,12 @@ FAMILIES = {
         own={"swiglu_limit": 0.7},
         rounded={"num_experts_per_tok": 5},
         experts={"num_local_experts": 5, "num_experts_per_tok": 2},
-        gpu={"head_dim": 64, "sliding_window": 64},
+        gpu={
+            "head_dim": 64,
+            "sliding_window": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
         defaults={
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
