@@ -17,16 +17,12 @@ pytestmark = [
 COMPILED = ("basic", "window, packed", "left padding")
 
 OLD_LONGROPE = Version(transformers.__version__) < Version("5.22")
-# transformers 5.17 computes gpt-oss with the limit 7, whatever the config says.
-OLD_LIMIT = Version(transformers.__version__) < Version("5.23")
 
 
 @cases_of("logits", zoo.REAL, kinds=("maths", "numbers", "input"))
 def test_parity(family: str, name: str, record_property: RecordProperty) -> None:
     if family.startswith("gemma3") and name.startswith("longrope") and OLD_LONGROPE:
         pytest.skip("this transformers raises UnboundLocalError for longrope by layer type")
-    if family == "gpt_oss" and OLD_LIMIT:
-        pytest.skip("this transformers ignores swiglu_limit")
     case = parity.Case(family, name, zoo.REAL, "cuda")
     errors = parity.check_numbers(case)
     if parity.applies("generation", case.feature):
@@ -38,7 +34,5 @@ def test_parity(family: str, name: str, record_property: RecordProperty) -> None
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_bfloat16_errors_beside_transformers(family: str, record_property: RecordProperty) -> None:
-    if family == "gpt_oss" and OLD_LIMIT:
-        pytest.skip("this transformers ignores swiglu_limit")
     ratios = parity.check_bfloat16(family, zoo.REAL, "cuda")
     parity.hold_ratios(family, ratios, record_property)
