@@ -93,7 +93,7 @@ def test_every_page_is_linked() -> None:
     missing = [
         page.name
         for page in sorted((markdown.ROOT / "docs").glob("*.md"))
-        if f"(docs/{page.name})" not in TEXT
+        if f"(docs/{page.name})" not in TEXT and page.name != "index.md"  # the site's own start
     ]
     assert not missing
 
