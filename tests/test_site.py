@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ligermodels import families
 from tests import markdown
+
+
+def test_the_drawings_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(markdown.ROOT / "docs" / "site"))
+    drawings = importlib.import_module("drawings")
+    folder = markdown.ROOT / "docs" / "site"
+    assert drawings.draw_block() == (folder / "block.svg").read_text(encoding="utf-8")
+    assert drawings.draw_head() == (folder / "head.svg").read_text(encoding="utf-8")
 
 
 def test_the_site(tmp_path: Path) -> None:
@@ -35,4 +46,4 @@ def test_the_site(tmp_path: Path) -> None:
     documents = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     found = {document["location"] for document in documents}
     assert {"memory/", "start/", "families/llama/"} <= found
-    assert any(place.endswith("#ligermodels.layers.Attention") for place in found)
+    assert any(place.endswith("#ligermodels.layers.attention.Attention") for place in found)

@@ -7,6 +7,7 @@ the reference shows the docstrings of a room. A link to a file outside docs/ lea
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import os
@@ -19,28 +20,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # where the package is not installed
 
-PACKAGE = ROOT / "ligermodels"
 BLOB = "https://github.com/ligermodels/ligermodels/blob/main/"
 # Title of a page of the reference -> the modules of the package whose public names it shows. A
 # package stands for the names of its `__all__`.
 REFERENCE = {
-    "Models": [
-        "models.auto",
-        "models.base",
-        "models.config",
-        "models.hf_model",
-        "models.planned",
-        "models.kernel_report",
-        "models.decoder_weight_map",
-    ],
+    "Package": [""],
+    "Models": ["models.base:DecoderModel", "models.config:ModelConfig", "models.hf_model:HFModel"],
     "Layers": ["layers"],
     "Kernels": ["kernels"],
-    "Heads": ["heads.classifier", "heads.embedding", "heads.medusa", "heads.multi_token"],
-    "Generation": ["generation.generate", "generation.many", "layers.kv_cache"],
+    "Heads": [
+        "heads.classifier:LigerClassifier",
+        "heads.embedding:EmbeddingModel",
+        "heads.medusa:MedusaHeads",
+        "heads.multi_token",
+    ],
+    "Generation": [
+        "generation.generate:generate",
+        "generation.many:generate_many",
+        "layers.kv_cache:KVCache",
+    ],
     "Text": ["text"],
-    "Memory": ["memory.plan", "memory.planner"],
+    "Memory": ["memory.plan:MemoryPlan LayerPlan Prediction", "models.planned:PlannedModel"],
     "float8": ["float8"],
-    "Adapters": ["adapters", "adapters.reference"],
+    "Adapters": ["adapters"],
     "Losses": [
         "losses.preference",
         "losses.kto",
@@ -51,28 +53,40 @@ REFERENCE = {
         "losses.terms",
     ],
     "Training": [
-        "training.config",
-        "training.losses",
-        "training.objectives",
-        "training.finetune",
-        "training.optimizers",
-        "training.packing",
+        "training.config:FinetuneConfig ModelOptions DataOptions AdapterOptions ScheduleOptions "
+        "OptimizerOptions MemoryOptions ParallelOptions OutputOptions",
+        "training.losses:Loss SFT DPO",
+        "training.objectives:Objective",
+        "training.finetune:finetune",
+        "training.reports:FinetuneResult",
     ],
-    "Parallel": ["parallel.shard", "parallel.state"],
     "Converters": [
-        "converters.weight_map",
-        "converters.load_pretrained",
-        "converters.verify",
-        "converters.inspect",
+        "converters.weight_map:Entry Span Towers WeightMap packed_entry linear_entries "
+        "norm_entries",
+        "converters.verify:verify compare Report",
+        "converters.inspect:describe Description",
     ],
     "Other tools": [
-        "integrations.hf_model",
-        "integrations.peft_adapters",
+        "integrations.hf_model:LigerForCausalLM",
+        "integrations.peft_adapters:get_peft_model load_peft_model",
         "integrations.trl_trainers",
-        "checks.check_family",
+        "checks.check_family:check_family FamilyReport",
     ],
-    "Errors": ["errors"],
+    "Errors": ["errors:LigerError ConfigError CheckpointError DataError SaveError"],
 }
+
+
+def on_config(config: Any) -> Any:
+    """Put the generated pages into the navigation."""
+    made: dict[str, list[str]] = {}
+    for uri, _ in (*family_pages(), *reference_pages()):
+        made.setdefault(uri.partition("/")[0], []).append(uri)
+    for entry in config.nav:
+        for title in [*entry] if isinstance(entry, dict) else ():
+            if (folder := title.lower()) in made:
+                index = f"{folder}/index.md"
+                entry[title] = [index, *(uri for uri in made[folder] if uri != index)]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -116,6 +130,8 @@ def family_pages() -> Iterator[tuple[str, str]]:
         module = sys.modules[cls.__module__]
         what = (module.__doc__ or "").strip().split("\n")[0]
         title = cls.__name__.removeprefix("Liger")
+        if cls.config_class.model_type != name:
+            title += f" ({name})"
         rows.append(
             f"| [{title}]({name}.md) | `{name}` | {len(cls.config_class.presets)} | {what} |"
         )
@@ -139,10 +155,12 @@ def family_page(name: str, cls: Any, title: str, doc: str) -> str:
     if preset is not None:
         lines += [
             "```python",
+            "import torch",
             f"from ligermodels import {cls.__name__}, {config.__name__}",
             "",
-            f"model = {cls.__name__}.from_hf(FOLDER)  # a hub id or a local folder",
-            f'model = {cls.__name__}({config.__name__}.preset("{preset}"))  # random weights',
+            f'config = {config.__name__}.preset("{preset}")',
+            'with torch.device("meta"):  # takes no memory; from_hf(folder) loads a checkpoint',
+            f"    model = {cls.__name__}(config)",
             "```",
             "",
         ]
@@ -168,7 +186,8 @@ def family_page(name: str, cls: Any, title: str, doc: str) -> str:
 
 def size_table(cls: Any) -> Iterator[str]:
     """Yield a table of the published sizes of a family."""
-    yield "| size | parameters | layers | hidden | heads, of which keys | vocabulary | positions |"
+    columns = "size, parameters, layers, hidden, query and key heads, vocabulary, positions"
+    yield f"| {columns.replace(', ', ' | ')} |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for preset in cls.config_class.presets:
         config = cls.config_class.preset(preset)
@@ -218,11 +237,13 @@ def example_page() -> tuple[str, str]:
         "trainers": "Other trainers",
         "clusters": "Clusters",
     }
-    lines = ["# Examples", "", "Each runs on a CPU with a small model, and on a GPU.", ""]
+    lines = ["# Examples", "", "Programs that run on a CPU with a small model, and on a GPU.", ""]
     lines += ["`python examples/smollm2.py build/smollm2` makes such a model without the hub."]
     for folder, title in titles.items():
         lines += ["", f"## {title}", "", "| file | what it shows |", "| --- | --- |"]
-        for file in sorted((ROOT / "examples" / folder).glob("*.py")):
+        shared = ("command.py", "rows.py")
+        files = (ROOT / "examples" / folder).glob("*.py")
+        for file in sorted(file for file in files if file.name not in shared):
             doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             name = file.relative_to(ROOT)
             what = " ".join(doc.partition("\n\n")[0].split())
@@ -233,26 +254,30 @@ def example_page() -> tuple[str, str]:
 def reference_pages() -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each page of the reference, and of its index."""
     index = ["# Reference", "", "The public names, with the text of their docstrings.", ""]
-    for title, modules in REFERENCE.items():
+    for title, places in REFERENCE.items():
         page = title.lower().replace(" ", "_") + ".md"
-        lines, found = [f"# {title}", ""], []
-        for module in modules:
-            for name in public_names(module):
-                lines += [f"::: ligermodels.{module}.{name}", ""]
-                found.append(name)
-        index.append(f"- [{title}]({page}): " + ", ".join(f"`{name}`" for name in found))
+        objects = {each: None for place in places for each in public_objects(place)}
+        lines = [f"# {title}", "", *(f"::: {path}\n" for path in objects)]
+        names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in objects)
+        index.append(f"- [{title}]({page}): {names}")
         yield f"reference/{page}", "\n".join(lines)
     yield "reference/index.md", "\n".join(index) + "\n"
 
 
-def public_names(module: str) -> list[str]:
-    """Return the names of `__all__`, or else the public functions and classes of a module."""
-    path = PACKAGE.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
-            return list(ast.literal_eval(node.value))
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    names = [node.name for node in tree.body if isinstance(node, kinds)]
-    return [name for name in names if not name.startswith("_")]
+def public_objects(place: str) -> Iterator[str]:
+    """Yield where each public class and function of a module is defined, as `module.name`.
+
+    Args: place: a module of the package, or `module:names`. A module without names and without
+        `__all__` has its own classes and functions.
+    """
+    module_name, _, names = place.partition(":")
+    module = importlib.import_module(f"ligermodels.{module_name}".rstrip("."))
+    own = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]
+    for name in names.split() or own:
+        found = getattr(module, name)
+        if callable(found):
+            yield f"{found.__module__}.{getattr(found, '__qualname__', name)}"

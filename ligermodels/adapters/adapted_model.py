@@ -56,8 +56,16 @@ def add_adapters(
         seed: determines their values, on every device.
     Raises:
         ConfigError: a target names no linear of the layers, or some experts of a layer only; or the
-            experts of the model cannot have adapters, and targets does not leave them out.
+            experts of the model cannot have adapters, and targets does not leave them out; or the
+            rank or the targets are none, experts have adapters already, or are spread over ranks.
     """
+    if isinstance(targets, str) or (targets is not None and not targets):
+        raise ConfigError(f"lora_targets: {targets!r}; give a list of names, or None for all")
+    if rank < 1:
+        raise ConfigError(f"lora_r: {rank}; give 1 or more")
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and module.exchange is not None:
+            raise ConfigError(f"{name}: experts that are spread over ranks cannot have adapters")
     model.requires_grad_(False)
     draw = torch.Generator().manual_seed(seed)
     wanted = None if targets is None or targets == ["all-linear"] else frozenset(targets)
@@ -73,6 +81,8 @@ def add_adapters(
         unused.difference_update(*names.values())
         if chosen:
             experts = _experts_of(name, parts, chosen)
+            if experts and isinstance(base, LoraLinear):
+                raise ConfigError(f"{name}: these experts have adapters already; merge them first")
             rows = [part.rows for part in chosen]
             adapted = LoraLinear(
                 base, rows, rank=rank, alpha=alpha, dropout=dropout, experts=experts
@@ -119,7 +129,10 @@ def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
         )
     for name in names + stacks:
         linear = module_at(model.layers, name)
-        assert isinstance(linear, nn.Linear)
+        if type(linear) is not nn.Linear:
+            raise ConfigError(
+                f"load_in: layers.{name} has adapters; quantize the model before them"
+            )
         try:
             converted = QuantizedLinear(linear, bits, device=device)
         except ConfigError as error:

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 
 
 def show(title: str, rows: Mapping[str, str]) -> None:
-    """Print a title and rows on stderr: in colour on a terminal, as plain text elsewhere."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print a title and rows on stderr: in colour on a terminal, as plain text elsewhere.
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+    A long value is not cut into lines, so that a path or a command can be copied.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console, width = Console(file=sys.stderr, highlight=False), max(map(len, rows)) + 2
+    console.print(Text(title, style="bold"))
     for name, value in rows.items():
-        table.add_row(name, value)
-    console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=False)
-    console.print(title, style="bold")
-    console.print(table)
+        console.print(Text.assemble((f"{name:<{width}}", "cyan"), value), soft_wrap=True)

@@ -161,7 +161,7 @@ def run(given: Arguments) -> None:
     if key in result.eval_after:
         measured = [x[key] for x in (result.eval_before, result.eval_after) if key in x]
         change = " -> ".join(map(shown, measured))
-        print(f"held-out {name} {change} in {result.steps} steps")
+        print(f"held-out {name} {change} in {result.exported_step} steps")
     elif result.loss is not None:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
     print(f"exported to {result.model_dir}")

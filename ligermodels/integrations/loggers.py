@@ -122,7 +122,7 @@ class CsvLogger:
         self._path = folder / "metrics.csv"
         found = read_if_present(self._path, CheckpointError) if start else None
         rows = list(csv.reader((found or b"").decode("utf-8", "replace").splitlines()))[1:]
-        kept = [row for row in rows if len(row) == 3 and int(row[0]) <= start]
+        kept = [row for row in rows if len(row) == 3 and row[0].isdigit() and int(row[0]) <= start]
         atomic_write(self._path, lambda part: _write(part, [["step", "metric", "value"], *kept]))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

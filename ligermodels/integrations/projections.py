@@ -183,6 +183,12 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
                 )
         # PEFT also puts parameters of experts here, where target_modules names their projections.
         targets = tuple(f".{x}" for x in getattr(config, "target_parameters", None) or ())
+        if odd := next((x for x in targets if ".experts." in x), None):
+            raise ConfigError(
+                f"adapter {adapter!r} adapts {odd[1:]}, a parameter of HF's model that holds all "
+                "experts, which a native model does not have; train adapters on experts with "
+                "ligermodels.adapters.add_adapters or finetune --lora-targets"
+            )
         for entry in separate(model.weight_map):
             if len(entry.spans) > 1 and f".{wrapper_name(entry.name)}".endswith(targets):
                 raise ConfigError(

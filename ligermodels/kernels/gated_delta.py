@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_gated_delta
+from ligermodels.kernels.checks import check_floating, check_gated_delta
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
@@ -85,6 +85,10 @@ def gated_delta(
     Raises: ValueError if shapes or dtypes do not fit, or dk is more than 128 in the Triton kernels.
     Source: arXiv:2412.06464.
     """
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_floating(_OP, name, tensor)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -67,7 +67,9 @@ def gated_delta_inputs(
     Raises: ValueError if a shape does not fit.
     Source: arXiv:2412.06464.
     """
-    check_floating(_OP, "qkv", qkv)
+    tensors = {"qkv": qkv, "b": b, "a": a, "weight": weight, "a_log": a_log, "dt_bias": dt_bias}
+    for name, tensor in tensors.items():
+        check_floating(_OP, name, tensor)
     keys, heads = key_heads * key_dim, len(a_log)
     fits = qkv.dim() == 3 and b.shape == a.shape == (*qkv.shape[:2], heads)
     fits = fits and a_log.shape == dt_bias.shape and weight.dim() == 2

@@ -41,7 +41,8 @@ class Routing(NamedTuple):
     Attributes:
         experts: (batch, seq, layers, top_k) int32, the experts of each token, as the forward takes
             them in `routed_experts`. Layers without experts are left out.
-        counts: (layers, experts) int64, how many tokens have chosen each expert, padding left out.
+        counts: (layers, experts) int64, how many tokens have chosen each expert, padding left out;
+            under context parallelism, of the tokens of this rank, as the entropy is.
         entropy: (layers,) float32, the mean entropy over tokens of the softmax of the logits, in
             nats. It is log(experts) for a router that does not choose.
     """
@@ -292,7 +293,7 @@ def expert_counts(routes: list[Routes], attention_mask: Tensor | None = None) ->
 def load_balancing_loss(
     routes: list[Routes], attention_mask: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Return the loss of unbalanced experts over all layers: top_k at best, experts at worst.
+    """Return the loss of unbalanced experts over all layers: top_k where all get as many tokens.
 
     It is experts * sum over e of f_e P_e: the share of tokens that expert e gets, counted top_k
     times, and its mean probability. Both are means over the tokens of all layers, as in
@@ -307,7 +308,7 @@ def load_balancing_loss(
             which these routes are one. Where gradients are averaged over ranks, it is the mean of
             the ranks' sums. By default, that of these routes.
     Returns: a scalar in float32; 0 if no token counts.
-    Raises: ValueError if there are no routes, or the mask is not one of these tokens.
+    Raises: ValueError if there are no routes, or the mask or the counts do not fit them.
     Source: arXiv:2101.03961, equations 4 to 6.
     """
     real = _real_tokens(routes, attention_mask)
@@ -368,6 +369,11 @@ def _step(
     """
     if counts is None:
         counts = expert_counts(routes, attention_mask)
+    expected = (len(routes), routes[0].logits.shape[-1])
+    if counts.shape != expected:
+        raise ValueError(
+            f"counts {tuple(counts.shape)}: expected {expected}, (layers, experts) of these routes"
+        )
     count = counts.detach().sum(0).float()
     tokens = count.sum() / routes[0].experts.shape[1]
     return count, tokens + (tokens == 0)

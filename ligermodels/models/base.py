@@ -290,7 +290,7 @@ class DecoderModel(HFModel, PlannedModel):
         shard = self.row_shard
         inputs = inputs if shard is None else shard.split(inputs)
         if routed_experts is not None:
-            context = self._routed(context, routed_experts)
+            context = self._routed(context, routed_experts, len(inputs))
         # No variable here names the embeddings: it would hold them until the end of the head.
         hidden, extras = self.run_layers(
             self.embed_tokens(inputs) if inputs_embeds is None else inputs, context
@@ -316,7 +316,7 @@ class DecoderModel(HFModel, PlannedModel):
             return output
         return self._add_loss(output, auxiliary, loss_options, expert_counts is not None)
 
-    def _routed(self, context: DecoderContext, experts: Tensor) -> DecoderContext:
+    def _routed(self, context: DecoderContext, experts: Tensor, batch: int) -> DecoderContext:
         """Return the context with the experts of each token, (batch, seq, layers, top_k)."""
         found = [
             [x.router.top_k for x in layer.modules() if isinstance(x, Experts)]
@@ -325,11 +325,11 @@ class DecoderModel(HFModel, PlannedModel):
         seq = context.layers[0].cos.shape[1]
         seq *= 1 if self.row_shard is None else self.row_shard.ranks
         each_top_k = [k for each in found for k in each]
-        expected = (seq, len(each_top_k), max([0, *each_top_k]))
-        if experts.shape[1:] != expected or any(len(each) > 1 for each in found):
+        expected = (batch, seq, len(each_top_k), max([0, *each_top_k]))
+        if experts.shape != expected or any(len(each) > 1 for each in found):
             raise ValueError(
-                f"routed_experts: {tuple(experts.shape)} for {expected[1]} layers with experts; "
-                f"expected (batch, {', '.join(map(str, expected))}): tokens, layers, top_k"
+                f"routed_experts: {tuple(experts.shape)} for {expected[2]} layers with experts; "
+                f"expected {expected}: rows, tokens, layers, top_k"
             )
         if self.row_shard is not None:
             experts = self.row_shard.split(experts)

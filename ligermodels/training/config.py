@@ -270,7 +270,7 @@ class OutputOptions(Options):
     overwrite_output_dir: bool = free_option(False)
     save_steps: int = free_option(500, at_least=0)
     save_total_limit: int = free_option(2, at_least=1)
-    keep_best: bool = free_option(False)
+    keep_best: bool = option(False)
     logging_steps: int = free_option(1, at_least=1)
     report_to: list[str] | None = free_option(None, choices=LOGGERS)
     sample_prompts: list[str] | None = free_option(None, metavar="TEXT")
@@ -332,6 +332,13 @@ class FinetuneConfig:
                     f"{name}: this cannot be combined with lora_r, which holds a whole model and "
                     "whole rows on each GPU; leave one out"
                 )
+        measures = self.data.eval_files or self.data.eval_fraction
+        for name, value in (
+            ("early_stopping_patience", self.schedule.early_stopping_patience),
+            ("keep_best", self.output.keep_best),
+        ):
+            if value and not measures:
+                raise ConfigError(f"{name}: this needs eval_files or an eval_fraction above 0")
         if self.parallel.expert_parallel > 1 and self.model.compile:
             raise ConfigError("expert_parallel: this cannot be combined with compile yet")
         if self.model.float8 is not None and self.adapter.load_in is not None:

@@ -211,7 +211,8 @@ class Run:
             hours, started = config.schedule.max_hours, time.monotonic()
 
             def check() -> None:
-                if hours is not None and time.monotonic() - started > 3600 * hours:
+                is_over = hours is not None and time.monotonic() - started > 3600 * hours
+                if is_over and trainer.done < trainer.total_steps:
                     self.interrupts.signum = self.interrupts.signum or signal.SIGALRM
                 self.interrupts.signum = processes.barrier(self.interrupts.signum)
                 self.interrupts.check()
@@ -233,7 +234,7 @@ class Run:
                 check()
                 result = self._finish(trainer)
                 if self.show is not None:
-                    self.show("finished", reports.end(result))
+                    self.show("finished", reports.end(result, self.device))
                 return result
             except KeyboardInterrupt:
                 if not self.exported:
@@ -242,18 +243,19 @@ class Run:
 
     def what_is_saved(self) -> str:
         """Say what an interrupted run has left in its folder, and how to go on."""
+        why = "interrupted"
+        if self.interrupts.signum == signal.SIGALRM:
+            why = f"max_hours: the time of {self.config.schedule.max_hours:g} hours was over"
         if self.exported:
-            return f"interrupted after the export; {self.run_dir.model_dir} is complete"
+            return f"{why} after the export; {self.run_dir.model_dir} is complete"
         if not self.began:
-            return "interrupted before the run began; nothing was changed"
+            return f"{why} before the run began; nothing was changed"
         words = ["ligermodels", "finetune", "--resume", "--output-dir", str(self.run_dir.path)]
         words += [word for module in self.modules for word in ("--import", module)]
         command, step = f"'{shlex.join(words)}'", self.checkpoints.latest()
         if step is None:
-            return f"interrupted before a step was saved; {command} starts from the beginning"
-        return (
-            f"interrupted; the state after step {step} is saved, and {command} goes on from there"
-        )
+            return f"{why} before a step was saved; {command} starts from the beginning"
+        return f"{why}; the state after step {step} is saved, and {command} goes on from there"
 
     def _go_on_after_restart(self) -> None:
         """Resume the run of an earlier try of the same launch, if that had begun one."""
@@ -511,6 +513,11 @@ class Run:
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
         options, last = self.config.output, trainer.total_steps
+        self.objective.end()
+        if trainer.total_steps < trainer.planned_steps:
+            self._note(
+                f"ended early after step {last}: no evaluation since step {trainer.best} was better"
+            )
         if options.keep_best and trainer.best not in (None, last):
             trainer.save(self.run_dir, self.checkpoints)  # with the weights of its last step
             last = trainer.best
@@ -539,6 +546,7 @@ class Run:
             output_dir=self.run_dir.path,
             model_dir=self.run_dir.model_dir,
             steps=trainer.total_steps,
+            exported_step=last,
             loss=losses.get(last),
             eval_before=evals.get(0, {}),
             eval_after=evals.get(last, {}),

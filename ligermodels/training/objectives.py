@@ -63,6 +63,7 @@ class Objective:
     trains_heads = False
     heads: Any = None
     expert_counts: Tensor | None = None
+    _noise: Any = None
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.config = config
@@ -107,8 +108,14 @@ class Objective:
     def module(self, model: DecoderModel) -> nn.Module:
         """Return what is trained and called with batches: the model, or a module that has it."""
         if alpha := getattr(self.options, "neftune_noise_alpha", None):
-            model.embed_tokens.register_forward_hook(partial(_add_noise, alpha))
+            hook = partial(_add_noise, alpha)
+            self._noise = model.embed_tokens.register_forward_hook(hook)
         return model
+
+    def end(self) -> None:
+        """Undo what `module` has done to the model itself, after the last step."""
+        if self._noise is not None:
+            self._noise.remove()
 
     def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
         """Return what a step runs forward, for the memory plan: `module`, or one that has it."""

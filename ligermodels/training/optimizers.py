@@ -69,10 +69,11 @@ def _with_factors(groups: Groups, model: nn.Module, factors: Sequence[str]) -> G
     """Return the groups, divided by the factors of the learning rate: `NAME=FACTOR`, the last wins.
 
     Raises:
-        ConfigError: a factor is not a positive number, or a name matches nothing.
+        ConfigError: a factor is not a positive number, or a name matches nothing that is trained.
     """
     parameters = dict(model.named_parameters())
     found: dict[nn.Parameter, float] = {}
+    named: dict[str, list[nn.Parameter]] = {}
     for each in factors:
         pattern, _, text = each.rpartition("=")
         try:
@@ -81,7 +82,10 @@ def _with_factors(groups: Groups, model: nn.Module, factors: Sequence[str]) -> G
             factor = 0.0
         if not pattern or not 0 < factor < float("inf"):
             raise ConfigError(f"lr_factors: {each!r}; expected NAME=FACTOR, as in embed_tokens=0.1")
-        found |= {parameters[name]: factor for name in _matching(model, pattern, "lr_factors")}
+        named[each] = [parameters[name] for name in _matching(model, pattern, "lr_factors")]
+        found |= dict.fromkeys(named[each], factor)
+    if frozen := [each for each in factors if not any(p.requires_grad for p in named[each])]:
+        raise ConfigError(f"lr_factors: {frozen[0]!r} names only parameters that are frozen")
     made: Groups = []
     for group in groups:
         by_factor: dict[float, list[nn.Parameter]] = {}

@@ -123,14 +123,17 @@ class FinetuneResult:
     """The result of a run. Losses are per token, in nats; perplexity is their exponential.
 
     `model_dir` is the folder of the export, and `model` is the trained model in the export's dtype.
-    `eval_before` and `eval_after` hold the metrics of the first and the last evaluation; they are
-    empty if no data was held out. `shown` is the key of the metric that matters most, and its name.
-    A loss is None if a resumed run found a metrics.jsonl without it, or nothing was held out.
+    Its weights are those after `exported_step`, which is the last of `steps` unless the best ones
+    were kept. `eval_before` and `eval_after` hold the metrics of the first evaluation and of that
+    after the exported step; they are empty if no data was held out. `shown` is the key of the
+    metric that matters most, and its name. A loss is None if a resumed run found a metrics.jsonl
+    without it, or nothing was held out.
     """
 
     output_dir: Path
     model_dir: Path
     steps: int
+    exported_step: int
     loss: float | None
     eval_before: dict[str, float]
     eval_after: dict[str, float]
@@ -189,7 +192,7 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
     }
 
 
-def end(result: FinetuneResult) -> dict[str, str]:
+def end(result: FinetuneResult, device: torch.device) -> dict[str, str]:
     """Return what a run has reached, by name, and the next command, for a terminal."""
     rows: dict[str, str] = {}
     key, name = result.shown
@@ -206,8 +209,10 @@ def end(result: FinetuneResult) -> dict[str, str]:
     ):
         if found := [entry[each] for entry in result.metrics if each in entry]:
             rows[label] = text(statistics.median(found))
-    if torch.cuda.is_available():
-        rows["peak of memory"] = f"{torch.cuda.max_memory_reserved() / 2**30:.1f} GiB"
+    if device.type == "cuda":
+        rows["peak of memory"] = f"{torch.cuda.max_memory_reserved(device) / 2**30:.1f} GiB"
+    if result.exported_step != result.steps:
+        rows["exported step"] = f"{result.exported_step} of {result.steps}, the best evaluation"
     rows["export"] = str(result.model_dir)
     for file in ("loss.png", "metrics.jsonl"):
         if (result.output_dir / file).exists():

@@ -95,6 +95,7 @@ class Trainer:
         per_step = self.objective.batch_size * self.batches_per_step
         steps = schedule.num_train_epochs * len(self.rows) / per_step
         self.total_steps = schedule.max_steps or max(1, math.ceil(steps))
+        self.planned_steps = self.total_steps  # a run may end early
         self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         decoder = decoder_of(self.model)
         self._routes = decoder is self.model and any(

@@ -85,7 +85,7 @@ def test_one_process_of_several_prints_the_result(call, monkeypatch):
     """The first one; the process that starts them prints nothing, either."""
     base = ["finetune", "m", "--train-files", "t", "--output-dir", "o"]
     shown = {"shown": ("eval_loss", "loss"), "eval_before": {}, "eval_after": {}}
-    result = SimpleNamespace(loss=1.5, steps=3, model_dir="o/model", **shown)
+    result = SimpleNamespace(loss=1.5, steps=3, exported_step=3, model_dir="o/model", **shown)
     module = import_module("ligermodels.training.finetune")  # the module, not the function
     monkeypatch.setattr(module, "finetune", Mock(return_value=result))
     for rank, out in (

@@ -106,6 +106,8 @@ def test_given_routes_are_followed() -> None:
         ValueError, match=r"routed_experts: \(4, 9, 1, 2\) for 2 layers with experts"
     ):
         model(ids, routed_experts=given[:, :, :1])
+    with pytest.raises(ValueError, match=r"counts \(1, \d\): expected \(2, \d\)"):
+        model(ids, labels=labels, expert_counts=torch.ones(1, EXPERTS))
     with pytest.raises(ValueError, match="return_routing: no layer of LigerLlama has experts"):
         LigerLlama(model.config)(ids, return_routing=True)
 

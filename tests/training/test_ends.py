@@ -38,8 +38,9 @@ def test_early_stopping_keeps_the_best_and_a_resumed_run_ends_there(inputs, meas
     early = {"early_stopping_patience": 2, "keep_best": True, "eval_steps": 2, "max_steps": 10}
     early |= {"save_total_limit": 1, "save_steps": 8, "schedule": "constant", "warmup_steps": 0}
     result = run(*inputs, tmp_path / "run", **early)
-    assert result.steps == 8 and result.eval_after["eval_perplexity"] == 3.0
-    assert any("after step 4" in note for note in result.notes)
+    assert (result.steps, result.exported_step) == (8, 4)
+    assert result.eval_after["eval_perplexity"] == 3.0
+    assert any("ended early after step 8" in note for note in result.notes)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000008"]
     four = run(*inputs, tmp_path / "four", **early | {"max_steps": 4})
@@ -52,7 +53,7 @@ def test_early_stopping_keeps_the_best_and_a_resumed_run_ends_there(inputs, meas
 
 def test_a_run_stops_when_its_time_is_up_and_goes_on(inputs, tmp_path):
     base = {"eval_fraction": 0, "max_steps": 2}
-    with pytest.raises(Interrupted, match="starts from the beginning"):
+    with pytest.raises(Interrupted, match="max_hours: the time of 1e-09 hours was over before"):
         run(*inputs, tmp_path / "run", max_hours=1e-9, **base)
     result = run(*inputs, tmp_path / "run", resume=True, **base)
     whole = run(*inputs, tmp_path / "whole", **base)
@@ -65,13 +66,16 @@ def test_noise_is_that_of_transformers_and_only_in_training(inputs, tmp_path):
     model = LigerLlama(tiny_config())
     ids = torch.arange(12).view(2, 6)
     plain = model.embed_tokens(ids)
-    config.loss.objective(config).module(model)
+    objective = config.loss.objective(config)
+    objective.module(model)
     torch.manual_seed(3)
     noisy = model.embed_tokens(ids)
     model.embed_tokens.neftune_noise_alpha = 5.0
     torch.manual_seed(3)
     assert torch.equal(noisy, neftune_post_forward_hook(model.embed_tokens, ids, plain))
     assert torch.equal(model.eval().embed_tokens(ids), plain)
+    objective.end()
+    assert torch.equal(model.train().embed_tokens(ids), plain)
 
 
 def test_label_smoothing_changes_the_loss_of_training_alone(inputs, tmp_path):
@@ -90,3 +94,9 @@ def test_label_smoothing_changes_the_loss_of_training_alone(inputs, tmp_path):
     torch.testing.assert_close(model(ids, labels=ids, label_smoothing=0.3).loss, smooth)
     with pytest.raises(ConfigError, match="label_smoothing: this is for loss_type nll, not dft"):
         options(*inputs, tmp_path, label_smoothing=0.1, loss_type="dft")
+
+
+@pytest.mark.parametrize("name", ["early_stopping_patience", "keep_best"])
+def test_what_needs_an_evaluation_is_refused_without_one(inputs, tmp_path, name):
+    with pytest.raises(ConfigError, match=f"{name}: this needs eval_files"):
+        options(*inputs, tmp_path, eval_fraction=0, **{name: True if name == "keep_best" else 1})

@@ -63,6 +63,10 @@ def test_a_factor_multiplies_the_learning_rate_of_what_it_names():
             make("adamw", lr_factors=[wrong])
     with pytest.raises(ConfigError, match="'embed_token' matches no parameter"):
         make("adamw", lr_factors=["embed_token=2"])
+    frozen = LigerLlama(tiny_config())
+    frozen.embed_tokens.requires_grad_(False)
+    with pytest.raises(ConfigError, match="names only parameters that are frozen"):
+        make("adamw", frozen, lr_factors=["embed_tokens=2"])
     with pytest.raises(ConfigError, match="muon has one learning rate"):
         make("muon", lr_factors=["embed_tokens=2"])
 

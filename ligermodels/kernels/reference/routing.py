@@ -60,7 +60,7 @@ def routing_backward(
         chosen = scores.gather(-1, index)
         total = chosen.sum(-1, keepdim=True) + options.eps
         grad = (grad - (grad * chosen).sum(-1, keepdim=True) / total) / total
-    grad = torch.zeros_like(scores).scatter(-1, index, grad)
+    grad = torch.zeros_like(scores).scatter_add(-1, index, grad)  # one may be named twice
     if options.score == "sigmoid":
         grad = grad * scores * (1 - scores)
     else:

@@ -110,17 +110,16 @@ def routing_backward_kernel(
     expert = tl.arange(0, BLOCK)[None, :]
     scores = _scores(logits_ptr, row, rows, expert, experts, SCORE)
     grad = tl.zeros((ROWS, BLOCK), tl.float32)
-    mine = tl.zeros((ROWS, BLOCK), tl.int1)
+    times = tl.zeros((ROWS, BLOCK), tl.float32)  # given routes may name an expert twice
     for k in tl.static_range(TOP_K):
         at = row * TOP_K + k
         here = expert == tl.load(experts_ptr + at, mask=row < rows, other=0)
         grad += tl.where(here, tl.load(grad_ptr + at, mask=row < rows, other=0.0) * scale, 0.0)
-        mine |= here
+        times += here.to(tl.float32)
     if NORMALIZE:
-        chosen = tl.where(mine, scores, 0.0)
-        total = tl.sum(chosen, 1, keep_dims=True) + eps
-        mean = tl.sum(grad * chosen, 1, keep_dims=True) / total
-        grad = tl.where(mine, (grad - mean) / total, 0.0)
+        total = tl.sum(times * scores, 1, keep_dims=True) + eps
+        mean = tl.sum(grad * scores, 1, keep_dims=True) / total
+        grad = (grad - times * mean) / total
     if SCORE == "sigmoid":
         grad = grad * scores * (1 - scores)
     else:

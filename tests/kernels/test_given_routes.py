@@ -1,0 +1,30 @@
+"""Routes that are given and name an expert twice, which then counts twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ligermodels import kernels
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_an_expert_that_is_named_twice(float32_place, score, normalize) -> None:
+    torch.manual_seed(0)
+    experts = torch.tensor([[0, 0, 2], [1, 2, 3], [4, 4, 4]], device=float32_place.device)
+    logits = torch.randn(3, 5, device=float32_place.device, requires_grad=True)
+    exact = logits.detach().double().requires_grad_()
+    scores = exact.softmax(-1) if score == "softmax" else exact.sigmoid()
+    expected = scores.gather(-1, experts)
+    if normalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    found, _ = kernels.routing(logits, 3, experts=experts, score=score, normalize=normalize)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-7)
+    upstream = torch.randn(3, 3, device=float32_place.device)
+    found.backward(upstream)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    if float32_place.device == "cpu":
+        with pytest.raises(ValueError, match="experts are 0 to 5; expected numbers from 0 to 4"):
+            kernels.routing(logits, 2, experts=torch.tensor([[0, 5]] * 3))
