@@ -337,10 +337,8 @@ class DecoderModel(HFModel, PlannedModel):
         layers = [c.routed(next(each)) if k else c for c, k in zip(context.layers, found)]
         return context._replace(layers=layers)
 
-    def _routing(
-        self, extras: list[Any], batch: int, attention_mask: Tensor | None
-    ) -> Routing | None:
-        """Return the `Routing` of the routes that layers returned; None without any."""
+    def _routing(self, extras: list[Any], batch: int, attention_mask: Tensor | None) -> Routing:
+        """Return the `Routing` of the routes that layers returned."""
         routes, shard = [x for x in extras if isinstance(x, Routes)], self.row_shard
         if not routes:
             raise ValueError(f"return_routing: no layer of {type(self).__name__} has experts")
