@@ -119,8 +119,7 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
     if has(family, "sliding_window_pattern"):
         config["sliding_window_pattern"] = 2
     if experts := experts_field(family):
-        # Of many tokens some have experts that tie, and a GPU rounds otherwise: they get all.
-        config |= {experts: 5, "num_experts_per_tok": 2 if scale is TINY else 5}
+        config |= {experts: 5, "num_experts_per_tok": 2}
         config |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     if has(family, "moe_intermediate_size"):
         config |= {"moe_intermediate_size": scale.inner // 2, "norm_topk_prob": True}
