@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -180,6 +181,7 @@ class AttentionMask:
         self._varlen_seqlens: dict[int | None, VarlenSeqlens] = {}
         self._key_ranges: dict[_Rule, KeyRanges] = {}
         self._parts: dict[bool, tuple[AttentionMask, ...]] = {}
+        self._document_starts: Tensor | None = None
 
     def parts(self, causal: bool) -> "tuple[AttentionMask, ...]":
         """Return the mask of each chunk of a `shard`, for layers that are causal or are not.
@@ -344,6 +346,29 @@ class AttentionMask:
         if rule not in self._varlen_seqlens:
             self._varlen_seqlens[rule] = self._find_seqlens(batch, device, rule)
         return self._varlen_seqlens[rule]
+
+    def document_starts(self, batch: int, device: torch.device) -> Tensor | None:
+        """Return where documents begin in all rows joined, and their end, (documents + 1,) int32.
+
+        None means that each row is a document. With padding, a row is three documents as in
+        `varlen_seqlens`. The host must know how many documents there are: without cu_seqlens, it
+        waits for the device once for each mask that has document_ids.
+        """
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.to(torch.int32)
+        if self.document_ids is None:
+            if self.padding_mask is None:
+                return None
+            return self.varlen_seqlens(batch, device).queries
+        if self._document_starts is None:
+            ids = self.document_ids.expand(batch, -1)
+            begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+            if self.padding_mask is not None:
+                padding = self.padding_mask
+                begins |= F.pad(padding[:, 1:] != padding[:, :-1], (1, 0), value=True)
+            found = begins.flatten().nonzero().flatten()
+            self._document_starts = F.pad(found, (0, 1), value=begins.numel()).to(torch.int32)
+        return self._document_starts
 
     def _find_seqlens(self, batch: int, device: torch.device, window: int | None) -> VarlenSeqlens:
         if self.padding_mask is not None:

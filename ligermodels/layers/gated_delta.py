@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from ligermodels import kernels
 from ligermodels.kernels.checks import check_count, check_number
+from ligermodels.layers.fusion import PreNormed, norm_then_linear
 
 
 class DeltaState(NamedTuple):
     """What a layer keeps of the tokens so far; its size does not depend on their number."""
 
-    rows: Tensor  # (batch, taps - 1, channels), what the convolution reads
-    memory: Tensor  # (batch, value heads, key_dim, value_dim), float32
+    rows: Tensor  # (documents, taps - 1, channels), what the convolution reads
+    memory: Tensor  # (documents, value heads, key_dim, value_dim), float32
 
 
 class GatedDeltaNet(nn.Module):
@@ -88,36 +89,66 @@ class GatedDeltaNet(nn.Module):
         nn.init.ones_(self.norm_weight)
 
     def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, state: DeltaState | None = None
-    ) -> tuple[Tensor, DeltaState | None]:
-        """Return the output, and without cu_seqlens the state after each row.
+        self,
+        x: Tensor | PreNormed,
+        cu_seqlens: Tensor | None = None,
+        state: DeltaState | None = None,
+        *,
+        returns_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None, DeltaState | None]:
+        """Return the output, the sum x + residual or None, and the state after each document.
 
         Args:
-            x: (batch, seq, hidden_size). A row of zeros leaves the memory as it is, but for the
-                decay.
-            cu_seqlens: (documents + 1,), where each document begins in all rows joined, and their
-                end. By default each row is a document.
+            x: (batch, seq, hidden_size), or what `pre_norm` returns.
+            cu_seqlens: (documents + 1,) int32 or int64, where each document begins in all rows
+                joined, and their end; `AttentionMask.document_starts` makes it, with padding as
+                documents of its own. By default each row is a document.
             state: that of the tokens before, of each row.
+            returns_state: whether to return the state, if none is given.
 
-        Returns: (batch, seq, hidden_size), and a `DeltaState` or None.
+        Returns: (batch, seq, hidden_size); (batch, seq, hidden_size) if x comes from `pre_norm`;
+            and a `DeltaState` of new tensors, if there is one.
         Raises: ValueError if both cu_seqlens and a state are given, or a shape does not fit.
         """
         if cu_seqlens is not None and state is not None:
             raise ValueError("GatedDeltaNet: a state continues rows; expected no cu_seqlens")
-        qkv, z, b, a = self.in_proj(x).split(self.widths, -1)
-        past = self.taps - 1
+        projected, total = norm_then_linear(x, self.in_proj)
+        seq = projected.shape[1]
+        qkv, z, b, a = projected.split(self.widths, -1)
         if state is not None:  # the rows before are convolved again, and then left out
             qkv = torch.cat((state.rows, qkv), 1)
-            b, a = (F.pad(gate, (0, 0, past, 0)) for gate in (b, a))
+            b, a = (F.pad(gate, (0, 0, self.taps - 1, 0)) for gate in (b, a))
         gates = b, a, self.conv_weight, self.a_log, self.dt_bias
         made = kernels.gated_delta_inputs(qkv, *gates, self.num_key_heads, self.key_dim, cu_seqlens)
-        q, k, v, g, beta = (part[:, -x.shape[1] :] for part in made)
+        q, k, v, g, beta = (part[:, -seq:] for part in made)
         memory = None if state is None else state.memory
         out, memory = kernels.gated_delta(q, k, v, g, beta, cu_seqlens, memory)
         out = kernels.rms_norm(out, self.norm_weight, self.eps)
         gate = F.silu(z.unflatten(-1, (self.num_value_heads, self.value_dim)).float())
         out = self.out_proj((out * gate).to(out.dtype).flatten(2))
-        if cu_seqlens is not None:
-            return out, None
-        rows = F.pad(qkv, (0, 0, max(past - qkv.shape[1], 0), 0))[:, -past:] if past else qkv[:, :0]
-        return out, DeltaState(rows, memory)
+        if state is None and not returns_state:
+            return out, total, None
+        return out, total, DeltaState(self._last_rows(qkv, cu_seqlens), memory)
+
+    def _last_rows(self, qkv: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Return the last taps - 1 rows of each document, with zeros before its first one."""
+        past = self.taps - 1
+        if cu_seqlens is None:
+            return F.pad(qkv, (0, 0, past, 0))[:, qkv.shape[1] :]
+        at = cu_seqlens[1:, None] - torch.arange(past, 0, -1, device=qkv.device)
+        inside = (at >= cu_seqlens[:-1, None])[..., None]
+        return torch.where(inside, qkv.flatten(0, 1)[at.clamp(min=0)], 0)
+
+    @torch.no_grad()
+    def decode(self, x: Tensor | PreNormed, state: DeltaState) -> tuple[Tensor, Tensor | None]:
+        """Compute the next tokens of each row, and overwrite the state with that after them.
+
+        A CUDA graph can hold this. It has no gradient.
+
+        Args: x, state: as in `forward`.
+        Returns: the first two of what `forward` returns.
+        """
+        out, total, after = self(x, None, state)
+        for old, new in zip(state, after, strict=True):
+            old.copy_(new)
+        return out, total
