@@ -28,12 +28,13 @@ from tests.kernels.ops_table import (
 from tests.pairwise import pairwise
 
 # For each case: no frozen input, each input frozen alone, and all inputs frozen except each one.
+# Their numbers, which all ops share, spread the pairs over the ops; a name would be of one or two.
 FROZEN: dict[str, dict[str, list[str]]] = {name: {"nothing": []} for name in CASES}
 for _name, _case in CASES.items():
-    for _key in (_keys := differentiable(_case)):
-        FROZEN[_name][_key] = [_key]
+    for _i, _key in enumerate(_keys := differentiable(_case)):
+        FROZEN[_name][f"input {_i}"] = [_key]
         if len(_keys) > 1:
-            FROZEN[_name][f"all but {_key}"] = [key for key in _keys if key != _key]
+            FROZEN[_name][f"all but input {_i}"] = [key for key in _keys if key != _key]
 
 # Ops with several outputs that have a gradient, of which a caller may use one alone.
 OUTPUTS = {"add_rms_norm": 2, "add_layer_norm": 2, "norm_linear": 2, "norm_qkv_rope": 4}
