@@ -70,7 +70,7 @@ def add_adapters(
     draw = torch.Generator().manual_seed(seed)
     wanted = None if targets is None or targets == ["all-linear"] else frozenset(targets)
     unused, known = {*(wanted or ())}, set()
-    weight_map = model.weight_map(model.built_from)
+    weight_map = model.hf_map()
     for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
         base = module_at(model, name)
         if not name.startswith("layers.") or not hasattr(base, "in_features"):
@@ -258,7 +258,7 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
     """
     first = next(each for each in model.modules() if isinstance(each, LoraLinear))
     settings = {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": first.dropout.p}
-    weights, config = adapter_of_hf(factors_of(model), model.weight_map(model.built_from), settings)
+    weights, config = adapter_of_hf(factors_of(model), model.hf_map(), settings)
     if dtype is not None:
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     config["base_model_name_or_path"] = base
@@ -268,7 +268,7 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
 def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B of the adapter of each linear of HF's model, by its name."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    weight_map = model.weight_map(model.built_from)
+    weight_map = model.hf_map()
     for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
         each = module_at(model, name)
         if isinstance(each, LoraLinear):

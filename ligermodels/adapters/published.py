@@ -60,7 +60,7 @@ def with_adapter(
     weights, config, files, generation_config = read_one_version(folder, read)
     where = folder / ADAPTER_CONFIG_NAME
     model = load(base_of(where, config, hub_options))
-    weight_map = model.weight_map(model.built_from)
+    weight_map = model.hf_map()
     try:
         peft_format.add_lora(dict(model.named_parameters()), weights, config, weight_map)
     except CheckpointError as error:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 UNUSED = "config keys that the model does not use (an export keeps them)"
 OTHER_TOWERS = "tensors that are not loaded (they belong to other towers)"
+KEPT_TOWERS = "tensors that are not loaded, but that exports write again (of other towers)"
 
 
 @dataclass(kw_only=True)
@@ -80,6 +81,7 @@ def run(given: Arguments) -> None:
         "config": (found["config"], json.dumps),
         UNUSED: (found["unknown_keys"], json.dumps),
         OTHER_TOWERS: (found["left_out"], str),
+        KEPT_TOWERS: (found["kept"], str),
         "stored bytes by dtype": (found["dtype_bytes"], _bytes),
         "files": (found["files"], _bytes),
         "estimated memory": (found["memory"], _bytes),

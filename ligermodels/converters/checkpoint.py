@@ -16,6 +16,7 @@ from ligermodels.converters import mxfp4
 from ligermodels.converters.files import SAFE_WEIGHTS_INDEX_NAME, local_weight_files
 from ligermodels.converters.safetensors_file import (
     DTYPES,
+    FileTensor,
     SafetensorsFile,
     StoredTensor,
     TensorInfo,
@@ -82,6 +83,9 @@ class Checkpoint:
         files: the weight files.
         tensors: HF name -> header entry. After `plan`, only the text model's tensors are in it.
         left_out: name prefix of another tower -> how many tensors that tower has.
+        kept: after `plan`, the tensors of other towers that a save writes again.
+        spelling: after `plan`, if it may have such towers: the name of a tensor in the weight map
+            -> its name in the file, for names that differ.
         ignored: after `plan`, the tensors that the weight map ignores, or names as constants.
         layout: after `plan`, the name in `WeightMap.layouts` of the layout that the checkpoint has,
             or None for that of the map itself.
@@ -103,6 +107,8 @@ class Checkpoint:
         self.files = [self.folder / name for name in files]
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
+        self.kept: dict[str, FileTensor] = {}
+        self.spelling: dict[str, str] = {}
         self.ignored: list[str] = []
         self.layout: str | None = None
         self.weight_map = WeightMap(())
@@ -216,6 +222,9 @@ class Checkpoint:
             if tower := next((start for start in towers.left_out if name.startswith(start)), None):
                 self.left_out[tower] = self.left_out.get(tower, 0) + 1
                 continue
+            if name.startswith(towers.kept):
+                self.kept[name] = FileTensor(self._file_of[name], name)
+                continue
             alone = towers.text_name(name)
             if alone in text:
                 raise CheckpointError(
@@ -226,6 +235,7 @@ class Checkpoint:
                 self._stored_as[alone] = name
             text[alone] = info
         self.tensors = text
+        self.spelling = dict(self._stored_as) if towers.kept else {}
 
     def _name_in_file(self, name: str) -> str:
         """Return the name in the file of a tensor with this name in the text model."""
@@ -387,8 +397,8 @@ class Checkpoint:
         return self._opened(name).tensor(self._name_in_file(name))
 
     def constants(self) -> dict[str, StoredTensor]:
-        """Return the tensors in `ignored` as they are in the files."""
-        return {name: self.stored(name) for name in self.ignored}
+        """Return the tensors in `ignored` and `kept` as they are in the files."""
+        return {name: self.stored(name) for name in self.ignored} | self.kept
 
     def _rows(
         self,
@@ -523,6 +533,7 @@ class Source:
         folder: the local folder that the weights were loaded from, or None.
         dtype: the dtype of the embedding when it was loaded, or None.
         layout: the name in `WeightMap.layouts` of the layout of its tensors, or None.
+        spelling: the checkpoint's own names of tensors: see `Checkpoint.spelling`.
         constants: HF name -> a tensor of the checkpoint that the model does not need. `save_hf`
             writes it as it was.
         files: name -> content of the tokenizer and generation files that were in the folder.
@@ -535,7 +546,13 @@ class Source:
     folder: Path | None = None
     dtype: torch.dtype | None = None
     layout: str | None = None
+    spelling: dict[str, str] = field(default_factory=dict)
     constants: dict[str, StoredTensor] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
     unread: Checkpoint | None = None
+
+    def of_text_model(self) -> "Source":
+        """Return the source of a model that is saved without the other towers."""
+        constants = {k: x for k, x in self.constants.items() if not isinstance(x, FileTensor)}
+        return replace(self, spelling={}, constants=constants)

@@ -147,12 +147,12 @@ def save(
                 stored = partial(mxfp4.stored, each)
                 tensors[each] = _HFTensor("U8", size, prod(size), kept, stored)
             tensors[name] = tensors[name]._replace(held=dtype, original=mxfp4)
-    if float8 is not None:
-        config_dict = {**config_dict, "quantization_config": _cast_weights(tensors, float8)}
     constants = constants or {}
     for name, x in constants.items():
         stored = partial(constants.__getitem__, name)
-        tensors[name] = _HFTensor(x.dtype, x.shape, len(x.data), [], stored)
+        tensors[name] = _HFTensor(x.dtype, x.shape, x.nbytes, [], stored)
+    if float8 is not None:
+        config_dict = {**config_dict, "quantization_config": _cast_weights(tensors, float8)}
     brings_added = write_added is not None
     owned = _owned(target, bool(source_files), brings_added) if overwrite else _refusing(target)
     with _replacing(folder, "checkpoint", target, owned) as fresh:

@@ -277,6 +277,9 @@ COPIED_FILES = (
     "merges.txt",
     CHAT_TEMPLATE_FILE,
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -72,6 +72,9 @@ class HFConfig(hf_rope.RopeConfig):
     architecture: ClassVar[str | None] = None
     # The model_type of a multimodal config.json whose text_config is a config of this family.
     wrapper_type: ClassVar[str | None] = None
+    # Whether a model from such a checkpoint is saved as one: with the wrapper's config.json, and
+    # with the towers that its weight map keeps. Otherwise it is saved as the text model alone.
+    keeps_wrapper: ClassVar[bool] = False
     # Fields for which a JSON null means: derive the value.
     null_is_derived: ClassVar[tuple[str, ...]] = ()
     # Fields that an export always writes, even if the checkpoint's config.json lacks them.
@@ -176,7 +179,7 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
             f"'text_config.model_type' is {short_repr(given['model_type'])}, expected "
             f"{config_class.model_type!r}"
         )
-    if given.get("final_logit_softcapping") is not None:
+    if given.get("final_logit_softcapping") is not None and not config_class.keeps_wrapper:
         # transformers caps the logits of a text model, but not those of the wrapper.
         raise ConfigError(
             "'text_config.final_logit_softcapping' is "
@@ -195,16 +198,23 @@ def text_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, 
     return text
 
 
+def kept_config(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
+    """Return the part of a config.json that a save writes again: `text_config`, or all of it."""
+    return raw if config_class.keeps_wrapper else text_config(raw, config_class)
+
+
 def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str, Any]:
     """Return the keyword arguments for `config_class`. Its `extra` gets a copy of `raw`.
 
-    If `raw` is of a wrapper, both come from the text model's config: see `text_config`.
+    If `raw` is of a wrapper, they come from the text model's config: see `text_config`. So does
+    `extra`, unless the family keeps the wrapper.
 
     Args: raw is the config.json.
     Raises:
         ConfigError: the model_type is another one, a key is not implemented, a value has the wrong
             type, or the rope type is unknown. `config_class` itself checks the sizes.
     """
+    extra = copy.deepcopy(kept_config(raw, config_class))
     raw = text_config(raw, config_class)
     model_type = raw.get("model_type")
     if model_type != config_class.model_type:
@@ -212,7 +222,6 @@ def fields_from_hf(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[st
             f"'model_type' is {short_repr(model_type)}; this class reads "
             f"{config_class.model_type!r}; use AutoLiger to load other families"
         )
-    extra = copy.deepcopy(raw)
     raw = _without_aliases(raw, config_class)
     _refuse_quantised(raw, config_class)
     _refuse(raw, config_class)
@@ -280,6 +289,8 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
         changed = {name for name in names if getattr(config, name) != getattr(before, name)}
     else:
         changed = names
+    if config_class.keeps_wrapper and raw.get("model_type") == config_class.wrapper_type:
+        return _into_wrapper(raw, config, changed)
     auto_map = raw.get("auto_map")
     if isinstance(auto_map, dict) and f"{SHELL_FILE}." in str(auto_map.get(AUTO_CLASS)):
         # The checkpoint names an HF wrapper, and an export does not have the file with its class.
@@ -293,20 +304,46 @@ def to_hf(config: HFConfig) -> dict[str, Any]:
     raw.setdefault("architectures", [architecture(config_class)])
     raw["model_type"] = config_class.model_type
     added = changed - {"dtype", *hf_rope.FIELDS} | set(config_class.written) - raw.keys()
-    hints = get_type_hints(config_class)
-    for name in (item.name for item in dataclasses.fields(config_class)):
-        if name in added:
-            hint = hints[name]
-            value = copy.deepcopy(getattr(config, name))
-            # transformers refuses an integer for a field that it declares as a float.
-            is_float = float in (hint, *get_args(hint)) and is_int(value)
-            keys = [key for key, field in config_class.key_aliases.items() if field == name]
-            raw |= dict.fromkeys([name, *keys], float(value) if is_float else value)
+    raw |= _values(config, added)
     hf_rope.fields_to_hf(raw, config, bool(changed.intersection(hf_rope.FIELDS)))
     if config.dtype is not None:
         for key in ("dtype", "torch_dtype"):
             if "dtype" in changed or raw.get(key) is None:
                 raw[key] = config.dtype
+    return raw
+
+
+def _values(config: HFConfig, names: Collection[str]) -> dict[str, Any]:
+    """Return the values of fields as config.json has them, under all their keys."""
+    hints = get_type_hints(type(config))
+    values: dict[str, Any] = {}
+    for name in (item.name for item in dataclasses.fields(type(config))):
+        if name in names:
+            hint = hints[name]
+            value = copy.deepcopy(getattr(config, name))
+            # transformers refuses an integer for a field that it declares as a float.
+            is_float = float in (hint, *get_args(hint)) and is_int(value)
+            keys = [key for key, field in config.key_aliases.items() if field == name]
+            values |= dict.fromkeys([name, *keys], float(value) if is_float else value)
+    return values
+
+
+def _into_wrapper(
+    raw: dict[str, Any], config: HFConfig, changed: Collection[str]
+) -> dict[str, Any]:
+    """Write changed fields into the config.json of a wrapper, where the text model has them."""
+    text = raw["text_config"] = raw.get("text_config") or {}
+    values = _values(config, set(changed) - {"dtype", *hf_rope.FIELDS})
+    text |= values
+    raw |= {key: value for key, value in values.items() if key in raw}
+    if not set(changed).isdisjoint(hf_rope.FIELDS):
+        hf_rope.fields_to_hf(text, config, True)
+    if "dtype" in changed:
+        for each in (raw, text):
+            each |= {key: config.dtype for key in ("dtype", "torch_dtype") if key in each}
+        raw.setdefault("dtype", config.dtype)
+    for key in _QUANTISED:
+        raw.pop(key, None)
     return raw
 
 

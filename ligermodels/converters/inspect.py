@@ -23,6 +23,7 @@ class Description:
         config: the fields of the config, with defaults for those that config.json leaves out.
         unknown_keys: keys of config.json that ligermodels does not read. Exports write them again.
         left_out: name prefix of another tower -> how many of its tensors are not loaded.
+        kept: the same, for towers that exports write again.
         parameters: the number of parameters. A tied head counts once.
         dtype_bytes: dtype name in safetensors -> stored bytes of that dtype.
         files: the size of each weight, config, tokenizer and generation file.
@@ -34,6 +35,7 @@ class Description:
     config: dict[str, Any]
     unknown_keys: dict[str, Any]
     left_out: dict[str, int]
+    kept: dict[str, int]
     parameters: int
     dtype_bytes: dict[str, int]
     files: dict[str, int]
@@ -59,6 +61,8 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
     raw, config, checkpoint, sizes = read_one_version(folder, read)
     weight_map = family.weight_map(config)
     checkpoint.plan(weight_map)
+    towers = () if weight_map.towers is None else weight_map.towers.kept
+    counts = {start: sum(x.startswith(start) for x in checkpoint.kept) for start in towers}
 
     parameters = sum(prod(entry.shape) for entry in weight_map)
     dtype_bytes: dict[str, int] = {}
@@ -85,6 +89,7 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         config=fields,
         unknown_keys=unknown_keys(raw, family.config_class),
         left_out=checkpoint.left_out,
+        kept={start: count for start, count in counts.items() if count},
         parameters=parameters,
         dtype_bytes=dtype_bytes,
         files=sizes,

@@ -73,6 +73,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     data: bytes
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return len(self.data)
+
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """Return how a file holds a tensor."""
@@ -212,6 +217,41 @@ class SafetensorsFile:
                 f"{self.path}: {short_repr(name)} cannot be read: the file was changed after its "
                 "header was read"
             )
+
+
+class FileTensor(StoredTensor):
+    """A tensor that stays in its file until `data` is asked for.
+
+    The file stays open. A copy has the same file, and a pickle holds the bytes.
+
+    Args: file: the file; name: the name of one of its tensors.
+    """
+
+    __slots__ = ("file", "info")
+    file: SafetensorsFile
+    info: tuple[str, int]
+
+    def __init__(self, file: SafetensorsFile, name: str) -> None:
+        info = file.tensors[name]
+        fields = {"file": file, "info": (name, info.nbytes), "dtype": info.dtype}
+        for field, value in (fields | {"shape": info.shape}).items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.info[1]
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The bytes, which are read now; `SafetensorsFile.read` has the errors."""
+        return self.file.stored(self.info[0]).data
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        return StoredTensor, (self.dtype, self.shape, self.data)
 
 
 def byte_view(values: Tensor) -> np.ndarray:

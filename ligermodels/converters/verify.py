@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
 from ligermodels.converters.export import save
 from ligermodels.converters.files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
-from ligermodels.converters.hf_config import QUANTIZER, read_config, text_config, to_hf
+from ligermodels.converters.hf_config import QUANTIZER, kept_config, read_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.converters.weight_map import Entry, Family
 from ligermodels.errors import listing
@@ -97,7 +97,7 @@ def verify(
         save(
             copy,
             config_dict,
-            original.weight_map,
+            original.weight_map.spelled(original.spelling),
             get_tensor,
             constants=original.constants(),
             source_files=copied_files(folder),
@@ -147,20 +147,20 @@ def compare(
             if not _same_parameter(entry, original, exported, dtype)
         ]
     constants, found = original.constants(), exported.constants()
-    raw = text_config(read_config(folder), family.config_class)
+    raw = kept_config(read_config(folder), family.config_class)
     files, files_of_copy = copied_files(folder), copied_files(copy)
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
     if original.layout != exported.layout:
         recast = (*recast, QUANTIZER)
-    compared = {key: value for key, value in raw.items() if key not in recast}
+    compared = _without(raw, recast)
     differences = [
         *(f"{name}: differs" for name in differing),
         *(f"{name}: differs" for name in constants if found.get(name) != constants[name]),
-        *_config_differences(compared, read_config(copy)),
+        *_config_differences(compared, _without(read_config(copy), recast)),
         *(f"{name}: differs" for name in files if files_of_copy.get(name) != files[name]),
     ]
-    names += constants
     held = [original.tensors[name].nbytes for name in names]
+    held += [each.nbytes for each in constants.values()]
     for name in _added(folder):
         added = SafetensorsFile(folder / name)
         held += [info.nbytes for info in added.tensors.values()]
@@ -218,6 +218,15 @@ def _added_differences(
             if bitwise_equal(one.to(dtype or one.dtype), other):
                 continue
         yield f"{path.name}: {name}: differs"
+
+
+def _without(raw: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return a config without some keys, also in its text_config."""
+    return {
+        key: _without(value, keys) if key == "text_config" and isinstance(value, dict) else value
+        for key, value in raw.items()
+        if key not in keys
+    }
 
 
 def _config_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

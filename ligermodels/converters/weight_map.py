@@ -65,10 +65,14 @@ class Towers:
     Attributes:
         spellings: pairs of a name prefix there and the prefix that replaces it in the text model.
         left_out: the name prefixes of the other towers, whose tensors are not loaded.
+        kept: the name prefixes of those whose tensors are not loaded either, but which a save
+            writes again, byte for byte. Then it also writes the text model's tensors under the
+            names that they had.
     """
 
     spellings: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def text_name(self, name: str) -> str:
         """Return the tensor's name in a checkpoint that holds only the text model."""
@@ -124,6 +128,20 @@ class WeightMap:
         """Return the map for an export of a model that was loaded in this layout."""
         loaded = self.in_layout(layout)
         return self if loaded.is_mxfp4 else loaded
+
+    def spelled(self, names: Mapping[str, str]) -> "WeightMap":
+        """Return the map with other names of HF tensors: those in `names`, by the names here."""
+        if not names:
+            return self
+
+        def span(of: Span) -> Span:
+            return replace(of, source=names.get(of.source, of.source))
+
+        def renamed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+            return tuple(replace(each, spans=tuple(map(span, each.spans))) for each in entries)
+
+        layouts = {name: renamed(entries) for name, entries in self.layouts.items()}
+        return replace(self, entries=renamed(self.entries), layouts=layouts)
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every HF tensor that the entries use, in export order."""

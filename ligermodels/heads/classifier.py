@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ligermodels.converters import hub
-from ligermodels.converters.hf_config import to_hf
+from ligermodels.converters.hf_config import text_config, to_hf
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import WeightMap, linear_entries
 from ligermodels.errors import ConfigError, short_repr
@@ -105,7 +105,7 @@ class SequenceClassifier(DecoderModel):
             raise ConfigError(f"id2label: expected names of the labels 0 to {num_labels - 1}")
         _check_problem(problem_type)
         config = copy.deepcopy(model.config)
-        config.extra = to_hf(config) | {
+        config.extra = text_config(to_hf(config), type(config)) | {
             "architectures": [_architecture(config)],
             "id2label": {str(i): name for i, name in names.items()},
             "label2id": {name: i for i, name in names.items()},
@@ -117,7 +117,7 @@ class SequenceClassifier(DecoderModel):
             if name != "head":
                 setattr(classifier, name, module)
         classifier.head = ClassifierHead(config).to(model.embed_tokens.weight)
-        classifier.source = model.source
+        classifier.source = model.source.of_text_model()
         return classifier.train(model.training)
 
     def forward(  # type: ignore[override]

@@ -211,7 +211,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
     def from_native(cls, model: DecoderModel) -> Self:
         """Return a wrapper that shares the modules and parameters of a native model."""
         wrapper = class_of(type(model), cls)
-        raw = copy.deepcopy(hf_config.to_hf(model.config))
+        config_class = type(model.config)
+        raw = copy.deepcopy(hf_config.text_config(hf_config.to_hf(model.config), config_class))
         config = wrapper.config_class.from_dict(raw)
         if model.source.folder is not None:
             config._name_or_path = str(model.source.folder)

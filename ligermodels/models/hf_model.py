@@ -216,6 +216,7 @@ class HFModel(nn.Module):
             folder=folder,
             dtype=model.embed_tokens.weight.dtype,
             layout=checkpoint.layout,
+            spelling=checkpoint.spelling,
             constants=constants,
             files=source_files,
             generation_config=generation_config,
@@ -313,6 +314,7 @@ class HFModel(nn.Module):
                 config_dict[hf_config.QUANTIZER] = config.extra[hf_config.QUANTIZER]
         else:
             weight_map = weight_map.written_as(self.source.layout)
+        weight_map = weight_map.spelled(self.source.spelling)
 
         def write(get_tensor: Callable[[str], Tensor]) -> None:
             export.save(
@@ -351,6 +353,10 @@ class HFModel(nn.Module):
                 "there; save it without mxfp4=True"
             )
         return original
+
+    def hf_map(self) -> WeightMap:
+        """Return the weight map with HF's names as they were in the checkpoint of the model."""
+        return self.weight_map(self.built_from).spelled(self.source.spelling)
 
     @property
     def device(self) -> torch.device:
