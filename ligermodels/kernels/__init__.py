@@ -17,7 +17,7 @@ from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_log_probs,
 )
 from ligermodels.kernels.linear_cross_entropy.groups import linear_group_loss
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope, split_gated_qkv
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
 from ligermodels.kernels.routing import routing
@@ -43,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "routing",
+    "split_gated_qkv",
     "split_qkv",
     "swiglu",
 ]

@@ -328,13 +328,12 @@ def check_rope(
     sin: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    whole_heads: bool = False,
 ) -> tuple[int, int]:
     """Return both numbers of heads as ints.
 
     Raise if there is no query head or a negative number of key heads, if packed rows of `shape` do
-    not hold these heads, if the angles are more than half of a head's elements (or other than half,
-    for `whole_heads`), or if cos or sin does not fit the rows.
+    not hold these heads, if the angles are more than half of a head's elements, or if cos or sin
+    does not fit the rows.
     """
     # Check each number, not only the sum, because a kernel writes each kind of head by its number.
     num_heads = check_count(op, "num_heads", num_heads, 1)
@@ -361,11 +360,11 @@ def check_rope(
             f"{num_heads} query heads + 2 * {num_kv_heads} key/value heads"
         )
     rotated = 2 * cos.shape[-1]
-    if rotated > head_dim or (whole_heads and rotated != head_dim):
+    if rotated > head_dim:
         raise ValueError(
             f"{op}: cos {tuple(cos.shape)} rotates {rotated} elements of a head, but a head has "
-            f"{head_dim} ({columns} columns / {heads} heads); expected "
-            f"{'' if whole_heads else 'at most '}{head_dim // 2} angles"
+            f"{head_dim} ({columns} columns / {heads} heads); expected at most {head_dim // 2} "
+            "angles"
         )
     if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
         raise ValueError(

@@ -160,6 +160,8 @@ class Attention(Planned, CachedLayer, nn.Module):
             takes (arXiv:2405.12981). Then qkv_proj computes queries alone.
         sinks: whether each query head has a further logit in its softmax, which takes weight from
             the keys (gpt-oss, arXiv:2508.10925). They are the parameter `sinks`, (num_heads,).
+        output_gate: whether each head's output is multiplied by sigmoid(gate), as in Qwen3-Next
+            (arXiv:2505.06708). In `qkv_proj`, the rows of a head's gate follow those of its query.
 
     Raises:
         ValueError: a size is not a positive integer, num_heads does not divide hidden_size and
@@ -190,6 +192,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         kv_from: int | None = None,
         norms_after_rope: bool = False,
         sinks: bool = False,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         heads = head_sizes("Attention", hidden_size, num_heads, num_kv_heads, head_dim)
@@ -223,7 +226,9 @@ class Attention(Planned, CachedLayer, nn.Module):
         self.shares_kv = shares_kv
         self.kv_from = kv_from
         self._own_kv_heads = self.num_kv_heads if kv_from is None else 0
-        rows = (self.num_heads + 2 * self._own_kv_heads) * self.head_dim
+        self.output_gate = output_gate
+        q_heads = 2 * self.num_heads if output_gate else self.num_heads
+        rows = (q_heads + 2 * self._own_kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -247,7 +252,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         Returns: the output (batch, seq, hidden); for an x from `pre_norm`, (the output,
             x + residual).
         """
-        q, k, v, total = self._project(x, context)
+        q, k, v, gate, total = self._project(x, context)
         if context.mask.shard is not None and self.kv_from is None:
             k, v = context.mask.shard.whole(k), context.mask.shard.whole(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -259,8 +264,7 @@ class Attention(Planned, CachedLayer, nn.Module):
         # Another class with a cache's methods may have no steps.
         step: DecodeStep | None = getattr(context.cache, "step", None)
         if step is not None and context.cache is not None:
-            out = self._decode(q, k, v, context.cache, step)
-            out = self.o_proj(out.transpose(1, 2).flatten(-2))
+            out = self._output(self._decode(q, k, v, context.cache, step), gate)
             return out if isinstance(x, Tensor) else (out, total)
         if self.kv_from is not None:
             k, v = self._kv_of_another_layer(context)
@@ -292,8 +296,13 @@ class Attention(Planned, CachedLayer, nn.Module):
             return attend_once(run, *inputs) if self.keeps_output else run(*inputs)
 
         out = attend_in_parts(attention, q, k, v, context.mask, self.causal)
-        out = self.o_proj(out.transpose(1, 2).flatten(-2))
+        out = self._output(out, gate)
         return out if isinstance(x, Tensor) else (out, total)
+
+    def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
+        """Project the heads' outputs (batch, heads, seq, head_dim), with their gate if any."""
+        out = out.transpose(1, 2)
+        return self.o_proj((out if gate is None else out * gate.sigmoid()).flatten(-2))
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: DecodeStep) -> Tensor:
         """Attend from the new tokens of each row to the cache, in a step of decoding."""
@@ -313,41 +322,50 @@ class Attention(Planned, CachedLayer, nn.Module):
 
     def _project(
         self, x: Tensor | PreNormed, context: AttentionContext
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return rotated q and k, v, and the sum x + residual or None.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return rotated q and k, v, the gate or None, and the sum x + residual or None.
 
         Returns: q (batch, seq, heads, head_dim); k, v (batch, seq, kv heads, head_dim), with 0
-            heads if the layer takes those of another one; the sum if x comes from `pre_norm`, else
-            None.
+            heads if the layer takes those of another one; the gate of q's shape; the sum if x comes
+            from `pre_norm`, else None.
         """
         heads, angles = (self.num_heads, self._own_kv_heads), self._angles(context)
         q_norm, k_norm, linear = self.q_norm, self.k_norm, self.qkv_proj
         with_head_norms = q_norm is not None or k_norm is not None
         products = None
-        if isinstance(x, PendingNorm) and not with_head_norms:
+        gate: Tensor | None = None
+        if isinstance(x, PendingNorm) and not with_head_norms and not self.output_gate:
             products = products_of(linear)
         if products is not None and isinstance(x, PendingNorm) and x.x.numel():
-            return kernels.norm_qkv_rope(
+            q, k, v, summed = kernels.norm_qkv_rope(
                 *(x.x, x.residual, x.weight, linear.weight, linear.bias, *angles, *heads),
                 interleaved=self.interleaved_rope,
                 products=products,
                 **x.options,
             )
+            return q, k, v, None, summed
         qkv, total = norm_then_linear(x, linear)
+        if with_head_norms and self.fuses_head_norms and qkv.numel():
+            assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
+            inputs = qkv, q_norm.weight, k_norm.weight, *angles, *heads
+            q, k, v, *gates = kernels.qk_norm_rope(
+                *inputs, **q_norm.options, gated=self.output_gate
+            )
+            return q, k, v, gates[0] if gates else None, total
+        if self.output_gate:
+            q, k, v, gate = kernels.split_gated_qkv(qkv, *heads)
+            qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
         if self.norms_after_rope:
             q, k, v = kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope)
             q = q if q_norm is None else q_norm(q)
-            return q, k if k_norm is None else k_norm(k), v, total
-        if with_head_norms and self.fuses_head_norms and qkv.numel():
-            assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
-            weights = q_norm.weight, k_norm.weight
-            return *kernels.qk_norm_rope(qkv, *weights, *angles, *heads, **q_norm.options), total
+            return q, k if k_norm is None else k_norm(k), v, gate, total
         if with_head_norms:
             q, k, v = kernels.split_qkv(qkv, *heads)
             q = q if q_norm is None else q_norm(q)
             k = k if k_norm is None else k_norm(k)
             qkv = torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
-        return *kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope), total
+        q, k, v = kernels.rope(qkv, *angles, *heads, interleaved=self.interleaved_rope)
+        return q, k, v, gate, total
 
     def _angles(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the context, or empty ones if nothing is rotated."""
@@ -385,12 +403,11 @@ class Attention(Planned, CachedLayer, nn.Module):
     def fuses_head_norms(self) -> bool:
         """Whether the norms of q and k run in one op with rope.
 
-        They must be plain RMSNorms with the same options, before rope, and rope must rotate
-        whole heads.
+        They must be plain RMSNorms with the same options, before rope, of heads of an even size.
         """
         q_norm, k_norm = self.q_norm, self.k_norm
         return (
-            self.rotary_dim == self.head_dim
+            self.head_dim % 2 == 0
             and not self.interleaved_rope
             and not self.norms_after_rope
             and is_plain(q_norm, RMSNorm)

@@ -70,19 +70,20 @@ class _Splitter:
     def attention(self, module: Attention) -> None:
         heads, own, size = module.num_heads, module._own_kv_heads, module.head_dim
         ranks, q = self.ranks, heads // self.ranks * size
+        wide = 2 if module.output_gate else 1  # the gate of a head follows its query
         shares = max(1, ranks // module.num_kv_heads)  # ranks that have the same key head
         kv = max(1, module.num_kv_heads // ranks) if own else 0
         ranges = []
         for rank in range(ranks):
-            mine = [IndexRange(rank * q, 0, q)]
+            mine = [IndexRange(rank * wide * q, 0, wide * q)]
             for part in range(2 if own else 0):
-                first = (heads + part * own + rank // shares * kv) * size
-                local = q + part * kv * size
+                first = (wide * heads + part * own + rank // shares * kv) * size
+                local = wide * q + part * kv * size
                 mine.append(IndexRange(first, local, kv * size, is_copy=rank % shares > 0))
             ranges.append(tuple(mine))
         qkv = self._linear(ColumnLinear, module.qkv_proj, tuple(ranges), 0)
         if shares > 1 and own:
-            qkv.shared = (q, 2 * kv * size, shares)
+            qkv.shared = (wide * q, 2 * kv * size, shares)
         columns = tuple((IndexRange(rank * q, 0, q),) for rank in range(ranks))
         module.qkv_proj, module.o_proj = qkv, self._linear(RowLinear, module.o_proj, columns, 1)
         if module.sinks is not None:

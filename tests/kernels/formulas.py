@@ -79,12 +79,16 @@ def rope(
 
 
 def qk_norm_rope(
-    qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, **options
-) -> tuple[Tensor, Tensor, Tensor]:
-    parts = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], -2)
-    q, k = rms_norm(q, q_weight, **options), rms_norm(k, k_weight, **options)
-    return rope(torch.cat((q, k, v), -2).flatten(-2), cos, sin, num_heads, num_kv_heads)
+    qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, gated=False, **options
+) -> tuple[Tensor, ...]:
+    wide = 2 * num_heads if gated else num_heads
+    parts = qkv.unflatten(-1, (wide + 2 * num_kv_heads, -1))
+    q, k, v = parts.split([wide, num_kv_heads, num_kv_heads], -2)
+    gate = (q[..., 1::2, :],) if gated else ()
+    q = rms_norm(q[..., ::2, :] if gated else q, q_weight, **options)
+    k = rms_norm(k, k_weight, **options)
+    qkv = torch.cat((q, k, v), -2).flatten(-2)
+    return *rope(qkv, cos, sin, num_heads, num_kv_heads), *gate
 
 
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:

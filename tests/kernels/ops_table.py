@@ -94,10 +94,17 @@ def rope(
 
 
 def qk_norm_rope(
-    leading: tuple[int, ...], half: int, heads: int = 3, kv_heads: int = 2, **options: Any
+    leading: tuple[int, ...],
+    half: int,
+    heads: int = 3,
+    kv_heads: int = 2,
+    rest: int = 0,
+    gated: bool = False,
+    **options: Any,
 ) -> Inputs:
-    weights = {f"{name}_weight": random(2 * half, seed=i) for i, name in enumerate("qk")}
-    return rope(leading, half, heads, kv_heads) | weights | {"eps": 1e-5} | options
+    weights = {f"{name}_weight": random(2 * half + rest, seed=i) for i, name in enumerate("qk")}
+    made = rope(leading, half, 2 * heads if gated else heads, kv_heads, rest=rest)
+    return made | weights | {"eps": 1e-5, "num_heads": heads, "gated": gated} | options
 
 
 def glu(leading: tuple[int, ...], width: int, **options: Any) -> Inputs:
@@ -408,7 +415,13 @@ CASES = {
         },
         constant=ANGLES,
     ),
-    **cases("qk_norm_rope", qk_norm_rope, HEADS, {"of Gemma": GEMMA}, constant=ANGLES),
+    **cases(
+        "qk_norm_rope",
+        qk_norm_rope,
+        HEADS,
+        {"of Gemma": GEMMA, "of a part, with a gate": GEMMA | {"rest": 32, "gated": True}},
+        constant=ANGLES,
+    ),
     **cases("norm_linear", norm_linear, HIDDEN, {"of Gemma": GEMMA, "alone": {"full": False}}),
     **cases(
         "norm_qkv_rope",

@@ -77,7 +77,7 @@ REFUSALS: dict[str, list[tuple[dict, str]]] = {
     "qk_norm_rope": [
         ({"k_weight": ONES[4]}, r"qk_norm_rope: k_weight \(4,\) does not fit k .*\(16,\)"),
         ({"casting_mode": "hf"}, "casting_mode='hf'"),
-        ({"cos": ANGLES[..., :4], "sin": ANGLES[..., :4]}, "rotates 8 elements .*; expected 8 ang"),
+        ({"qkv": torch.ones(1, 3, 35), "cos": ANGLES[..., :2], "sin": ANGLES[..., :2]}, "5 elem"),
     ],
     "norm_linear": [
         ({"norm_weight": ONES[3]}, r"norm_weight \(3,\) does not fit .* expected \(8,\)"),

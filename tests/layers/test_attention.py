@@ -33,15 +33,18 @@ def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 def dense(attention: Attention, x: Tensor, context: AttentionContext, sees: Tensor) -> Tensor:
     """Compute attention by its formula. sees (batch, seq, seq) is True if a query sees a key."""
     heads, groups, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    qkv = attention.qkv_proj(x).unflatten(-1, (heads + 2 * groups, size))
-    q, k, v = qkv.split([heads, groups, groups], -2)
+    width = 2 if attention.output_gate else 1
+    qkv = attention.qkv_proj(x).unflatten(-1, (width * heads + 2 * groups, size))
+    q, k, v = qkv.split([width * heads, groups, groups], -2)
+    q, gates = q[..., ::width, :], q[..., 1::width, :]
     cos, sin = (angles.to(x.dtype) for angles in (context.cos, context.sin))
     q, k = normed(attention.q_norm, q), normed(attention.k_norm, k)
     if attention.rotary_dim:
         q, k = (rotated(x, cos, sin, attention.interleaved_rope) for x in (q, k))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = attended(q, k, v, sees[:, None], attention.scale, attention.softcap, attention.sinks)
-    return attention.o_proj(out.transpose(1, 2).flatten(-2))
+    out = out.transpose(1, 2)
+    return attention.o_proj((out * gates.sigmoid() if width == 2 else out).flatten(-2))
 
 
 def context_of(positions: Tensor, mask: Any = None, rotary_dim: int = HEAD_DIM) -> AttentionContext:
@@ -71,6 +74,7 @@ NORMS = {"none": (), "q": (0.0,), "k": (None, 1.0), "both": (1.0, 1.0), "differi
     options=[{}, {"bias": True}, {"scale": 0.1}],
     fused=[False, True],
     sinks=[False, True],
+    output_gate=[False, True],
 )
 def test_values_and_gradients(
     groups: int,
@@ -83,11 +87,13 @@ def test_values_and_gradients(
     options: dict[str, Any],
     fused: bool,
     sinks: bool,
+    output_gate: bool,
 ) -> None:
     """Compare the output and all gradients in float32 with the formula in float64."""
     torch.manual_seed(0)
     given: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "causal": causal}
     given |= {"rotary_dim": rope[0], "interleaved_rope": rope[1], "sinks": sinks} | options
+    given["output_gate"] = output_gate
     for i, (name, offset) in enumerate(zip(("q_norm", "k_norm"), NORMS[norms])):
         given[name] = None if offset is None else head_norm(offset, i)
     attention, norm = Attention(HIDDEN, 4, groups, HEAD_DIM, **given), RMSNorm(HIDDEN)

@@ -1,7 +1,8 @@
 """RMS norm and rotation of the heads of q and k: one launch in forward, one or two in backward.
 
 The second launch of backward is small and sums the gradients of the weights. A program handles
-tiles of (heads, pairs). a and b are the two halves of a head, and a pair has one element of each.
+tiles of (heads, pairs). A pair has an element a and an element b, which are half of what is rotated
+apart. The elements after those are paired in the same way, and are not rotated.
 """
 
 import torch
@@ -25,21 +26,42 @@ BACKWARD = Launches(
 
 
 @triton.jit
-def _halves(ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Load both halves of a weight as float32."""
+def _pairs(column, HALF: tl.constexpr, TURNED: tl.constexpr):
+    """Return the places of a and b in a head, of which the first TURNED pairs are rotated."""
+    if TURNED == HALF:
+        return column, column + HALF
+    turns = column < TURNED
+    return column + tl.where(turns, 0, TURNED), column + tl.where(turns, TURNED, HALF)
+
+
+@triton.jit
+def _weights(ptr, HALF: tl.constexpr, TURNED: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Load a weight as float32, a and b of its pairs."""
     column = tl.arange(0, BLOCK_HALF)[None, :]
     mask = column < HALF
-    a = tl.load(ptr + column, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(ptr + HALF + column, mask=mask, other=0.0).to(tl.float32)
+    at_a, at_b = _pairs(column, HALF, TURNED)
+    a = tl.load(ptr + at_a, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(ptr + at_b, mask=mask, other=0.0).to(tl.float32)
     return a, b
 
 
 @triton.jit
-def _normed(x_ptr, head_stride, head, mask, column, eps, HALF: tl.constexpr, LLAMA: tl.constexpr):
-    """Return the halves of normalised heads, the same rounded if LLAMA is set, and 1 / rms."""
-    at = head.to(tl.int64) * head_stride + column
-    a = tl.load(x_ptr + at, mask=mask, other=0.0)
-    b = tl.load(x_ptr + at + HALF, mask=mask, other=0.0)
+def _normed(
+    x_ptr,
+    head_stride,
+    head,
+    mask,
+    column,
+    eps,
+    HALF: tl.constexpr,
+    TURNED: tl.constexpr,
+    LLAMA: tl.constexpr,
+):
+    """Return a and b of normalised heads, the same rounded if LLAMA is set, and 1 / rms."""
+    at = head.to(tl.int64) * head_stride
+    at_a, at_b = _pairs(column, HALF, TURNED)
+    a = tl.load(x_ptr + at + at_a, mask=mask, other=0.0)
+    b = tl.load(x_ptr + at + at_b, mask=mask, other=0.0)
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     rstd = 1 / tl.sqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / (2 * HALF) + eps)
@@ -62,22 +84,24 @@ def _forward_heads(
     offset,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     LLAMA: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_HALF)[None, :]
-    weight_a, weight_b = _halves(weight_ptr, HALF, BLOCK_HALF)
+    weight_a, weight_b = _weights(weight_ptr, HALF, TURNED, BLOCK_HALF)
     weight_a, weight_b = weight_a + offset, weight_b + offset
     for start in range(0, HEADS, BLOCK_HEADS):
         head = start + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (head < HEADS) & (column < HALF)
-        _, _, a, b, _ = _normed(x_ptr, head_stride, head, mask, column, eps, HALF, LLAMA)
+        _, _, a, b, _ = _normed(x_ptr, head_stride, head, mask, column, eps, HALF, TURNED, LLAMA)
         a, b = a * weight_a, b * weight_b
-        to = out_ptr + head * (2 * HALF) + column
+        at_a, at_b = _pairs(column, HALF, TURNED)
+        to = out_ptr + head * (2 * HALF)
         dtype = out_ptr.dtype.element_ty
-        tl.store(to, (a * cos - b * sin).to(dtype), mask=mask)
-        tl.store(to + HALF, (b * cos + a * sin).to(dtype), mask=mask)
+        tl.store(to + at_a, (a * cos - b * sin).to(dtype), mask=mask)
+        tl.store(to + at_b, (b * cos + a * sin).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -102,6 +126,7 @@ def qk_norm_rope_forward_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     LLAMA: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -113,9 +138,9 @@ def qk_norm_rope_forward_kernel(
     batch = token // seq
     position = token % seq
     column = tl.arange(0, BLOCK_HALF)[None, :]
-    angle = batch * cos_batch_stride + position * HALF + column
-    cos = tl.load(cos_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
+    angle = batch * cos_batch_stride + position * TURNED + column
+    cos = tl.load(cos_ptr + angle, mask=column < TURNED, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=column < TURNED, other=0.0).to(tl.float32)
     q_ptr += batch * q_batch_stride + position * q_seq_stride
     k_ptr += batch * k_batch_stride + position * k_seq_stride
     out_ptr += token * ((HEADS + KV_HEADS) * 2 * HALF)
@@ -130,6 +155,7 @@ def qk_norm_rope_forward_kernel(
         offset,
         HEADS,
         HALF,
+        TURNED,
         LLAMA,
         BLOCK_HEADS,
         BLOCK_HALF,
@@ -145,6 +171,7 @@ def qk_norm_rope_forward_kernel(
         offset,
         KV_HEADS,
         HALF,
+        TURNED,
         LLAMA,
         BLOCK_HEADS,
         BLOCK_HALF,
@@ -167,24 +194,27 @@ def _backward_heads(
     offset,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     LLAMA: tl.constexpr,
+    GRAD_X_STRIDE: tl.constexpr,
     NEEDS_WEIGHT_GRADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_HALF)[None, :]
     # Load the weights from the cache for each token. In registers they would cause spills.
-    weight_a, weight_b = _halves(weight_ptr, HALF, BLOCK_HALF)
+    weight_a, weight_b = _weights(weight_ptr, HALF, TURNED, BLOCK_HALF)
     weight_a, weight_b = weight_a + offset, weight_b + offset
     for start in range(0, HEADS, BLOCK_HEADS):
         head = start + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (head < HEADS) & (column < HALF)
         a, b, rounded_a, rounded_b, rstd = _normed(
-            x_ptr, x_head_stride, head, mask, column, eps, HALF, LLAMA
+            x_ptr, x_head_stride, head, mask, column, eps, HALF, TURNED, LLAMA
         )
-        at = grad_ptr + head.to(tl.int64) * grad_head_stride + column
-        turned_a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        turned_b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+        at_a, at_b = _pairs(column, HALF, TURNED)
+        at = grad_ptr + head.to(tl.int64) * grad_head_stride
+        turned_a = tl.load(at + at_a, mask=mask, other=0.0).to(tl.float32)
+        turned_b = tl.load(at + at_b, mask=mask, other=0.0).to(tl.float32)
         grad_a = turned_a * cos + turned_b * sin
         grad_b = turned_b * cos - turned_a * sin
         if NEEDS_WEIGHT_GRADS:
@@ -192,10 +222,10 @@ def _backward_heads(
             grad_weight_b += grad_b * rounded_b
         grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
         mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * HALF)
-        to = grad_x_ptr + head * (2 * HALF) + column
+        to = grad_x_ptr + head * GRAD_X_STRIDE
         dtype = grad_x_ptr.dtype.element_ty
-        tl.store(to, ((grad_a - a * mean) * rstd).to(dtype), mask=mask)
-        tl.store(to + HALF, ((grad_b - b * mean) * rstd).to(dtype), mask=mask)
+        tl.store(to + at_a, ((grad_a - a * mean) * rstd).to(dtype), mask=mask)
+        tl.store(to + at_b, ((grad_b - b * mean) * rstd).to(dtype), mask=mask)
     return grad_weight_a, grad_weight_b
 
 
@@ -234,14 +264,17 @@ def qk_norm_rope_backward_kernel(
     offset,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GATES: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     LLAMA: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
     """Each program handles all heads of many tokens and sums their part of the weight gradients.
 
-    It writes the sums to partial, which may be None.
+    It writes the sums to partial, which may be None. With GATES, as many as HEADS or 0, a gate
+    follows each head of q in grad_qkv.
     """
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
@@ -255,10 +288,10 @@ def qk_norm_rope_backward_kernel(
         token = tl.cast(index, tl.int64)
         batch = token // seq
         position = token % seq
-        angle = batch * cos_batch_stride + position * HALF + column
-        cos = tl.load(cos_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=column < HALF, other=0.0).to(tl.float32)
-        to = grad_qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+        angle = batch * cos_batch_stride + position * TURNED + column
+        cos = tl.load(cos_ptr + angle, mask=column < TURNED, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle, mask=column < TURNED, other=0.0).to(tl.float32)
+        to = grad_qkv_ptr + token * ((GATES + HEADS + 2 * KV_HEADS) * 2 * HALF)
         grad_q_weight_a, grad_q_weight_b = _backward_heads(
             q_ptr + batch * q_batch_stride + position * q_seq_stride,
             q_head_stride,
@@ -274,12 +307,14 @@ def qk_norm_rope_backward_kernel(
             offset,
             HEADS,
             HALF,
+            TURNED,
             LLAMA,
+            2 * HALF if GATES == 0 else 4 * HALF,
             partial_ptr is not None,
             BLOCK_HEADS,
             BLOCK_HALF,
         )
-        to += HEADS * 2 * HALF
+        to += (GATES + HEADS) * 2 * HALF
         grad_k_weight_a, grad_k_weight_b = _backward_heads(
             k_ptr + batch * k_batch_stride + position * k_seq_stride,
             k_head_stride,
@@ -295,7 +330,9 @@ def qk_norm_rope_backward_kernel(
             offset,
             KV_HEADS,
             HALF,
+            TURNED,
             LLAMA,
+            2 * HALF,
             partial_ptr is not None,
             BLOCK_HEADS,
             BLOCK_HALF,
@@ -309,12 +346,13 @@ def qk_norm_rope_backward_kernel(
             at = grad_v + head.to(tl.int64) * grad_v_head_stride + wide
             tl.store(to + head * (2 * HALF) + wide, tl.load(at, mask=mask, other=0.0), mask=mask)
     if partial_ptr is not None:
-        at = partial_ptr + program.to(tl.int64) * (4 * HALF) + tl.arange(0, BLOCK_HALF)
-        mask = tl.arange(0, BLOCK_HALF) < HALF
-        tl.store(at, tl.sum(grad_q_weight_a, 0), mask=mask)
-        tl.store(at + HALF, tl.sum(grad_q_weight_b, 0), mask=mask)
-        tl.store(at + 2 * HALF, tl.sum(grad_k_weight_a, 0), mask=mask)
-        tl.store(at + 3 * HALF, tl.sum(grad_k_weight_b, 0), mask=mask)
+        at = partial_ptr + program.to(tl.int64) * (4 * HALF)
+        pair = tl.arange(0, BLOCK_HALF)
+        at_a, at_b = _pairs(pair, HALF, TURNED)
+        tl.store(at + at_a, tl.sum(grad_q_weight_a, 0), mask=pair < HALF)
+        tl.store(at + at_b, tl.sum(grad_q_weight_b, 0), mask=pair < HALF)
+        tl.store(at + 2 * HALF + at_a, tl.sum(grad_k_weight_a, 0), mask=pair < HALF)
+        tl.store(at + 2 * HALF + at_b, tl.sum(grad_k_weight_b, 0), mask=pair < HALF)
 
 
 def _tile(setting: Launch, heads: int, half: int) -> tuple[int, int]:
@@ -363,6 +401,7 @@ def qk_norm_rope_forward(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        TURNED=cos.shape[-1],
         LLAMA=options.casting_mode == "llama",
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
@@ -376,6 +415,7 @@ def qk_norm_rope_backward(
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
+    grad_gate: Tensor | None,
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -388,7 +428,10 @@ def qk_norm_rope_backward(
     """Launch the kernels for `reference.qk_norm_rope_backward`."""
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    grad_qkv = q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
+    q_columns = (heads if grad_gate is None else 2 * heads) * head_dim
+    grad_qkv = q.new_empty((batch, seq, q_columns + 2 * kv_heads * head_dim))
+    if grad_gate is not None:
+        grad_qkv[..., :q_columns].view(batch, seq, heads, 2, head_dim)[..., 1, :] = grad_gate
     tokens = batch * seq
     setting = launch(BACKWARD, head_dim // 2)
     programs = num_programs(setting, tokens, q.device)
@@ -423,7 +466,9 @@ def qk_norm_rope_backward(
             options.offset,
             HEADS=heads,
             KV_HEADS=kv_heads,
+            GATES=0 if grad_gate is None else heads,
             HALF=head_dim // 2,
+            TURNED=cos.shape[-1],
             LLAMA=options.casting_mode == "llama",
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
