@@ -195,6 +195,13 @@ class HeadOutput(NamedTuple):
     hidden: Tensor | None = None  # (..., hidden) of a model that is asked for them
     routing: Routing | None = None  # of a model with experts that is asked for it
 
+    def with_values(self, **values: Any) -> "HeadOutput":
+        """Return the output with other values.
+
+        A compiled function of torch 2.11 cannot return what `_replace` makes of an output.
+        """
+        return HeadOutput(**dict(zip(self._fields, self)) | values)
+
     @property
     def logits(self) -> Tensor:
         """Raise AttributeError: the loss is computed without a matrix of logits."""
@@ -381,7 +388,7 @@ class LossHead(nn.Module):
         if teacher.share == 1:
             return HeadOutput(loss, torch.zeros_like(loss).detach(), num_valid)
         own = _head_output(self._cross_entropy(hidden, targets, options), num_valid, False)
-        return own._replace(loss=teacher.share * loss + (1 - teacher.share) * own.loss)
+        return own.with_values(loss=teacher.share * loss + (1 - teacher.share) * own.loss)
 
     def _cross_entropy(
         self, hidden: Tensor, targets: Tensor, options: LossOptions

@@ -308,9 +308,9 @@ class DecoderModel(HFModel, PlannedModel):
         else:
             output = shard.loss(self.head, hidden, targets, loss_options)
         if return_hidden:
-            output = output._replace(hidden=hidden if shard is None else shard.whole(hidden))
+            output = output.with_values(hidden=hidden if shard is None else shard.whole(hidden))
         if routing is not None:
-            output = output._replace(routing=routing)
+            output = output.with_values(routing=routing)
         auxiliary = self._auxiliary(extras, attention_mask, expert_counts)
         if auxiliary is None:
             return output
@@ -404,17 +404,17 @@ class DecoderModel(HFModel, PlannedModel):
         Args: adds_up: whether that is a part of the step's, and not the mean of the micro-batch.
         """
         options: dict[str, Any] = {**self.head.loss_options, **loss_options}
-        output = output._replace(auxiliary_loss=auxiliary)
+        output = output.with_values(auxiliary_loss=auxiliary)
         if options.get("reduction", "mean") != "mean" or options.get("loss_function") is not None:
             return output
         names = ("normalizer", "num_items_in_batch")
         normalizers = [options[name] for name in names if options.get(name) is not None]
         if not normalizers or adds_up:
-            return output._replace(loss=output.loss + auxiliary)
+            return output.with_values(loss=output.loss + auxiliary)
         valid = output.num_valid
         if self.layout is not None and any(self.router_losses):
             valid = self.layout.mean(valid)  # the routers' losses are those of all ranks
-        return output._replace(loss=output.loss + valid / normalizers[0] * auxiliary)
+        return output.with_values(loss=output.loss + valid / normalizers[0] * auxiliary)
 
     def loss(self, input_ids: Tensor, labels: Tensor, **options: Unpack[HeadOptions]) -> Tensor:
         """Return `model(input_ids, labels=labels, **options).loss`.
