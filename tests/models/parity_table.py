@@ -3,7 +3,8 @@
     python -m tests.models.parity_table            docs/parity.md, from tests/models/test_parity.py
     python -m tests.models.parity_table --gpu      docs/parity_gpu.md, from tests/gpu
 
-Further arguments go to pytest (-n 2 runs two processes). Nothing is written unless all tests pass.
+With --families mixtral ..., the rows of other families remain. Further arguments go to pytest (-n 2
+runs two processes). Nothing is written unless all tests pass.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +67,11 @@ def heading(first: str) -> list[str]:
     return [f"| {first} | {' | '.join(parity.COLUMNS)} |", "|---" * (len(parity.COLUMNS) + 1) + "|"]
 
 
-def page(text: str, collector: Collector, gpu: bool = False) -> str:
-    """Return a page with the text of an old one, and families and features as in the zoo."""
+def page(text: str, collector: Collector, measures: Collection[str], gpu: bool = False) -> str:
+    """Return a page with the text of an old one, and families and features as in the zoo.
+
+    The rows of families that were not measured are those of the old page.
+    """
     versions = {
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -76,14 +81,26 @@ def page(text: str, collector: Collector, gpu: bool = False) -> str:
     device = f" on one {torch.cuda.get_device_name()}" if gpu else " on a CPU"
     measured = ", ".join(f"{name} {number}" for name, number in versions.items()) + device
     start = "The page was measured with "
+    before, _, old = text.partition(start)
+    said = f"{measured}."
+    if others := [family for family in zoo.FAMILIES if family not in measures]:
+        said = f"{old.splitlines()[0]}\nThe rows of {', '.join(measures)} are of {measured}."
+    tables = {each[0]: each[4:] for each in map(str.splitlines, old.split("\n## "))}
+
+    def kept(table: str, first: str = "") -> list[str]:
+        return [row for row in tables.get(table, []) if row.startswith(f"| {first}")]
+
     lines = [
-        f"{text.partition(start)[0]}{start}{measured}.",
+        f"{before}{start}{said}",
         "",
         "## The largest error of each family",
         "",
         *heading("family"),
     ]
     for family in zoo.FAMILIES:
+        if family in others:
+            lines += kept("The largest error of each family", f"{family} ")
+            continue
         found = [errors for (one, _), errors in collector.errors.items() if one == family]
         largest = {
             column: max(errors[column] for errors in found if column in errors)
@@ -97,12 +114,17 @@ def page(text: str, collector: Collector, gpu: bool = False) -> str:
         "|---|---|---|",
     ]
     for family in zoo.FAMILIES:
-        if family in collector.ratios:
+        if family in others:
+            lines += kept("bfloat16", f"{family} ")
+        elif family in collector.ratios:
             mean, most = collector.ratios[family]
             lines.append(f"| {family} | {mean:.3f} | {most:.3f} |")
     scale = zoo.REAL if gpu else zoo.TINY
     for family in zoo.FAMILIES:
         lines += ["", f"## {family}", "", *heading("feature")]
+        if family in others:
+            lines += kept(family)
+            continue
         for name in zoo.features(family, scale):
             if not gpu or (family, name) in collector.errors:
                 lines.append(line(name, collector.errors.get((family, name), {})))
@@ -124,6 +146,7 @@ def main(arguments: list[str]) -> int:
     """Run the tests, write the page if they pass, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", action="store_true", help="the tests that run on a GPU")
+    parser.add_argument("--families", nargs="+", default=zoo.FAMILIES, help="the rows to measure")
     parser.add_argument("--out", type=Path, help="the page to write")
     options, rest = parser.parse_known_args(arguments)
     tests = "tests/gpu/test_parity_on_gpu.py" if options.gpu else "tests/models/test_parity.py"
@@ -131,12 +154,14 @@ def main(arguments: list[str]) -> int:
     # This test would fail, because the page may still be out of date.
     selection = ["--deselect", f"{tests}::test_the_published_table_lists_this_zoo"]
     selection += ["-m", "long or not long"]  # every pair, not the default run's sample
+    if options.families != zoo.FAMILIES:
+        selection += ["-k", " or ".join(options.families)]
     code = pytest.main(["-q", *selection, *rest, str(ROOT / tests)], plugins=[collector])
     if code == pytest.ExitCode.OK:
         out = options.out or (GPU_PAGE if options.gpu else PAGE)
         out.parent.mkdir(parents=True, exist_ok=True)
         old = (GPU_PAGE if options.gpu else PAGE).read_text()
-        out.write_text(page(old, collector, options.gpu))
+        out.write_text(page(old, collector, options.families, options.gpu))
         print(f"wrote {out}")
     return int(code)
 

@@ -113,7 +113,8 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
     if has(family, "query_pre_attn_scalar"):
         config["query_pre_attn_scalar"] = scale.head_dim
     if has(family, "swiglu_limit"):
-        config |= {"swiglu_alpha": 1.3, "swiglu_limit": 0.7}
+        # At a limit the gradient jumps. Of many values, some are so near that rounding decides.
+        config |= {"swiglu_alpha": 1.3, "swiglu_limit": 6.0 if scale is REAL else 0.7}
     if has(family, "attn_logit_softcapping"):
         config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     if has(family, "sliding_window_pattern"):
