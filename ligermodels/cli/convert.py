@@ -2,9 +2,10 @@
 
 Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and --max-shard-size change
 what is written. --verify compares every tensor of TARGET with SOURCE (cast to --dtype, if it is
-given), bit for bit. Without TARGET, --verify converts SOURCE to the native layout and back in a
-temporary folder, and compares the result with SOURCE. If anything differs, the exit code is 1.
-SOURCE may also be a checkpoint of a run: RUN/checkpoint-STEP, or its file in RUN/checkpoints.
+given), bit for bit; weights that only SOURCE has in MXFP4 are decoded for that. Without TARGET,
+--verify converts SOURCE to the native layout and back in a temporary folder, and compares the
+result with SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a
+run: RUN/checkpoint-STEP, or its file in RUN/checkpoints.
 Medusa's heads beside a model are converted with it.
 """
 
@@ -38,6 +39,7 @@ class Arguments(LoadingOptions):
         max_shard_size: largest size of one weight file, such as 5GB
         overwrite: replace the checkpoint that TARGET holds
         float8: write the weights of the layers' linears in float8, as transformers reads them
+        mxfp4: write the experts that SOURCE holds in MXFP4 as they are, and not decoded
     """
 
     source: str = option(MISSING, positional=True)
@@ -46,6 +48,7 @@ class Arguments(LoadingOptions):
     max_shard_size: int = option(5 * 10**9, is_size=True, at_least=1)
     overwrite: bool = option(False)
     float8: bool = option(False)
+    mxfp4: bool = option(False)
 
 
 def run(given: Arguments) -> None:
@@ -104,7 +107,9 @@ def run(given: Arguments) -> None:
         _write(given, model, heads, target)
         if not given.verify:
             return
-        report = compare(source, target, family_of(source), dtype=given.loading()["dtype"])
+        kept = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        dtype = given.loading()["dtype"]
+        report = compare(source, target, family_of(source), dtype=dtype, kept=kept)
     print(report)
     print(f"compared: {source} with {'its own export' if target is None else target}")
     if not report.ok:
@@ -148,5 +153,6 @@ def _write(
             overwrite=given.overwrite,
             write_heads=write,
             float8=given.float8,
+            mxfp4=given.mxfp4,
         )
     print(f"wrote the checkpoint to {target}")

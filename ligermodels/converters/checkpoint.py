@@ -39,7 +39,7 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-_MXFP4 = "MXFP4"  # the dtype in `Checkpoint.tensors` of the two tensors that hold such a weight
+MXFP4 = "MXFP4"  # the dtype in `Checkpoint.tensors` of the two tensors that hold such a weight
 # The name that transformers gives the head of all its ...ForSequenceClassification models.
 _CLASSIFIER_HEAD = "score.weight"
 
@@ -164,7 +164,7 @@ class Checkpoint:
             elif found.dtype == "U8" and name.endswith(MXFP4_BLOCKS):
                 what = f"and {scales_of(name)!r} do not hold {list(shape)} values in MXFP4"
                 faults.append((found.path, self._name_in_file(name), what))
-            elif found.dtype not in (*DTYPES, _MXFP4):
+            elif found.dtype not in (*DTYPES, MXFP4):
                 what = f"is stored as {found.dtype}: quantised checkpoints are not supported"
                 faults.append((found.path, self._name_in_file(name), what))
             elif found.shape != shape:
@@ -212,7 +212,7 @@ class Checkpoint:
             return
         if one.shape == (*groups, 16) and other.shape == groups:
             nbytes = one.nbytes + other.nbytes
-            self.tensors[blocks] = replace(one, dtype=_MXFP4, shape=shape, nbytes=nbytes)
+            self.tensors[blocks] = replace(one, dtype=MXFP4, shape=shape, nbytes=nbytes)
             del self.tensors[scales]
 
     def _leave_out(self, towers: Towers) -> None:
@@ -392,7 +392,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return an HF tensor in its stored dtype, as a new tensor."""
-        if self.tensors[name].dtype == _MXFP4:
+        if self.tensors[name].dtype == MXFP4:
             return torch.cat([*self._rows(name, 0, self.tensors[name].shape[0])])
         return self._opened(name).tensor(self._name_in_file(name))
 
@@ -410,7 +410,7 @@ class Checkpoint:
     ) -> Iterator[Tensor]:
         """Yield the values of rows in pieces; those of MXFP4 are new tensors in bfloat16."""
         file, stored = self._opened(name), self._name_in_file(name)
-        if self.tensors[name].dtype == _MXFP4:
+        if self.tensors[name].dtype == MXFP4:
             return self._decoded(name, first, last, columns, leading)
         if columns is not None:
             return file.read_columns(stored, first, last, columns)
@@ -430,7 +430,7 @@ class Checkpoint:
 
     def _raw_rows(self, name: str, first: int, last: int) -> Iterator[Tensor]:
         """Yield what the file holds of rows: of MXFP4 the blocks, then the scales."""
-        is_mxfp4 = self.tensors[name].dtype == _MXFP4
+        is_mxfp4 = self.tensors[name].dtype == MXFP4
         for each in (name, scales_of(name)) if is_mxfp4 else (name,):
             yield from self._opened(each).read(self._name_in_file(each), first, last)
 
@@ -458,7 +458,7 @@ class Checkpoint:
 
     def _dtype(self, name: str) -> torch.dtype:
         dtype = self.tensors[name].dtype
-        return torch.bfloat16 if dtype == _MXFP4 else DTYPES[dtype]
+        return torch.bfloat16 if dtype == MXFP4 else DTYPES[dtype]
 
 
 # By float dtype: the integers of its size, without and with a sign, and the bits of +infinity.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.checkpoint import Checkpoint, bitwise_equal
+from ligermodels.converters.checkpoint import MXFP4, Checkpoint, bitwise_equal
 from ligermodels.converters.export import save
 from ligermodels.converters.files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import QUANTIZER, kept_config, read_config, to_hf
@@ -32,6 +32,8 @@ class Report:
         config_keys: how many keys of config.json were compared.
         files: the tokenizer and generation files that were compared.
         differences: one line for each tensor, key or file that differs.
+        dequantized: how many of the tensors are in MXFP4 and were decoded, and compared with the
+            values of the copy, which has no MXFP4.
     """
 
     tensors: int
@@ -39,6 +41,7 @@ class Report:
     config_keys: int
     files: tuple[str, ...]
     differences: tuple[str, ...]
+    dequantized: int = 0
 
     @property
     def ok(self) -> bool:
@@ -49,6 +52,11 @@ class Report:
             f"{self.tensors} tensors ({self.nbytes:,} bytes), {self.config_keys} config keys, "
             f"{len(self.files)} tokenizer and generation files"
         )
+        if self.ok and self.dequantized:
+            return (
+                f"equal: {what}; bitwise, but for {self.dequantized} tensors in MXFP4, whose "
+                "decoded values (dequantized, in the dtype of the copy) are those of the copy"
+            )
         if self.ok:
             return f"bitwise equal: {what}"
         return f"{len(self.differences)} differences in {what}\n{listing(self.differences)}"
@@ -116,6 +124,7 @@ def compare(
     family: Family,
     *,
     dtype: torch.dtype | None = None,
+    kept: Collection[str] = (),
 ) -> Report:
     """Compare a checkpoint with its export: tensors bitwise, config keys, tokenizer files.
 
@@ -127,25 +136,28 @@ def compare(
             not count as differences.
         family: the model class of both.
         dtype: the dtype to which the copy was cast. By default every tensor keeps its dtype.
+        kept: the native names of the parameters that keep their dtype all the same.
     Raises:
         ConfigError, CheckpointError: one of the checkpoints cannot be read.
     """
     folder, copy = Path(folder), Path(copy)
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names, others = _names(original, family), _names(exported, family)
-    differing: list[str]
+    entries, differing, dequantized = original.weight_map.entries, [], 0
+    left = {span.source for entry in entries if entry.name in kept for span in entry.spans}
     if original.layout == exported.layout:
         differing = [
             name
             for name, other in zip(names, others, strict=True)
-            if not _same_tensor(original, name, exported, other, dtype)
+            if not _same_tensor(original, name, exported, other, None if name in left else dtype)
         ]
     else:
         differing = [
             entry.name
-            for entry in original.weight_map
-            if not _same_parameter(entry, original, exported, dtype)
+            for entry in entries
+            if not _same_parameter(entry, original, exported, None if entry.name in kept else dtype)
         ]
+        dequantized = sum(original.tensors[name].dtype == MXFP4 for name in names)
     constants, found = original.constants(), exported.constants()
     raw = kept_config(read_config(folder), family.config_class)
     files, files_of_copy = copied_files(folder), copied_files(copy)
@@ -165,7 +177,8 @@ def compare(
         added = SafetensorsFile(folder / name)
         held += [info.nbytes for info in added.tensors.values()]
         differences += _added_differences(added, copy / name, dtype)
-    return Report(len(held), sum(held), len(compared), tuple(files), tuple(differences))
+    result = len(held), sum(held), len(compared), tuple(files), tuple(differences)
+    return Report(*result, dequantized)
 
 
 def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
@@ -180,10 +193,7 @@ def _same_tensor(
 ) -> bool:
     if dtype is None or DTYPES.get(original.tensors[name].dtype) == dtype:
         return original.bitwise_equal(name, exported, other)
-    before, after = original.tensor(name), exported.tensor(other)
-    if before.dim() == 1 and after.dtype == before.dtype:
-        return bitwise_equal(before, after)  # a family may keep the dtype of a vector
-    return bitwise_equal(before.to(dtype), after)
+    return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
 
 
 def _same_parameter(

@@ -81,6 +81,12 @@ def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
     model.save_hf(copy, max_shard_size=900)
     report = compare(folder, copy, LigerLlama, dtype=dtype)
     assert report.ok, str(report)
+    if dtype == torch.float16:  # only what is named keeps its dtype
+        report = compare(folder, copy, LigerLlama, dtype=dtype, kept=["norm.weight"])
+        assert report.differences == ("model.norm.weight: differs",)
+        unchanged = compare(folder, folder, LigerLlama, dtype=dtype, kept=["norm.weight"])
+        assert "model.layers.0.input_layernorm.weight: differs" in unchanged.differences
+        assert "model.norm.weight: differs" not in unchanged.differences
     with torch.no_grad():
         model.norm.weight[0] += 1
     model.save_hf(copy)
