@@ -30,6 +30,7 @@ ROWS: tuple[tuple[str, int, int, str], ...] = (
     (OURS, 48, 4, "nothing"),
     (OURS, 48, 8, "nothing"),
     (OURS, 48, 16, "blocks"),
+    (OURS, 48, 4, "blocks"),
 )
 
 

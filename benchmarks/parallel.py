@@ -10,7 +10,8 @@ beside those of other numbers of GPUs.
     tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together,
             beside HF's model cut with DTensor, as transformers plans it, under autocast
     experts  four layers of Qwen3-30B-A3B, float32 weights computed in bfloat16, AdamW, 1 x 8192
-             tokens on each GPU: experts gathered by FSDP2, and spread by expert parallelism
+             tokens on each GPU: experts gathered by FSDP2, and spread by expert parallelism; and
+             a layer of expert parallelism in bfloat16, with the times of its parts
     head    linear cross entropy of 8192 x 4096 x 128256 with the vocabulary split over the GPUs
     context  errors of rows that are split over all GPUs (context parallelism), against one GPU
     long    Llama-3-8B, float32 weights computed in bfloat16, AdamW, one long row over all GPUs
@@ -61,6 +62,7 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.memory.simulate import simulate
+from ligermodels.parallel.expert import expert_parallel
 from ligermodels.parallel.layout import splits_of, whole_tensor
 
 TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
@@ -192,9 +194,50 @@ def experts(layers: int | None) -> list[Row]:
             model = cls(cls.config_class.preset(PRESET, **sizes)).train()
         return shard(model, mesh(**{dimension: ranks}), compute_dtype=torch.bfloat16)
 
+    def alone() -> Row:
+        """Time a layer, forward and backward, and its parts: what overlapping them could save."""
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = cls(cls.config_class.preset(PRESET, **TINY | {"num_hidden_layers": 1}))
+        expert_parallel(model, mesh(ep=ranks))
+        layer: Any = model.layers[0].mlp.bfloat16()
+        x = torch.randn(TOKENS, layer.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        with torch.no_grad():
+            weights, chosen, _ = layer.router(x)
+            journey, expert, weight = layer.exchange._plan(weights, chosen)
+            rows, weight = journey.there(x), weight.flatten()[journey.pair]
+        inputs = rows.requires_grad_(), weight[:, None].requires_grad_(), expert[:, None]
+
+        def products(parts: int) -> None:
+            for each in zip(*(part.chunk(parts) for part in inputs)):
+                out = layer._mlps(*each)
+                out.backward(out.detach())
+            layer.zero_grad()
+
+        def whole() -> None:
+            out, _ = layer(x)
+            out.backward(out.detach())
+            layer.zero_grad()
+
+        def exchanges() -> None:
+            for _ in "forward", "backward":
+                journey.there(x)
+                journey.back(rows.detach())
+
+        parts = {"products": partial(products, 1), "products in halves": partial(products, 2)}
+        found: Row = {}
+        for name, run in {"ms": whole, **parts, "exchanges": exchanges}.items():
+            for _ in range(3):
+                run()
+            found[name] = statistics.median(milliseconds(run) for _ in range(15))
+        return found
+
     return [
-        attempt(f"{name} {ranks}", lambda name=name: training(made(name), ranks))
-        for name in ("dp_shard", "ep")
+        *(
+            attempt(f"{name} {ranks}", lambda name=name: training(made(name), ranks))
+            for name in ("dp_shard", "ep")
+        ),
+        attempt("a layer", alone),
     ]
 
 

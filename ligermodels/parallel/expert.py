@@ -1,10 +1,10 @@
 """Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
-Each rank has its own tokens, as in data parallelism, and a whole router. It sorts the pairs of a
-token and one of its experts by expert, and so by rank, and sends each rank the tokens of its
-experts. That rank computes them as a layer with one expert for each token, and the results, which
-are weighted already, come back and are summed. Loads are uneven, so the ranks first tell each other
-how many rows will come. For that the host waits once in each layer.
+Each rank has its own tokens, as in data parallelism, and a whole router. It sends each rank those
+tokens that have experts there, once, however many these are. That rank computes the pairs of a
+token and one of its experts as a layer with one expert for each row, and sums those of each token,
+with their weights. The sums come back and are summed. Loads are uneven, so the ranks first tell
+each other how many rows will come. For that the host waits once in each layer.
 """
 
 from __future__ import annotations
@@ -90,110 +90,138 @@ class Exchange:
     ) -> Tensor:
         """Return the weighted sum of the MLPs of each token's experts, as `ExpertExchange` says."""
         x = x.to(autocast_dtype(x) or x.dtype)
-        journey = self._plan(experts)
-        rows, row_weights = _Send.apply(x, weights, journey)
-        return _Return.apply(mlps(rows, row_weights[:, None], journey.expert[:, None]), journey)
+        journey, expert, weight = self._plan(weights.detach(), experts)
+        rows, weight = _Send.apply(x, weights, weight, journey)
+        return _Return.apply(mlps(rows, weight[:, None], expert[:, None]), journey)
 
-    def _plan(self, experts: Tensor) -> _Journey:
-        """Tell all ranks how many rows will come; experts (tokens, top_k) int32."""
-        count, own = sum(self.sizes), self.sizes[self.rank]
-        order, place, starts = select("routing", experts).sort_by_expert(experts, count)
-        rows = len(order)
+    def _plan(self, weights: Tensor, experts: Tensor) -> tuple[_Journey, Tensor, Tensor]:
+        """Tell all ranks which tokens come to which of their experts, and with which weights.
+
+        Args: weights (tokens, top_k) in 32 or 64 bit; experts (tokens, top_k) int32.
+        Returns: the way, the expert of each pair that comes, and all weights of the rows that come.
+        """
+        ranks, (tokens, top_k) = len(self.sizes), experts.shape
         if experts.is_meta:  # a simulation has one process; it takes the loads to be even
-            split = [rows // len(self.sizes)] * len(self.sizes)
-            split[0] += rows - sum(split)
-            return _Journey(self.group, order, place, experts.new_empty(rows), split, split)
-        mine = starts.diff()
-        every = mine.new_empty(len(self.sizes) * count)
-        all_gather(every, mine, group=self.group)
-        first = sum(self.sizes[: self.rank])
-        coming = every.view(-1, count)[:, first : first + own]
-        sent = torch.stack([part.sum() for part in mine.split(self.sizes)])
-        to, of = torch.stack([sent, coming.sum(1)]).tolist()
-        number = torch.arange(own, dtype=torch.int32, device=experts.device)
-        expert = number.repeat(len(self.sizes)).repeat_interleave(
-            coming.flatten(), output_size=sum(of)
-        )
-        return _Journey(self.group, order, place, expert, to, of)
+            rows, pair = tokens * min(ranks, top_k), experts.new_empty(experts.numel())
+            split = [rows // ranks + (each < rows % ranks) for each in range(ranks)]
+            places = experts.new_empty(tokens, ranks), experts.new_empty(rows, top_k)
+            token = experts.new_empty(rows)
+            journey = _Journey(self.group, token, places[0], pair, places[1], split, split)
+            return journey, pair, weights.new_empty(rows, top_k)
+        rank = torch.arange(ranks + 1, dtype=torch.int32, device=experts.device)
+        count = sum(self.sizes)
+        starts = rank * (count // ranks) + rank.clamp(max=count % ranks)
+        to = torch.bucketize(experts, starts[1:], out_int32=True, right=True)
+        here = to == rank[:-1, None, None]
+        goes = here.any(2)
+        mine = torch.stack([goes.sum(1), here.sum((1, 2))])
+        every = mine.new_empty(ranks * mine.numel())
+        all_gather(every, mine.flatten(), group=self.group)
+        coming = every.view(ranks, 2, ranks)[:, :, self.rank]
+        numbers = torch.cat([mine[0], coming[:, 0], coming[:, 1].sum(0, True)]).tolist()
+        sent, received = numbers[:ranks], numbers[ranks : 2 * ranks]
+        goal, token = goes.nonzero_static(size=sum(sent)).unbind(1)
+        own = torch.where(to[token] == goal[:, None], (experts - starts[to])[token], -1)
+        told = torch.cat([own, weights[token].view(torch.int32)], 1)  # one exchange for both
+        told = exchange(told, sent, received, self.group)
+        expert, weight = told[:, :top_k], told[:, top_k:].contiguous().view(weights.dtype)
+        is_own = expert >= 0
+        pair = is_own.flatten().nonzero_static(size=numbers[-1])[:, 0]
+        places = _places(goes).mT.contiguous(), _places(is_own)
+        journey = _Journey(self.group, token, places[0], pair, places[1], sent, received)
+        return journey, expert.flatten()[pair], weight
+
+
+def _places(chosen: Tensor) -> Tensor:
+    """Return the number of each True among all of them, and -1 for each False; int32."""
+    numbers = chosen.flatten().cumsum(0, dtype=torch.int32).view(chosen.shape) - 1
+    return numbers.masked_fill(~chosen, -1)
+
+
+def exchange(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send rows, those to the first rank first, and return those that come, in the same order."""
+    out = x.new_empty(sum(received), *x.shape[1:])
+    if not x.is_meta:
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
 
 
 @dataclass(frozen=True)
 class _Journey:
-    """The rows of a layer that go to other ranks and come from them.
+    """The way of a layer's tokens to other ranks and back. A token goes to a rank once.
 
     Attributes:
         group: the ranks.
-        order, place: of `sort_by_expert`, for the pairs of this rank's tokens.
-        expert: (rows that come,) int32, the expert of each among those of this rank.
+        token: (rows that go,), the token of each.
+        place: (tokens, ranks) int32, the row that goes to the rank, or -1.
+        pair: (pairs that come,), those of the rows that come with the experts of this rank; their
+            numbers in (rows, top_k).
+        pair_place: (rows that come, top_k) int32, the number of the pair, or -1.
         sent, received: how many rows go to each rank, and come from it.
     """
 
     group: Any
-    order: Tensor
+    token: Tensor
     place: Tensor
-    expert: Tensor
+    pair: Tensor
+    pair_place: Tensor
     sent: list[int]
     received: list[int]
 
     def there(self, x: Tensor) -> Tensor:
-        """Send rows, sorted by expert; return those that came."""
-        return self._exchange(x, self.sent, self.received)
+        """Send tokens (tokens, ...), and return the token of each pair that comes."""
+        rows = exchange(x[self.token], self.sent, self.received, self.group)
+        return rows[self.pair // self.pair_place.shape[1]]
 
-    def back(self, x: Tensor) -> Tensor:
-        """Send the rows that came back; return this rank's, sorted by expert."""
-        return self._exchange(x, self.received, self.sent)
+    def back(self, pairs: Tensor) -> Tensor:
+        """Send the sums of the pairs of each row back, and return their sums for each token."""
+        return self._to_tokens(_sums(pairs, self.pair_place))
 
-    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out = x.new_empty(sum(received), *x.shape[1:])
-        if not x.is_meta:
-            dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
-        return out
+    def weights_back(self, pairs: Tensor) -> Tensor:
+        """Return the numbers of the pairs (pairs that come,) to where their weights came from."""
+        rows = pairs.new_zeros(self.pair_place.shape)
+        return self._to_tokens(rows.flatten().index_copy(0, self.pair, pairs).view(rows.shape))
 
-    def of_tokens(self, rows: Tensor) -> Tensor:
-        """Return the sum of the rows of each token."""
-        summed: Tensor = select("expert_mlp", rows).expert_sum(rows, self.place, None, None, None)
-        return summed
+    def _to_tokens(self, rows: Tensor) -> Tensor:
+        return _sums(exchange(rows, self.received, self.sent, self.group), self.place)
 
-    @property
-    def token(self) -> Tensor:
-        """(rows that go,), the token of each."""
-        return self.order // self.place.shape[1]
+
+def _sums(rows: Tensor, place: Tensor) -> Tensor:
+    summed: Tensor = select("expert_mlp", rows).expert_sum(rows, place, None, None, None)
+    return summed
 
 
 class _Send(torch.autograd.Function):
-    """Send tokens and their weights to the ranks of their experts.
+    """Send tokens to the ranks of their experts; their weights, `come`, have arrived already.
 
     Between here and `_Return`, gradients are divided by the number of ranks. An expert's parameters
     get the gradients of all these ranks' tokens as one sum, where other parameters get their mean.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, come: Tensor, journey: _Journey
+    ) -> tuple[Tensor, Tensor]:
         ctx.journey = journey
-        return (
-            journey.there(x[journey.token]),
-            journey.there(weights.flatten()[journey.order]),
-        )
+        return journey.there(x), come.flatten()[journey.pair]
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_rows: Tensor, grad_weights: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        journey = ctx.journey
-        ranks = len(journey.sent)
-        grad_x = journey.of_tokens(journey.back(grad_rows)) * ranks
-        return grad_x, journey.back(grad_weights)[journey.place] * ranks, None
+    ) -> tuple[Tensor | None, ...]:
+        journey, ranks = ctx.journey, len(ctx.journey.sent)
+        grad_x = journey.back(grad_rows) * ranks
+        return grad_x, journey.weights_back(grad_weights) * ranks, None, None
 
 
 class _Return(torch.autograd.Function):
     """Bring the results back to their tokens, and sum those of each token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+    def forward(ctx: Any, pairs: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        return journey.of_tokens(journey.back(rows))
+        return journey.back(pairs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        journey = ctx.journey
-        return journey.there((grad / len(journey.sent))[journey.token]), None
+        return ctx.journey.there(grad / len(ctx.journey.sent)), None

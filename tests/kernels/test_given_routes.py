@@ -1,4 +1,4 @@
-"""Routes that are given and name an expert twice, which then counts twice."""
+"""Routes that are given: an expert that is named twice, and rows that a token does not have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ligermodels import kernels
+from ligermodels.kernels.dispatch import select
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -28,3 +29,11 @@ def test_an_expert_that_is_named_twice(float32_place, score, normalize) -> None:
     if float32_place.device == "cpu":
         with pytest.raises(ValueError, match="experts are 0 to 5; expected numbers from 0 to 4"):
             kernels.routing(logits, 2, experts=torch.tensor([[0, 5]] * 3))
+
+
+def test_a_sum_leaves_out_the_rows_that_a_token_does_not_have(float32_place) -> None:
+    rows = torch.randn(3, 40, device=float32_place.device)
+    place = torch.tensor([[2, -1], [-1, -1], [0, 1]], device=float32_place.device).int()
+    found = select("expert_mlp", rows).expert_sum(rows, place, None, None, None)
+    expected = torch.stack([rows[2], torch.zeros_like(rows[0]), rows[0] + rows[1]])
+    torch.testing.assert_close(found, expected)

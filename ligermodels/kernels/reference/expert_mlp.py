@@ -86,15 +86,16 @@ def expert_sum(
 ) -> Tensor:
     """Sum the rows of each token, with weights (tokens, top_k) or without: (tokens, out).
 
-    Args: place (tokens, top_k), or None if the rows are in the order of weights; bias: (experts,
-        out), added to each row, or None; experts (tokens, top_k), for the bias.
+    Args: place (tokens, top_k), where a negative one is that of no row, or None if the rows are in
+        the order of weights; bias: (experts, out), added to each row, or None; experts (tokens,
+        top_k), for the bias.
     """
     each = cast(y, compute_dtype(y))
     if place is None:
         assert weights is not None
         each = each.view(*weights.shape, -1)
     else:
-        each = each[place.long()]
+        each = each[place.long()].masked_fill(place[..., None] < 0, 0)
     if bias is not None:
         assert experts is not None
         each = each + cast(bias, each.dtype)[experts.long()]

@@ -341,7 +341,10 @@ def expert_sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles a block of one token's row. place, weights and bias may be None."""
+    """Each program handles a block of one token's row. place, weights and bias may be None.
+
+    A negative place is that of no row.
+    """
     blocks = tl.cdiv(width, BLOCK)
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
@@ -351,7 +354,8 @@ def expert_sum_kernel(
         row = token * TOP_K + k
         if place_ptr is not None:
             row = tl.load(place_ptr + row).to(tl.int64)
-        each = tl.load(y_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        mask = (column < width) & (row >= 0)
+        each = tl.load(y_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             at = tl.load(experts_ptr + token * TOP_K + k).to(tl.int64) * width + column
             each += tl.load(bias_ptr + at, mask=column < width, other=0.0).to(tl.float32)
