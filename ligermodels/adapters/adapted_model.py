@@ -76,7 +76,7 @@ def add_adapters(
         if not name.startswith("layers.") or not hasattr(base, "in_features"):
             continue  # such as a router, which is no linear
         names = {part: _names(part, name) for part in parts}
-        known |= {part.hf.rpartition(".")[2] for part in parts}
+        known |= {each for part in parts for each in _short_names(part, name)}
         chosen = [part for part in parts if wanted is None or not wanted.isdisjoint(names[part])]
         unused.difference_update(*names.values())
         if chosen:
@@ -175,9 +175,21 @@ def _names(part: HFLinear, native: str) -> set[str]:
     """Return the names by which a target may mean a linear: its own, and their ends."""
     names = {part.hf}
     if isinstance(part, ExpertLinear):
-        last = native.rpartition(".")[2]
-        names |= {part.experts, f"{part.experts}.{part.projection}", f"{part.experts}.{last}"}
+        names |= _of_experts(part.experts, part, native)
     return {end for name in names for end in ends(name)}
+
+
+def _short_names(part: HFLinear, native: str) -> set[str]:
+    """Return the shortest names by which a target may mean a linear, or all experts."""
+    names = {part.hf.rpartition(".")[2]}
+    if isinstance(part, ExpertLinear):
+        names |= _of_experts(part.experts.rpartition(".")[2], part, native)
+    return names
+
+
+def _of_experts(place: str, part: ExpertLinear, native: str) -> set[str]:
+    """Return the names of all experts, and of their projections here and in PEFT."""
+    return {place, f"{place}.{part.projection}", f"{place}.{native.rpartition('.')[2]}"}
 
 
 def _experts_of(name: str, parts: Sequence[HFLinear], chosen: Sequence[HFLinear]) -> int:

@@ -350,13 +350,22 @@ def adapter_of_hf(
         factors: the name of each linear with an adapter -> A (rank, in) and B (out, rank).
         weight_map: the native model's.
         settings: the keys r, lora_alpha and lora_dropout of the config.
-    Returns: the tensors on the CPU, and the content of adapter_config.json. Beside adapters of
-        experts, its lora_dropout is 0: PEFT refuses any other, and an export does not train.
+    Returns: the tensors on the CPU, and the content of adapter_config.json. With
+        target_parameters, and beside adapters of experts, its lora_dropout is 0: PEFT refuses any
+        other, and an export does not train.
     """
     weights = {}
-    if not {p.hf for each in expert_linears(weight_map).values() for p in each}.isdisjoint(factors):
-        settings = {**settings, "lora_dropout": 0.0}
+    experts = {p.hf: p.projection for each in expert_linears(weight_map).values() for p in each}
     left, parameters = _of_all_experts(factors, weight_map)
+    # PEFT takes a module that is called as experts' projections for experts. It finds a dense
+    # one, whose tensors have the same names, as a parameter.
+    dense = {name for name in left if _last(name) in experts.values()} - experts.keys()
+    parameters += [f"{name}.weight" for name in sorted(dense)]
+    modules = left.keys() & factors.keys()
+    if experts.keys().isdisjoint(factors):
+        modules -= dense
+    if parameters or not experts.keys().isdisjoint(factors):
+        settings = {**settings, "lora_dropout": 0.0}
     for name, (a, b) in left.items():
         for end, tensor in ((_A, a), (_B, b)):
             weights[f"{_PREFIX}{name}.{end}"] = tensor.detach().cpu().contiguous()
@@ -365,7 +374,7 @@ def adapter_of_hf(
         "task_type": "CAUSAL_LM",
         **settings,
         **({"target_parameters": parameters} if parameters else {}),
-        "target_modules": _target_modules(left.keys() & factors.keys(), weight_map),
+        "target_modules": _target_modules(modules, weight_map),
         "bias": "none",
         "inference_mode": True,
     }
@@ -397,11 +406,15 @@ def _of_all_experts(
 def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
     """Return the ends of names that stand for exactly these modules, or else their whole names."""
     chosen = set(names)
-    ends = {name.rpartition(".")[2] for name in chosen}
+    ends = {*map(_last, chosen)}
     native = linears(weight_map) | expert_linears(weight_map)
     every = {part.hf for parts in native.values() for part in parts}
-    meant = {name for name in every if name.rpartition(".")[2] in ends}
+    meant = {name for name in every if _last(name) in ends}
     return sorted(ends if meant == chosen else chosen)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def linears(weight_map: WeightMap) -> dict[str, Sequence[HFLinear]]:

@@ -70,6 +70,11 @@ class GptOssConfig(ExpertsConfig):
     swiglu_limit: float = 7.0
 
     @property
+    def activation(self) -> str:
+        """That of the experts, whatever hidden_act is."""
+        return "clamped SwiGLU"
+
+    @property
     def sliding_windows(self) -> list[int | None]:
         """The window of each sliding layer, and None for each other layer."""
         pattern = ["sliding_attention", "full_attention"] * self.num_hidden_layers

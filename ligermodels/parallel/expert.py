@@ -52,8 +52,8 @@ def expert_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
         for part, module in layer.named_children():
             if module is not layer.router and [*module.parameters()]:
                 raise ConfigError(
-                    f"expert parallelism: layers.{name}.{part} is a {type(module).__name__}, which "
-                    "cannot be split; use FSDP2 alone (dp_shard)"
+                    f"expert parallelism: layers.{name}.{part} ({type(module).__name__}) cannot "
+                    "be split; use FSDP2 alone (dp_shard)"
                 )
     layout = ModelLayout.of(model)
     for name, layer in layers.items():

@@ -174,8 +174,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _cannot_be_cut(name: str, module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"tensor parallelism: {name} is a {type(module).__name__}, which cannot be cut; use FSDP2 "
-        "alone (dp_shard)"
+        f"tensor parallelism: {name} ({type(module).__name__}) cannot be cut; use FSDP2 alone "
+        "(dp_shard)"
     )
 
 

@@ -143,9 +143,9 @@ def test_nothing_of_the_size_of_a_weight_is_kept() -> None:
     assert sizes[-2:] == [10 * 2 * 3, 10 * 2 * INNER] and sizes[-3] <= 10 * 3
 
 
-def checkpoint_of(family: type[DecoderModel], folder: Path) -> Path:
+def checkpoint_of(family: type[DecoderModel], folder: Path, **fields: Any) -> Path:
     torch.manual_seed(0)
-    family(family.config_class.small(vocab_size=258)).save_hf(folder)
+    family(family.config_class.small(vocab_size=258, **fields)).save_hf(folder)
     make_tokenizer(folder)
     return folder
 
@@ -227,6 +227,18 @@ def test_an_adapter_has_a_name_for_each_expert_and_opens_in_peft(family, request
     torch.testing.assert_close(found(IDS).logits, logits(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("targets", [None, long(["layers.1.mlp.up_proj", "q_proj"])], ids=str)
+def test_an_adapter_of_dense_layers_beside_experts_opens_in_peft(targets, tmp_path) -> None:
+    folder = checkpoint_of(LigerQwen3Moe, tmp_path / "base", mlp_only_layers=[1])
+    model = AutoLiger.from_hf(folder)
+    add_adapters(model, 4, 8.0, targets=targets)
+    disturbed(model)
+    export_adapter(model, tmp_path, str(folder), None)
+    assert same(AutoLiger.from_hf(tmp_path).state_dict(), merged(model).state_dict())
+    found = peft.PeftModel.from_pretrained(theirs(folder), tmp_path).eval()
+    torch.testing.assert_close(found(IDS).logits, logits(model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -288,7 +300,7 @@ def test_targets(targets, projections, folder) -> None:
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["experts", "w1"], "lora_targets: 'w1' is no linear of the layers"),
+        (["experts", "w1"], "'w1' is no linear .* down_proj, experts, experts.down_proj, "),
         (["experts.1.up_proj"], "is the projection of one of 4 experts .* name gate_proj"),
     ],
 )
