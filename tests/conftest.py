@@ -34,6 +34,8 @@ SMOLLM2 = Path(__file__).parent.parent / "build" / "smollm2"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The collector would walk again and again through what the imports make, and most of it stays.
+    gc.disable()
     import torch
 
     # A shell that starts the tests in the background lets them ignore Ctrl+C. Some send it.
@@ -110,6 +112,7 @@ def set_apart() -> None:
 
 def pytest_collection_finish() -> None:
     set_apart()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
