@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.adapters.adapter_config import ends
-from ligermodels.adapters.lora import LoraLinear
+from ligermodels.adapters.lora import LoraLinear, RowRange
 from ligermodels.adapters.peft_format import (
+    MAGNITUDE,
     ExpertLinear,
     HFLinear,
     adapter_of_hf,
@@ -28,7 +29,6 @@ from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
 from ligermodels.errors import CheckpointError, ConfigError, short_repr
 from ligermodels.layers.experts import Experts
-from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 
 STACKS = ("gate_up_proj", "down_proj")  # the weights of `Experts`
@@ -43,11 +43,13 @@ def add_adapters(
     targets: list[str] | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    dora: bool = False,
+    rslora: bool = False,
 ) -> None:
     """Freeze a model, and put new adapters on linears of its layers.
 
     Args:
-        rank, alpha, dropout: as `LoraLinear` takes them.
+        rank, alpha, dropout, dora, rslora: as `LoraLinear` takes them.
         targets: HF's names of projections, such as q_proj, or of single modules, such as
             layers.0.mlp.up_proj. An expert's projection is gate_proj or experts.gate_proj, those of
             all experts are experts, and experts.gate_up_proj is PEFT's name of two. By default,
@@ -83,15 +85,25 @@ def add_adapters(
             experts = _experts_of(name, parts, chosen)
             if experts and isinstance(base, LoraLinear):
                 raise ConfigError(f"{name}: these experts have adapters already; merge them first")
+            if dora and isinstance(chosen[0], ExpertLinear):
+                raise ConfigError(
+                    f"lora_dora: {name} is of experts, whose adapters have no DoRA; leave them out "
+                    "of lora_targets"
+                )
             rows = [part.rows for part in chosen]
             adapted = LoraLinear(
-                base, rows, rank=rank, alpha=alpha, dropout=dropout, experts=experts
+                *(base, rows),
+                rank=rank,
+                alpha=alpha,
+                dropout=dropout,
+                experts=experts,
+                dora=dora,
+                rslora=rslora,
             )
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
-            for end in ("lora_a", "lora_b"):
-                drawn = getattr(adapted, end).detach()
-                setattr(adapted, end, nn.Parameter(drawn.to(device, dtype)))
+            for end, drawn in [*adapted.named_parameters(recurse=False)]:
+                setattr(adapted, end, nn.Parameter(drawn.detach().to(device, dtype)))
             put(model, name, adapted)
     if wanted is None and (left_out := next(_plain_experts(model), None)):
         raise ConfigError(
@@ -103,6 +115,48 @@ def add_adapters(
             f"lora_targets: {short_repr(min(unused))} is no linear of the layers of this model; "
             f"its linears are {', '.join(sorted(known))}"
         )
+
+
+def train_whole(model: DecoderModel, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Train whole modules beside adapters, in this dtype.
+
+    Args: names: HF's, or ends of them: embed_tokens, lm_head or norm, for example.
+    Raises:
+        ConfigError: a name is that of no module, or of a projection that is packed with others.
+    """
+    known = whole_modules(model)
+    for name in names:
+        chosen = [native for hf, native in known.items() if name in ends(hf.rpartition(".")[0])]
+        if not chosen:
+            tied = "; the head is tied: name embed_tokens" if _is_tied(model) else ""
+            modules = ", ".join(sorted({hf.rpartition(".")[0] for hf in known}))
+            raise ConfigError(
+                f"modules_to_save: {short_repr(name)} is no module that can be trained whole{tied} "
+                f"(known, also by the ends of their names: {modules})"
+            )
+        for native in chosen:
+            place, _, last = native.rpartition(".")
+            owner = model.get_submodule(place)
+            if isinstance(owner, LoraLinear):
+                raise ConfigError(
+                    f"modules_to_save: {place} has an adapter; name lora_targets without it"
+                )
+            setattr(owner, last, nn.Parameter(getattr(owner, last).detach().to(dtype)))
+
+
+def _is_tied(model: DecoderModel) -> bool:
+    return bool(getattr(model.head, "is_tied", False))
+
+
+def whole_modules(model: DecoderModel) -> dict[str, str]:
+    """Return HF's name of each parameter that is a whole tensor of HF -> its own name."""
+    return {
+        entry.spans[0].source: entry.name
+        for entry in model.hf_map()
+        if len(entry.spans) == 1
+        and entry.spans[0].rows == entry.shape[0]
+        and not entry.spans[0].transposed
+    }
 
 
 def quantize(model: DecoderModel, bits: Bits, device: torch.device) -> None:
@@ -214,16 +268,21 @@ def _experts_of(name: str, parts: Sequence[HFLinear], chosen: Sequence[HFLinear]
 def merged(model: DecoderModel) -> DecoderModel:
     """Return the model of the checkpoint with the adapters added to its weights, on the CPU.
 
-    The weights are those of the checkpoint, even if training used them quantised.
+    The weights are those of the checkpoint, even if training used them quantised. Modules that were
+    trained whole take their places.
+
 
     Raises:
         CheckpointError: the checkpoint's weights cannot be read, or are no longer those that the
             model was loaded from, or a sum is not finite.
     """
     assert model.source.folder is not None
-    dtype = model.embed_tokens.weight.dtype
-    whole: DecoderModel = AutoLiger.from_hf(model.source.folder, dtype=dtype)
+    dtype = model.norm.weight.dtype
+    whole: DecoderModel = type(model).from_hf(model.source.folder, dtype=dtype)
     _check_same_weights(model, whole)
+    with torch.no_grad():
+        for name, trained in trained_whole(model).items():
+            whole.get_parameter(name).copy_(trained)
     for name, each in model.named_modules():
         if isinstance(each, LoraLinear):
             weight = module_at(whole, name).weight
@@ -240,6 +299,8 @@ def merged(model: DecoderModel) -> DecoderModel:
 def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
     """Raise unless the frozen weights of a model with adapters are those of its checkpoint."""
     for name, stored in whole.named_parameters():
+        if name in trained_whole(model):
+            continue
         place, _, last = name.rpartition(".")
         base = _without_adapter(model.get_submodule(place))
         if not (isinstance(base, QuantizedLinear) and last == "weight"):
@@ -257,6 +318,12 @@ def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
             )
 
 
+def trained_whole(model: DecoderModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained beside the adapters, by name."""
+    found = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    return {name: x for name, x in found.items() if ".lora_" not in name}
+
+
 def _without_adapter(module: Any) -> Any:
     return module.base_layer if isinstance(module, LoraLinear) else module
 
@@ -269,8 +336,27 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
         SaveError: the files cannot be written, or a value is not finite in this dtype.
     """
     first = next(each for each in model.modules() if isinstance(each, LoraLinear))
-    settings = {"r": first.rank, "lora_alpha": first.alpha, "lora_dropout": first.dropout.p}
-    weights, config = adapter_of_hf(factors_of(model), model.hf_map(), settings)
+    settings: dict[str, Any] = {
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout.p,
+        **({"use_rslora": True} if first.rslora else {}),
+        **({"use_dora": True} if first.lora_magnitude is not None else {}),
+    }
+    native = {name: hf for hf, name in whole_modules(model).items()}
+    whole: dict[str, Tensor] = {native[name]: x for name, x in trained_whole(model).items()}
+    if whole:
+        settings["modules_to_save"] = sorted({hf.rsplit(".", 2)[-2] for hf in whole})
+        if _is_tied(model) and "embed_tokens.weight" in trained_whole(model):
+            settings["ensure_weight_tying"] = True  # PEFT then reads a copy for the head
+            aliases = model.hf_map().aliases
+            whole |= {hf: whole[of].clone() for hf, of in aliases.items() if of in whole}
+    if model.loss_type == "ForSequenceClassification":
+        settings["task_type"] = "SEQ_CLS"
+    weights, config = adapter_of_hf(
+        *(factors_of(model), model.hf_map(), settings),
+        {**magnitudes_of(model), **whole},
+    )
     if dtype is not None:
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     config["base_model_name_or_path"] = base
@@ -280,10 +366,24 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
 def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B of the adapter of each linear of HF's model, by its name."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
+    for each, names in _adapters(model):
+        found |= {names[rows]: (a, b) for rows, a, b in each.factors()}
+    return found
+
+
+def magnitudes_of(model: DecoderModel) -> dict[str, Tensor]:
+    """Return DoRA's lengths of the rows of each linear of HF's model, by PEFT's name of them."""
+    found: dict[str, Tensor] = {}
+    for each, names in _adapters(model):
+        for rows, lengths in zip(each.parts, each.magnitudes()):
+            found[f"{names[rows]}.{MAGNITUDE}"] = lengths
+    return found
+
+
+def _adapters(model: DecoderModel) -> Iterator[tuple[LoraLinear, dict[RowRange, str]]]:
+    """Yield each adapter, with HF's name of each of its parts."""
     weight_map = model.hf_map()
     for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
         each = module_at(model, name)
         if isinstance(each, LoraLinear):
-            hf = {part.rows: part.hf for part in parts}
-            found |= {hf[rows]: (a, b) for rows, a, b in each.factors()}
-    return found
+            yield each, {part.rows: part.hf for part in parts}

@@ -1,9 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on linears, also on packed ones."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on linears, also on packed ones; and DoRA."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ class LoraLinear(nn.Module):
     adapter has its own A and B, as if it were a separate linear. B is 0 at first, so that
     the adapter changes nothing.
 
+    With DoRA (arXiv:2402.09353), each adapted row of the sum of weight and update is scaled to a
+    trained length, which is at first that of the weight's row. As in the paper, its length before
+    that counts as a constant.
+
     Args:
         base: the linear, or another module that computes one, from (..., in) to (..., out).
         parts: the rows of each part that has an adapter. By default, one part of all rows.
@@ -40,10 +45,13 @@ class LoraLinear(nn.Module):
         rank: the rows of each A.
         alpha: the scale of the update, times the rank. By default, twice the rank.
         dropout: the rate at which the adapter's inputs are dropped in training.
+        dora: whether the lengths of the rows are trained.
+        rslora: whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732).
 
     Attributes:
         lora_a: (parts * rank, in), the A of each part on top of each other; float32.
         lora_b: (rows of all parts, rank), the B of each part on top of each other; float32.
+        lora_magnitude: (rows of all parts), DoRA's lengths of the rows, or None; float32.
     """
 
     def __init__(
@@ -55,6 +63,8 @@ class LoraLinear(nn.Module):
         alpha: float | None = None,
         dropout: float = 0.0,
         experts: int = 1,
+        dora: bool = False,
+        rslora: bool = False,
     ) -> None:
         super().__init__()
         self.base_layer = base
@@ -64,11 +74,17 @@ class LoraLinear(nn.Module):
         self.parts_of_expert = len(self.parts) // experts
         self.rank, self.dropout = rank, nn.Dropout(dropout)
         self.alpha = 2.0 * rank if alpha is None else alpha
-        self.disable_adapters = False
+        self.disable_adapters, self.rslora = False, rslora
         rows = sum(part.size for part in self.parts)
         self.lora_a = nn.Parameter(torch.empty(len(self.parts) * rank, self.in_features))
         self.lora_b = nn.Parameter(torch.empty(rows, rank))
+        self.register_parameter("lora_magnitude", None)
+        self.register_buffer("_squares", None, persistent=False)
         self.reset_parameters()
+        if dora:
+            weight = self._weight(torch.float32)
+            self._squares = torch.cat([weight[p.slice].square().sum(1) for p in self.parts])
+            self.lora_magnitude = nn.Parameter(self._squares.sqrt())
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -80,7 +96,42 @@ class LoraLinear(nn.Module):
     @property
     def scaling(self) -> float:
         """The factor by which the product B A is multiplied."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (out, in) of the base, also of one in few bits."""
+        base: Any = self.base_layer
+        kept = base.dequantized(dtype) if hasattr(base, "dequantized") else base.weight.to(dtype)
+        return kept.detach()  # type: ignore[no-any-return]
+
+    def magnitudes(self) -> tuple[Tensor, ...]:
+        """Return DoRA's lengths of the rows of each part; none without DoRA."""
+        return () if self.lora_magnitude is None else self._by_part(self.lora_magnitude)
+
+    def _by_part(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return that of each part in a tensor (rows of all parts, ...)."""
+        return x.split([part.size for part in self.parts])
+
+    @torch.no_grad()
+    def _lengths(self, dtype: torch.dtype) -> Tensor:
+        """Return the lengths of the rows of weight and update, (rows of all parts).
+
+        They come from products with A in this dtype, without a matrix of the weight's size.
+        """
+        products = (self._weight(dtype) @ self.lora_a.to(dtype).T).split(self.rank, 1)
+        dots = [
+            ((2 * product[rows.slice] + self.scaling * (b @ (a @ a.T))) * b).sum(1)
+            for (rows, a, b), product in zip(self.factors(), products)
+        ]
+        return (self._squares + self.scaling * torch.cat(dots)).clamp_min(1e-30).sqrt()
+
+    def _stretch(self, dtype: torch.dtype) -> Tensor:
+        """Return by what share DoRA stretches each row, (out): 0 where there is no adapter."""
+        found = self.lora_magnitude / self._lengths(dtype) - 1
+        stretch = found.new_zeros(self.out_features)
+        for part, values in zip(self.parts, self._by_part(found)):
+            stretch[part.slice] = values
+        return stretch.to(dtype)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapter on or off. Without it, the layer computes base(x)."""
@@ -89,16 +140,17 @@ class LoraLinear(nn.Module):
     def factors(self) -> list[tuple[RowRange, Tensor, Tensor]]:
         """Return the rows, A (rank, in) and B (rows, rank) of each part."""
         a = self.lora_a.split(self.rank)
-        b = self.lora_b.split([part.size for part in self.parts])
-        return [*zip(self.parts, a, b)]
+        return [*zip(self.parts, a, self._by_part(self.lora_b))]
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> None:
         """Add the update to a weight (out, in), in float32 and rounded once."""
-        for rows, a, b in self.factors():
-            exact = b.float() @ a.float() * self.scaling
+        for (rows, a, b), length in zip_longest(self.factors(), self.magnitudes()):
             here = weight[rows.slice]
-            here.copy_(here.float() + exact.to(weight.device))
+            exact = here.float() + (b.float() @ a.float() * self.scaling).to(weight.device)
+            if length is not None:
+                exact *= (length.float().to(weight.device) / exact.norm(dim=1)).unsqueeze(1)
+            here.copy_(exact)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs (..., out) for x (..., in)."""
@@ -107,7 +159,17 @@ class LoraLinear(nn.Module):
             return out
         x = self.dropout(cast(x, out.dtype))
         a, b = cast(self.lora_a, out.dtype), cast(self.lora_b, out.dtype)
-        return _Add.apply(out, x, a, b, self.parts, self.scaling)
+        if self.lora_magnitude is None:
+            return _Add.apply(out, x, a, b, self.parts, self.scaling)
+        # What DoRA does not stretch: the bias, and what dropout keeps from the adapter.
+        bias = getattr(self.base_layer, "bias", None)
+        rest = out.new_zeros(()) if bias is None else bias.to(out.dtype)
+        plain = out - rest
+        if self.training and self.dropout.p:
+            plain = self.base_layer(x) - rest
+            rest = out - plain
+        total = _Add.apply(plain, x, a, b, self.parts, self.scaling)
+        return rest + total + total * self._stretch(out.dtype)
 
     def expert_weight(self) -> ExpertWeight:
         """Return the weight of experts, whose rows are those of `base_layer`, and their adapters.

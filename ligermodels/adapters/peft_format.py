@@ -46,7 +46,8 @@ Weights = dict[str, Tensor]
 Config = dict[str, Any]
 
 _PREFIX = "base_model.model."
-_A, _B, _MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_A, _B = "lora_A.weight", "lora_B.weight"
+MAGNITUDE = "lora_magnitude_vector"  # the lengths of DoRA
 _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _MIXTRAL = ".block_sparse_moe.", ".mlp."  # a module's name in its files, and in transformers 5
 # Ends of a module's own tensors, which an adapter may hold beside those of a LoRA.
@@ -143,8 +144,8 @@ def pack_adapter(
             b[part.rows.slice, columns] = block
             column += block.shape[1]
         made |= {f"{_PREFIX}{module}.{_A}": a, f"{_PREFIX}{module}.{_B}": b}
-        if any(_MAGNITUDE in taken for taken in found.values()):
-            made[f"{_PREFIX}{module}.{_MAGNITUDE}"] = _magnitude(module, found, base)
+        if any(MAGNITUDE in taken for taken in found.values()):
+            made[f"{_PREFIX}{module}.{MAGNITUDE}"] = _magnitude(module, found, base)
         ranks[module] = len(a)
         alphas[module] = scale * (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
     _move_others(left, made, weight_map, to_hf=False)
@@ -229,13 +230,22 @@ def add_lora(
         weight = parameters.get(f"{module}.weight", parameters.get(module))
         for part in parts:
             if taken := of_module.get(part.hf):
-                if odd := sorted(taken.keys() - {_A, _B}):
+                is_whole = taken.keys() == {"weight"}
+                if not is_whole and (odd := sorted(taken.keys() - {_A, _B, MAGNITUDE})):
                     raise CheckpointError(
-                        f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only a plain LoRA is added to "
+                        f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only LoRA and DoRA are added to "
                         "weights; merge the adapter with PEFT's merge_and_unload"
                     )
                 assert weight is not None
                 found.append((part.hf, weight[part.rows.slice], taken))
+    for alias, original in weight_map.aliases.items():
+        if _PREFIX + original in weights:
+            left.pop(_PREFIX + alias, None)
+    for entry in weight_map:  # modules that were trained whole
+        source = entry.spans[0].source
+        if _PREFIX + source in left and entry.shape[0] == entry.spans[0].rows:
+            taken = {"weight": left.pop(_PREFIX + source)}
+            found.append((source, parameters[entry.name], taken))
     if left:
         raise CheckpointError(
             f"adapter: {min(left)!r} is no part of a LoRA on a linear, and would be left out (this "
@@ -334,22 +344,35 @@ def _expert_tensor(left: Weights, name: str) -> Tensor:
 
 
 def _sum(rows: Tensor, taken: Weights, config: Mapping[str, Any], name: str) -> Tensor:
-    """Return the rows of a weight with a LoRA added, in their dtype."""
+    """Return the rows of a weight with a LoRA or DoRA added, or other rows, in their dtype."""
+    if (whole := taken.get("weight")) is not None:
+        if whole.shape != rows.shape:
+            raise CheckpointError(
+                f"adapter: {_PREFIX}{name} has the shape {[*whole.shape]}, and the model's is "
+                f"{[*rows.shape]}; resize the model's embeddings to those of the adapter first"
+            )
+        return whole.to(rows)
     a, b = (taken[end].to(rows.device, torch.float32) for end in (_A, _B))
-    return (rows.float() + scaling_of(config, name) * (b @ a)).to(rows.dtype)
+    made = rows.float() + scaling_of(config, name) * (b @ a)
+    if MAGNITUDE in taken:
+        length = taken[MAGNITUDE].to(rows.device, torch.float32)
+        made *= (length / made.norm(dim=1)).unsqueeze(1)
+    return made.to(rows.dtype)
 
 
 def adapter_of_hf(
     factors: Mapping[str, tuple[Tensor, Tensor]],
     weight_map: WeightMap,
     settings: Mapping[str, Any],
+    others: Mapping[str, Tensor] | None = None,
 ) -> tuple[Weights, Config]:
     """Return the LoRA of HF's model that has these factors, in PEFT's format.
 
     Args:
         factors: the name of each linear with an adapter -> A (rank, in) and B (out, rank).
         weight_map: the native model's.
-        settings: the keys r, lora_alpha and lora_dropout of the config.
+        settings: the keys r, lora_alpha and lora_dropout of the config, and others.
+        others: further tensors: DoRA's, and those of modules that were trained whole.
     Returns: the tensors on the CPU, and the content of adapter_config.json. With
         target_parameters, and beside adapters of experts, its lora_dropout is 0: PEFT refuses any
         other, and an export does not train.
@@ -369,6 +392,8 @@ def adapter_of_hf(
     for name, (a, b) in left.items():
         for end, tensor in ((_A, a), (_B, b)):
             weights[f"{_PREFIX}{name}.{end}"] = tensor.detach().cpu().contiguous()
+    for name, tensor in (others or {}).items():
+        weights[_PREFIX + name] = tensor.detach().cpu().contiguous()
     return weights, {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -493,7 +518,7 @@ def _by_module(
 def _check_lora(found: Mapping[HFLinear, Weights]) -> None:
     """Raise unless the parts of a packed projection have LoRA or DoRA, and nothing else."""
     for part, taken in found.items():
-        if odd := sorted(taken.keys() - {_A, _B, _MAGNITUDE}):
+        if odd := sorted(taken.keys() - {_A, _B, MAGNITUDE}):
             raise CheckpointError(
                 f"adapter: {_PREFIX}{part.hf}.{odd[0]}: only LoRA and DoRA can be converted "
                 "between packed and separate projections; load it with "
@@ -510,8 +535,8 @@ def _magnitude(
     """
     pieces = []
     for part, taken in found.items():
-        if _MAGNITUDE in taken:
-            pieces.append(taken[_MAGNITUDE])
+        if MAGNITUDE in taken:
+            pieces.append(taken[MAGNITUDE])
         elif base is None:
             raise CheckpointError(
                 f"adapter: {module} has DoRA for other parts, but not for {part.hf}; pass the "
@@ -571,7 +596,7 @@ def _check(
     for module, tensors in known.items():
         for end in sorted(of_module.get(module, {}).keys() - {*_OWN}):
             if module not in targeted or end not in tensors:
-                key = "use_dora" if end == _MAGNITUDE else "target_modules"
+                key = "use_dora" if end == MAGNITUDE else "target_modules"
                 raise CheckpointError(
                     f"adapter: {_PREFIX}{module}.{end} is not a tensor that adapter_config.json "
                     f"names ({key}: {short_repr(config.get(key))}), and would be left out; the "
@@ -608,7 +633,7 @@ def _shapes(
     if embedding:
         rows, width = width, rows
     a, b = (_EMBEDDING_A, _EMBEDDING_B) if embedding else (_A, _B)
-    dora = {_MAGNITUDE: (rows,)} if config.get("use_dora") else {}
+    dora = {MAGNITUDE: (rows,)} if config.get("use_dora") else {}
     return {a: (rank, width), b: (rows, rank), **dora}
 
 

@@ -423,6 +423,27 @@ class DecoderModel(HFModel, PlannedModel):
         """
         return self(input_ids, labels=labels, **options).loss
 
+    @torch.no_grad()
+    def resize_token_embeddings(self, size: int) -> None:
+        """Give embedding and head `size` rows; new ones are the mean of the old ones.
+
+        The parameters are new, so make an optimizer after it.
+        """
+        modules: list[Any] = [self.embed_tokens]
+        if isinstance(self.head, LossHead) and not self.head.is_tied:
+            modules.append(self.head.proj)
+        for module in modules:
+            for name, old in [*module.named_parameters()]:
+                mean = old.float().mean(0, keepdim=True).to(old.dtype)
+                more = mean.expand(max(0, size - len(old)), *old.shape[1:])
+                setattr(module, name, nn.Parameter(torch.cat([old[:size], more])))
+        self.embed_tokens.num_embeddings = size
+        if isinstance(self.head, LossHead):
+            self.head.vocab_size = size
+            if not self.head.is_tied:
+                self.head.proj.out_features = size
+        self.config.vocab_size = self.built_from.vocab_size = size
+
     @property
     def row_shard(self) -> RowShard | None:
         """The part of each row that this rank computes under context parallelism, or None."""

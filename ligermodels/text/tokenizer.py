@@ -230,6 +230,12 @@ class Tokenizer:
         # It imports torch, which texts do not need.
         from ligermodels.converters.export import save_tokenizer
 
+        save_tokenizer(folder, self.files())
+
+    save_pretrained = save_hf
+
+    def files(self) -> dict[str, bytes]:
+        """Return the content of each file that `save_hf` writes, by name."""
         files = dict(self.source_files)
         special, template = self._as_read
         changed: dict[str, Any] = {
@@ -244,9 +250,36 @@ class Tokenizer:
             files.pop("special_tokens_map.json", None)  # The config holds what was in it.
             config = {**self.config, **changed}
             files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-        save_tokenizer(folder, files)
+        return files
 
-    save_pretrained = save_hf
+    def add_tokens(self, tokens: Iterable[str], *, special: bool = False) -> int:
+        """Add tokens after the others, each with the next id, and return how many are new.
+
+        Args: special: whether `decode` leaves them out by default.
+        Raises:
+            CheckpointError: the tokenizer has only a tokenizer.model, which takes none.
+        """
+        new = [token for token in dict.fromkeys(tokens) if self.token_to_id(token) is None]
+        if not new:
+            return 0
+        if not isinstance(self.backend, TokenizersBackend):
+            raise CheckpointError(f"{self.source}: tokens are added to a tokenizer.json alone")
+        files = self.backend.files
+        content = files.read_json("tokenizer.json")
+        flags = {"lstrip": False, "rstrip": False, "normalized": not special, "special": special}
+        made = {
+            index: {"content": token, "single_word": False, **flags}
+            for index, token in enumerate(new, start=len(self))
+        }
+        old = content.get("added_tokens") or []
+        content["added_tokens"] = [*old, *({"id": i, **each} for i, each in made.items())]
+        files.contents["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
+        if "tokenizer_config.json" in files.contents and "added_tokens_decoder" in self.config:
+            self.config["added_tokens_decoder"] |= {str(i): each for i, each in made.items()}
+            text = json.dumps(self.config, indent=2) + "\n"
+            files.contents["tokenizer_config.json"] = text.encode()
+        self.backend = TokenizersBackend(files)
+        return len(new)
 
     def apply_chat_template(
         self,

@@ -62,6 +62,10 @@ class ModelOptions(Options):
         router_aux_loss_coef: factor of the balance of experts in the loss (default: that of
             config.json if its output_router_logits is true, else 0)
         router_z_loss_coef: factor of the routers' z-loss (default: that of config.json, or 0)
+        from_scratch: begin with random weights; MODEL is then a preset ('ligermodels families' has
+            their names; give a tokenizer, too), or a checkpoint of which only config.json and the
+            tokenizer are read
+        config_overrides: with from_scratch, other sizes, as in num_hidden_layers=8 hidden_size=512
         device: cpu or cuda (default: cuda if there is a GPU)
         compile: run the model through torch.compile
     """
@@ -74,8 +78,28 @@ class ModelOptions(Options):
     float8: str | None = option(None, choices=FLOAT8_RECIPES)
     router_aux_loss_coef: float | None = option(None, at_least=0)
     router_z_loss_coef: float | None = option(None, at_least=0)
+    from_scratch: bool = option(False)
+    config_overrides: list[str] | None = option(None, metavar="FIELD=VALUE", needs="from_scratch")
     device: str | None = free_option(None)
     compile: bool = option(False)
+
+
+@dataclass(kw_only=True)
+class TokenizerOptions(Options):
+    """The tokens, and how a conversation becomes a text. The export has the same.
+
+    Attributes:
+        path: with from_scratch, hub id or folder of the tokenizer (default: that of the model)
+        chat_template: file with another chat template, in Jinja
+        add_tokens: words to add to the vocabulary as tokens of their own
+        special_tokens: special tokens to add, which are left out of a decoded text; NAME=TOKEN also
+            gives it a role, as in eos_token=<|im_end|>
+    """
+
+    path: str | None = free_option(None, flag="tokenizer")
+    chat_template: str | None = free_option(None, metavar="FILE")
+    add_tokens: list[str] | None = option(None, metavar="TOKEN")
+    special_tokens: list[str] | None = option(None, metavar="TOKEN")
 
 
 @dataclass(kw_only=True)
@@ -88,8 +112,12 @@ class DataOptions(Options):
             With the library datasets also .parquet, .csv, and data sets of the hub: OWNER/NAME,
             OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT
         eval_files: files to measure perplexity on, in the same formats
+        columns: the names that the data have for keys, as in prompt=question completion=answer
         eval_fraction: share of the data to hold out without evaluation files
         max_eval_rows: largest number of rows to evaluate on
+        eval_tasks: tasks of lm-eval that each evaluation runs, too
+        eval_tasks_limit: the most questions of a task
+        eval_tasks_folder: folder with YAML files of more tasks
         separator: line that separates the documents of a text file; '' splits at blank lines
             (default: each file is one document)
         seq_len: tokens per row; documents are packed into rows
@@ -100,7 +128,11 @@ class DataOptions(Options):
     train_files: list[str] = free_option((), metavar="FILE")
     eval_files: list[str] | None = free_option(None, metavar="FILE")
     eval_fraction: float = free_option(0.05, at_least=0, less_than=1)
+    columns: list[str] | None = option(None, metavar="KEY=NAME")
     max_eval_rows: int | None = free_option(None, at_least=1)
+    eval_tasks: list[str] | None = free_option(None, metavar="TASK")
+    eval_tasks_limit: int | None = free_option(None, at_least=1, needs="eval_tasks")
+    eval_tasks_folder: str | None = free_option(None, metavar="DIR", needs="eval_tasks")
     separator: str | None = option(None, metavar="LINE")
     seq_len: int = option(1024, at_least=2)
     stream: bool = option(False)
@@ -113,6 +145,14 @@ class DataOptions(Options):
                 f"data_weights: there are {len(self.data_weights)}, but train_files has "
                 f"{len(self.train_files)}; give one weight for each file"
             )
+        for each in self.columns or ():
+            if not all(each.partition("=")):
+                raise ConfigError(f"columns: {each!r}; expected KEY=NAME, as in prompt=question")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The name that the data have for each key of a record that `columns` gives another."""
+        return {key: name for key, _, name in (x.partition("=") for x in self.columns or ())}
 
 
 @dataclass(kw_only=True)
@@ -125,6 +165,10 @@ class AdapterOptions(Options):
         lora_dropout: rate at which inputs of the adapters are dropped
         lora_targets: the linears that get an adapter, such as q_proj v_proj (default: all of the
             layers)
+        lora_dora: also train the length of each row of the adapted weights (DoRA, arXiv:2402.09353)
+        lora_rslora: scale by alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732)
+        modules_to_save: modules that are trained whole beside the adapters, by HF's names or the
+            ends of them, such as embed_tokens lm_head
         load_in: with adapters, keep the frozen weights of the layers in so few bits: 4bit (NF4),
             8bit, or float8, in which they are also multiplied
         export: with adapters, export the model with the adapters added, or the adapters alone for
@@ -135,6 +179,9 @@ class AdapterOptions(Options):
     lora_alpha: float | None = option(None, more_than=0, needs="lora_r")
     lora_dropout: float = option(0.0, at_least=0, less_than=1, needs="lora_r")
     lora_targets: list[str] | None = option(None, metavar="NAME", needs="lora_r")
+    lora_dora: bool = option(False, needs="lora_r")
+    lora_rslora: bool = option(False, needs="lora_r")
+    modules_to_save: list[str] | None = option(None, metavar="NAME", needs="lora_r")
     load_in: str | None = option(None, choices=("4bit", "8bit", "float8"), needs="lora_r")
     export: str = free_option("merged", choices=("merged", "adapter"), needs="lora_r")
 
@@ -146,6 +193,8 @@ class ScheduleOptions(Options):
     Attributes:
         batch_size: rows (or pairs) per forward pass
         gradient_accumulation_steps: forward passes per optimizer step
+        group_by_length: put groups of about the same length into a batch, to save padding; for
+            losses of whole completions
         num_train_epochs: passes over the training rows
         max_steps: number of optimizer steps, instead of the number of epochs
         name: how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps
@@ -161,6 +210,7 @@ class ScheduleOptions(Options):
 
     batch_size: int = option(4, at_least=1)
     gradient_accumulation_steps: int = option(1, at_least=1)
+    group_by_length: bool = option(False)
     num_train_epochs: float = option(1.0, more_than=0)
     max_steps: int | None = option(None, at_least=1)
     name: str = option("cosine", choices=SCHEDULES, flag="schedule")
@@ -260,6 +310,7 @@ class OutputOptions(Options):
         sample_tokens: most tokens of such a continuation
         sample_chat: take each of these texts as the message of a user, for the chat template
         push_to_hub: repository on the hub that gets the export; made if needed
+        hub_strategy: push the export at the end, or also one of each checkpoint that is written
         hub_private_repo: create that repository as a private one
         export_dtype: dtype of the export (default: that of the trained weights)
         max_shard_size: largest size of one weight file of the export, such as 5GB
@@ -277,6 +328,7 @@ class OutputOptions(Options):
     sample_tokens: int = free_option(64, at_least=1)
     sample_chat: bool = free_option(False)
     push_to_hub: str | None = free_option(None, metavar="OWNER/NAME")
+    hub_strategy: str = free_option("end", choices=("end", "every_save"), needs="push_to_hub")
     hub_private_repo: bool = free_option(False)
     export_dtype: str | None = free_option(None, choices=EXPORT_DTYPES)
     max_shard_size: int = free_option(5 * 10**9, is_size=True, at_least=1)
@@ -300,6 +352,7 @@ class FinetuneConfig:
     """
 
     model: ModelOptions
+    tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
     data: DataOptions
     loss: Loss = field(default_factory=SFT)
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
@@ -326,6 +379,15 @@ class FinetuneConfig:
         given += [self.loss.trains] if self.loss.trains else []
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: set only one of them")
+        if self.tokenizer.path is not None and not self.model.from_scratch:
+            raise ConfigError("tokenizer: a checkpoint has its own; this is for from_scratch")
+        frozen = self.adapter.lora_r is not None and not self.adapter.modules_to_save
+        for name in ("add_tokens", "special_tokens"):
+            if getattr(self.tokenizer, name) and frozen:
+                raise ConfigError(
+                    f"{name}: adapters leave the embeddings frozen, and new ones would learn "
+                    "nothing; name them in modules_to_save, as in embed_tokens lm_head"
+                )
         for name in ("context_parallel", "expert_parallel"):
             if getattr(self.parallel, name) > 1 and self.adapter.lora_r is not None:
                 raise ConfigError(

@@ -27,8 +27,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
@@ -36,7 +37,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ligermodels.converters.files import copied_files, open_regular, unique_keys
+from ligermodels.converters.files import open_regular, unique_keys
 from ligermodels.errors import DataError, first_line, short_repr
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.run_dir import file_hash, fingerprint
@@ -62,6 +63,8 @@ _CONTEXT = ", paired with an input that provides further context"
 _T = TypeVar("_T")
 Record = dict[str, Any]
 Text = Any  # a string, or a list of messages
+# Key of a record, such as "prompt" -> the name that the data have for it.
+Columns = Mapping[str, str]
 # Returns `ligermodels.integrations.hub_data`, which it imports when that is needed.
 Library = Callable[[], Any]
 
@@ -133,7 +136,11 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_documents(
-    paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    separator: str | None = None,
+    columns: Columns | None = None,
 ) -> list[Document]:
     """Tokenize files into documents, in file order.
 
@@ -141,7 +148,8 @@ def read_documents(
     An object has `text`, or `prompt` and `completion`, or `messages` (a list of role and content,
     which the chat template formats), or is a record that `formats` knows. Prompt and completion are
     strings, or lists of messages. Any other file is UTF-8 text. It is one document, or several if
-    lines that equal `separator` separate them ("" splits at blank lines).
+    lines that equal `separator` separate them ("" splits at blank lines). `columns` has the names
+    that the objects have for keys.
 
     Every document except a conversation ends with the tokenizer's end-of-text token. The targets
     are all tokens of a text except the first, a completion with its end, and the assistant's turns
@@ -150,7 +158,7 @@ def read_documents(
     Raises DataError, which names file and line.
     """
     files = check_files(paths)
-    documents = list(all_documents(files, tokenizer, separator))
+    documents = list(all_documents(files, tokenizer, separator, columns))
     check_targets(documents, files)
     return documents
 
@@ -163,7 +171,10 @@ def check_targets(documents: Iterable[Document], files: Sequence[Path]) -> None:
 
 
 def all_documents(
-    files: Sequence[Path], tokenizer: Tokenizer, separator: str | None
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    separator: str | None,
+    columns: Columns | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of files, as `read_documents`. There may be none with a target.
 
@@ -172,7 +183,7 @@ def all_documents(
     encoder = Encoder(tokenizer)
     for file in files:
         if file.suffix.lower() in RECORD_SUFFIXES:
-            yield from _converted(file, encoder.record)
+            yield from _converted(file, encoder.record, columns)
         else:
             yield from (encoder.text(each) for each in split_text(_text_lines(file), separator))
 
@@ -198,7 +209,9 @@ def _text_lines(file: Path) -> Iterator[str]:
         yield line.removesuffix("\n") if not line.endswith("\r\n") else line[:-2]
 
 
-def _converted(file: Path, convert: Callable[[Record], _T]) -> Iterator[_T]:
+def _converted(
+    file: Path, convert: Callable[[Record], _T], columns: Columns | None = None
+) -> Iterator[_T]:
     """Yield what `convert` makes of each record of a file; errors name the place of the record.
 
     Raises:
@@ -217,7 +230,7 @@ def _converted(file: Path, convert: Callable[[Record], _T]) -> Iterator[_T]:
             try:
                 if not isinstance(each, dict):
                     raise DataError(f"expected an object, found {_kind(each)}")
-                found = convert(each)
+                found = convert(_renamed(each, columns) if columns else each)
             except UnicodeEncodeError:
                 raise DataError(
                     f"{place}: a text holds half a surrogate pair, so it is not valid Unicode"
@@ -225,6 +238,16 @@ def _converted(file: Path, convert: Callable[[Record], _T]) -> Iterator[_T]:
             except DataError as error:
                 raise DataError(f"{place}: {error}") from error
             yield found
+
+
+def _renamed(record: Record, columns: Columns) -> Record:
+    """Return a record with the keys that this library has for them."""
+    for name in columns.values():
+        if name not in record:
+            known = ", ".join(map(short_repr, record))
+            raise DataError(f"columns: {short_repr(name)} is missing; the object has {known}")
+    rest = {key: value for key, value in record.items() if key not in columns.values()}
+    return rest | {key: record[name] for key, name in columns.items()}
 
 
 def _json_texts(file: Path) -> Iterator[tuple[str, str]]:
@@ -543,9 +566,9 @@ def local_files(
 def stored_documents(
     files: Sequence[Path],
     tokenizer: Tokenizer,
-    source: Path,
     library: Library | None,
     separator: str | None,
+    columns: Columns | None = None,
     *,
     progress: bool = True,
 ) -> Sequence[Document]:
@@ -554,7 +577,6 @@ def stored_documents(
     They are made once for the same files, tokenizer and code. Only one line of a file of JSON lines
     is in memory then, or only one document of a text.
 
-    Args: source: the folder of the tokenizer.
     Raises:
         DataError: a file cannot be read, a line is wrong, or no document has a target.
     """
@@ -562,13 +584,16 @@ def stored_documents(
     facts = {
         "files": [(file_hash(file), file.suffix.lower()) for file in check_files(files)],
         "separator": separator,
-        "tokenizer": [file_hash(source / name) for name in copied_files(source)],
+        "columns": columns,
+        "tokenizer": {k: sha256(x).hexdigest() for k, x in sorted(tokenizer.files().items())},
         # Other versions of this code, or of the libraries it uses, may make other tokens.
         "code": [file_hash(file) for file in (Path(__file__).parent / "data.py", *code)],
         "versions": [version(name) for name in ("jinja2", "sentencepiece", "tokenizers")],
     }
     found = opened(library, "stream").stored_documents(
-        lambda: all_documents(files, tokenizer, separator), fingerprint(facts), progress=progress
+        lambda: all_documents(files, tokenizer, separator, columns),
+        fingerprint(facts),
+        progress=progress,
     )
     check_targets(found, files)
     return found
@@ -590,16 +615,20 @@ def opened(library: Library | None, what: str) -> Any:
         ) from None
 
 
-def read_pairs(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+def read_pairs(
+    paths: Sequence[str | Path], tokenizer: Tokenizer, columns: Columns | None = None
+) -> list[Group]:
     """Return groups of a chosen and a rejected completion, in file order.
 
     Raises:
         DataError: a file or a line is wrong; the message names them.
     """
-    return _read(paths, tokenizer, lambda record, encoder: [_pair(record, encoder)])
+    return _read(paths, tokenizer, lambda record, encoder: [_pair(record, encoder)], columns)
 
 
-def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
+def read_judged(
+    paths: Sequence[str | Path], tokenizer: Tokenizer, columns: Columns | None = None
+) -> list[Group]:
     """Return groups of a completion, and another example's completion after the same prompt.
 
     A pair gives two groups. The other example is the next one with another prompt, if there is one.
@@ -608,7 +637,7 @@ def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group
     Raises:
         DataError: a file or a line is wrong, or there is only one example.
     """
-    groups = _read(paths, tokenizer, _judged)
+    groups = _read(paths, tokenizer, _judged, columns)
     if len(groups) < 2:
         raise DataError("KTO needs at least two examples, because each is compared with another")
     return [
@@ -618,7 +647,10 @@ def read_judged(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group
 
 
 def read_prompts(
-    paths: Sequence[str | Path], tokenizer: Tokenizer, chat: list[Record] | None = None
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    chat: list[Record] | None = None,
+    columns: Columns | None = None,
 ) -> list[Group]:
     """Return groups of a prompt alone, whose record holds the line.
 
@@ -627,7 +659,9 @@ def read_prompts(
     Raises:
         DataError: a file or a line is wrong.
     """
-    return _read(paths, tokenizer, lambda record, encoder: [_prompt(record, encoder, chat)])
+    return _read(
+        paths, tokenizer, lambda record, encoder: [_prompt(record, encoder, chat)], columns
+    )
 
 
 def read_questions(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
@@ -646,13 +680,15 @@ def _read(
     paths: Sequence[str | Path],
     tokenizer: Tokenizer,
     convert: Callable[[Record, Encoder], list[Group]],
+    columns: Columns | None = None,
 ) -> list[Group]:
     encoder = Encoder(tokenizer)
     groups: list[Group] = []
     for file in check_files(paths):
         if file.suffix.lower() not in RECORD_SUFFIXES:
             raise DataError(f"{file}: expected a .jsonl file, with one object per line")
-        groups += chain.from_iterable(_converted(file, lambda record: convert(record, encoder)))
+        found = _converted(file, lambda record: convert(record, encoder), columns)
+        groups += chain.from_iterable(found)
     if not groups:
         raise DataError(f"{', '.join(map(str, paths))}: there is no record")
     return groups

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from ligermodels import __version__, float8
 from ligermodels.adapters.adapted_model import export_adapter, merged
+from ligermodels.converters.files import GENERATION_CONFIG_NAME
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import ConfigError, DataError, LigerError, SaveError, first_line, short_repr
 from ligermodels.heads.medusa_file import HEADS_NAME
@@ -51,7 +51,16 @@ from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import Interrupted, Interrupts, num_row_ranks
 from ligermodels.training.reports import FinetuneResult
-from ligermodels.training.run_dir import RUN_FORMAT, RunDir, file_hash, fingerprint, plot_losses
+from ligermodels.training.run_dir import (
+    RUN_FORMAT,
+    START,
+    Metrics,
+    RunDir,
+    file_hash,
+    fingerprint,
+    plot_losses,
+)
+from ligermodels.training.start import has_own_start, tokenizer_of, write_start
 from ligermodels.training.trainer import Trainer
 
 
@@ -183,11 +192,11 @@ class Run:
             if saved is not None:
                 self._check_settings(saved["settings"])
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
-            source = Path(resolve(str(config.model.path), revision=config.model.revision))
+            source = self._source(saved is not None)
             files = file_hashes(source)
-            tokenizer = Tokenizer.from_hf(source)
-            rows, eval_rows = self._rows(source, tokenizer)
-            self.model, weights = self._model(source, rows, eval_rows)
+            tokenizer = tokenizer_of(source, config)
+            rows, eval_rows = self._rows(tokenizer)
+            self.model, weights = self._model(source, tokenizer, rows, eval_rows)
             sampler = reports.Sampler(output, tokenizer, self.run_dir, self.progress)
         if self.shards:
             self._shard(self.model)
@@ -217,6 +226,11 @@ class Run:
                 self.interrupts.signum = processes.barrier(self.interrupts.signum)
                 self.interrupts.check()
 
+            def sample(step: int) -> Metrics:
+                sampler(self.model, trainer.autocast, step)
+                return reports.task_scores(self.model, source, config.data, trainer.autocast)
+
+            pushes = output.hub_strategy == "every_save"
             try:
                 folder = self.run_dir.path / "reference"
                 self.objective.prepare(self.model, trainer.call, every, folder, fingerprint(base))
@@ -228,7 +242,8 @@ class Run:
                         self.run_dir,
                         self.checkpoints,
                         check=check,
-                        sample=partial(sampler, self.model, trainer.autocast),
+                        sample=sample,
+                        after_save=self._push_save if pushes else lambda step: None,
                         progress=self.progress,
                     )
                 check()
@@ -270,8 +285,14 @@ class Run:
     def _check_options(self) -> None:
         if self.config.output.push_to_hub is not None:
             reports.check_login()
-        if is_distributed() and self.config.output.sample_prompts:
-            raise ConfigError("sample_prompts: one process generates samples (without --gpus)")
+        if self.config.data.eval_tasks:
+            reports.lm_eval()
+        for name, value in (
+            ("sample_prompts", self.config.output.sample_prompts),
+            ("eval_tasks", self.config.data.eval_tasks),
+        ):
+            if is_distributed() and value:
+                raise ConfigError(f"{name}: one process generates text (without --gpus)")
         if is_distributed() and (name := self.config.optimizer.name) != "adamw":
             raise ConfigError(
                 f"optimizer: {name} updates whole matrices in one process; use adamw with several "
@@ -297,11 +318,21 @@ class Run:
             return os.path.realpath(value) if value and os.path.exists(value) else value
 
         settings = self.config.options()
-        paths = ("train_files", "eval_files", "model", "teacher")
+        paths = ("train_files", "eval_files", "model", "teacher", "tokenizer", "chat_template")
         settings |= {name: absolute(settings[name]) for name in paths if name in settings}
         return {name: value for name, value in settings.items() if name not in NOT_KEPT}
 
-    def _rows(self, source: Path, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
+    def _source(self, resumed: bool) -> Path:
+        """Return the folder of the checkpoint to start from; write it first if that is needed."""
+        options, start = self.config.model, self.run_dir.path / START
+        if not has_own_start(self.config):
+            return Path(resolve(str(options.path), revision=options.revision))
+        with error_on_all_ranks():
+            if not resumed and rank() == 0:
+                write_start(self.config, start)
+        return start
+
+    def _rows(self, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
         """Return the rows for training and for evaluation."""
         options, objective = self.config.data, self.objective
         objective.open(tokenizer)
@@ -310,7 +341,8 @@ class Run:
             if not options.stream:
                 return objective.read(files, tokenizer)
             return stored_documents(
-                files, tokenizer, source, self.library, options.separator, progress=self.progress
+                *(files, tokenizer, self.library, options.separator, options.names),
+                progress=self.progress,
             )
 
         # Files with weights are sources of their own, whose rows are mixed.
@@ -360,13 +392,15 @@ class Run:
         return rows
 
     def _model(
-        self, source: Path, rows: Rows, eval_rows: Rows | None
+        self, source: Path, tokenizer: Tokenizer, rows: Rows, eval_rows: Rows | None
     ) -> tuple[DecoderModel, str | None]:
         """Return the model, and the hash of its weights if they are read already."""
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        options, adapter, seed = self.config.model, self.config.adapter, self.config.schedule.seed
-        found = load_model(source, options, adapter, self.device, seed=seed, meta=self.shards)
+        found = load_model(source, self.config, self.device, meta=self.shards)
         model = found[0]
+        if self.config.tokenizer.chat_template is not None:
+            kept = {n: x for n, x in model.source.files.items() if n == GENERATION_CONFIG_NAME}
+            model.source.files = tokenizer.files() | kept
         highest = max(packed.max_id for packed in (rows, eval_rows) if packed is not None)
         if highest >= model.config.vocab_size:
             raise ConfigError(
@@ -560,10 +594,7 @@ class Run:
         """Write the export, and return the model that it holds."""
         options, adapter, trained = self.config.output, self.config.adapter, trainer.model
         dtype = None if options.export_dtype is None else getattr(torch, options.export_dtype)
-        model = self.model
-        with error_on_all_ranks():
-            if adapter.lora_r is not None and adapter.export == "merged" and rank() == 0:
-                model = merged(model)
+        model = self._whole_model()
         checked = trained if model is self.model else model
         odd = first_not_finite(checked.named_parameters(), dtype)
         if odd or dtype is not None:
@@ -574,20 +605,46 @@ class Run:
                 f"too large for {options.export_dtype}; to export them in another dtype, resume "
                 "the run with it (--resume --export-dtype bfloat16)"
             )
-        folder = self.run_dir.model_dir
         if adapter.lora_r is None:
             trained.to(dtype)
+        self._write(model, dtype)
+        return model
+
+    def _whole_model(self) -> DecoderModel:
+        """Return the model to export: that of the run, or on rank 0 one with the adapters added."""
+        adapter = self.config.adapter
+        with error_on_all_ranks():
+            if adapter.lora_r is not None and adapter.export == "merged" and rank() == 0:
+                return merged(self.model)
+        return self.model
+
+    def _push_save(self, step: int) -> None:
+        """Export the model after a checkpoint, and push it; without a connection, only say so."""
+        output = self.config.output
+        self._write(self._whole_model(), None)
+        if rank() == 0:
+            repo, private = str(output.push_to_hub), output.hub_private_repo
+            try:
+                reports.push(self.run_dir.model_dir, repo, private=private, what=f"step {step}")
+            except SaveError as error:
+                self._note(f"step {step}: {error}")
+
+    def _write(self, model: DecoderModel, dtype: torch.dtype | None) -> None:
+        """Write the export: a model, or its adapters."""
+        options, adapter, folder = self.config.output, self.config.adapter, self.run_dir.model_dir
         with contextlib.nullcontext() if self.shards else error_on_all_ranks(SaveError):
             if adapter.lora_r is not None and adapter.export == "adapter":
                 if rank() == 0:
-                    export_adapter(model, folder, self._settings()["model"], dtype)
+                    base = self._settings()["model"]
+                    if has_own_start(self.config):
+                        base = os.path.realpath(self.run_dir.path / START)
+                    export_adapter(model, folder, base, dtype)
             elif self.shards or rank() == 0:  # all ranks have a part each, or one has the whole
                 model.to(dtype).save_hf(
                     folder,
                     max_shard_size=options.max_shard_size,
                     write_heads=self.objective.export,
                 )
-        return model
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

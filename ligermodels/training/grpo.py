@@ -133,7 +133,7 @@ class GRPOObjective(Objective):
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return prompts."""
-        groups = read_prompts(files, tokenizer)
+        groups = read_prompts(files, tokenizer, columns=self.config.data.names)
         self.columns |= dict.fromkeys(name for group in groups for name in group.record)
         self.columns.pop("prompt")
         return groups

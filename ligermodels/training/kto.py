@@ -31,7 +31,7 @@ class KTOObjective(PairObjective):
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return completions, each with another one for the KL."""
-        return read_judged(files, tokenizer)
+        return read_judged(files, tokenizer, self.config.data.names)
 
     def begin(
         self, call: Call, batches: list[GroupBatch], *, shared: bool = False

@@ -41,6 +41,7 @@ class Loss(Options):
         packed: whether it learns from documents that are packed into rows. Others compare whole
             completions.
         splits_rows: whether several processes may compute parts of a row.
+        classifies: whether the model gives each text a number, and no tokens.
         trains: the option that says what is trained, if the loss has one.
         fixed: options of the formula that the loss does not leave to the user.
     """
@@ -49,6 +50,7 @@ class Loss(Options):
     computed_by: ClassVar[str]
     packed: ClassVar[bool] = False
     splits_rows: ClassVar[bool] = False
+    classifies: ClassVar[bool] = False
     trains: ClassVar[str | None] = None
     fixed: ClassVar[dict[str, Any]] = {}
 
@@ -67,14 +69,25 @@ class Loss(Options):
         for name in () if self.packed else ("stream", "data_weights"):
             if getattr(config.data, name):
                 raise ConfigError(f"{name}: this is for packed documents, not for {self.name}")
+        if self.packed and config.schedule.group_by_length:
+            raise ConfigError(
+                f"group_by_length: {self.name} packs documents into full rows, which have no "
+                "padding to save; leave it out"
+            )
         for name in ("context_parallel", "expert_parallel"):
             if getattr(config.parallel, name) > 1 and not self.splits_rows:
                 raise ConfigError(
                     f"{name}: this cannot be combined with the loss {self.name}, which needs whole "
                     "rows and whole models; leave one out"
                 )
-        if getattr(self, "reference", None) == "adapters-off" and config.adapter.lora_r is None:
-            raise ConfigError("reference: this needs adapters; set lora_r, for example to 16")
+        if getattr(self, "reference", None) == "adapters-off":
+            if config.adapter.lora_r is None:
+                raise ConfigError("reference: this needs adapters; set lora_r, for example to 16")
+            if config.adapter.modules_to_save:
+                raise ConfigError(
+                    "reference: modules_to_save change the model without its adapters, too; choose "
+                    "another reference"
+                )
 
     def objective(self, config: Any) -> Any:
         """Return the `Objective` that computes the loss in a run with this config."""
@@ -212,6 +225,30 @@ class SimPO(Loss, name="simpo"):
     beta: float = option(0.1, more_than=0)
     simpo_gamma: float = option(0.5, at_least=0)
     label_smoothing: float = option(0.0, **_RATE)
+
+
+@dataclass(kw_only=True)
+class Reward(Loss, name="reward"):
+    """A reward model, of a number for each text: prompt, chosen and rejected, and perhaps margin.
+
+    Attributes:
+        center_rewards_coefficient: weight of a term that keeps the rewards near 0
+    """
+
+    computed_by = "reward:RewardObjective"
+    classifies = True
+
+    center_rewards_coefficient: float | None = option(None, at_least=0)
+
+    def check(self, config: Any) -> None:
+        """Refuse what needs a model that writes text."""
+        super().check(config)
+        for name, value in (
+            ("sample_prompts", config.output.sample_prompts),
+            ("eval_tasks", config.data.eval_tasks),
+        ):
+            if value:
+                raise ConfigError(f"{name}: a reward model writes no text; leave it out")
 
 
 @dataclass(kw_only=True)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.adapters.adapted_model import add_adapters, merged, quantize
+from ligermodels.adapters.adapted_model import add_adapters, merged, quantize, train_whole
 from ligermodels.adapters.quantized import FLOAT8
 from ligermodels.converters.files import CONFIG_NAME, copied_files, is_adapter
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.heads.classifier import LigerClassifier
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded
@@ -33,37 +34,38 @@ from ligermodels.parallel.layout import whole_tensor
 from ligermodels.parallel.ranks import rank
 from ligermodels.parallel.state import SlicedTensor
 from ligermodels.training.checkpoints import Checkpoints
-from ligermodels.training.config import AdapterOptions, FinetuneConfig, ModelOptions
+from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import freeze
-from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, RunDir, file_hash, fingerprint
+from ligermodels.training.run_dir import (
+    CHECKPOINTS,
+    RUN_FILE,
+    START,
+    RunDir,
+    file_hash,
+    fingerprint,
+)
+from ligermodels.training.start import has_own_start
 
 # run/checkpoints/step-00000500, run/checkpoint-500
 _STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
 
 
 def load_model(
-    source: Path,
-    options: ModelOptions,
-    adapter: AdapterOptions,
-    device: torch.device,
-    *,
-    seed: int = 0,
-    meta: bool = False,
+    source: Path, config: FinetuneConfig, device: torch.device, *, meta: bool = False
 ) -> tuple[DecoderModel, str | None]:
     """Return the model of a checkpoint as a run trains it, and the hash of the weights it held.
 
-    Args: seed: of the adapters; meta: whether the weights are read later, so that there is no hash
-        yet.
+    Args: meta: whether the weights are read later, so that there is no hash yet.
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
     """
+    options, adapter = config.model, config.adapter
     precision = options.precision or "float32"
     dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
     # The linears that are kept in few bits are converted one by one.
     place = torch.device("meta" if meta else "cpu" if adapter.load_in else device)
-    model: DecoderModel = AutoLiger.from_hf(
-        source, dtype=dtype, device=place, float8=options.float8
-    )
+    loader: Any = LigerClassifier if config.loss.classifies else AutoLiger
+    model: DecoderModel = loader.from_hf(source, dtype=dtype, device=place, float8=options.float8)
     weights = None if meta else weights_hash(model)
     given = options.router_aux_loss_coef, options.router_z_loss_coef
     if given != (None, None) and not any(isinstance(x, Experts) for x in model.modules()):
@@ -83,8 +85,12 @@ def load_model(
             adapter.lora_dropout,
             targets=adapter.lora_targets,
             dtype=weight_dtype(precision),
-            seed=seed,
+            seed=config.schedule.seed,
+            dora=adapter.lora_dora,
+            rslora=adapter.lora_rslora,
         )
+        score = ["score"] if config.loss.classifies else []
+        train_whole(model, [*(adapter.modules_to_save or ()), *score], weight_dtype(precision))
     elif patterns := options.freeze or options.train_only:
         freeze(model, patterns, only=options.train_only is not None)
     return model, weights
@@ -121,8 +127,10 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
         known = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise CheckpointError(f"{run}: the run has no checkpoint of step {step}; {known}")
     config = FinetuneConfig.from_options(**saved["settings"])
-    source = Path(resolve(str(config.model.path), revision=config.model.revision))
-    model, weights = load_model(source, config.model, config.adapter, torch.device("cpu"))
+    source = run / START
+    if not has_own_start(config):
+        source = Path(resolve(str(config.model.path), revision=config.model.revision))
+    model, weights = load_model(source, config, torch.device("cpu"))
     check_same(source, run, saved["base"], {**file_hashes(source), "weights": str(weights)})
     objective = config.loss.objective(config)
     checkpoints.load(step, objective.module(model))

@@ -82,7 +82,8 @@ class Objective:
         Raises:
             DataError: a file or a line is wrong.
         """
-        return read_documents(files, tokenizer, separator=self.config.data.separator)
+        data = self.config.data
+        return read_documents(files, tokenizer, separator=data.separator, columns=data.names)
 
     def rows(self, sources: Sequence[Sequence[Any]]) -> Rows:
         """Return the rows from which batches are made.

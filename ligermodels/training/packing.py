@@ -267,8 +267,13 @@ def _hash(documents: Iterable[Document], digest: Any) -> None:
         digest.update(np.ascontiguousarray(document.loss_mask).tobytes())
 
 
-def row_order(num_rows: int, seed: int, *key: int) -> Callable[[int], int]:
+def row_order(
+    num_rows: int, seed: int, *key: int, lengths: np.ndarray | None = None, near: int = 1
+) -> Callable[[int], int]:
     """Return a function from a running count to a row index; each epoch has its own order.
+
+    With lengths, the rows of each 50 batches of `near` rows are sorted, the longest first, as
+    `group_by_length` of transformers does.
 
     The function has no state: the row depends only on `seed`, `key` and the count, so resuming is
     exact.
@@ -276,7 +281,11 @@ def row_order(num_rows: int, seed: int, *key: int) -> Callable[[int], int]:
 
     @lru_cache(maxsize=2)
     def permutation(epoch: int) -> np.ndarray:
-        return generator(seed, 0, epoch, *key).permutation(num_rows)
+        order = generator(seed, 0, epoch, *key).permutation(num_rows)
+        if lengths is None:
+            return order
+        parts = [order[at : at + 50 * near] for at in range(0, num_rows, 50 * near)]
+        return np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
 
     return lambda count: int(permutation(count // num_rows)[count % num_rows])
 

@@ -68,7 +68,7 @@ class PairObjective(Objective):
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return pairs."""
-        return read_pairs(files, tokenizer)
+        return read_pairs(files, tokenizer, self.config.data.names)
 
     def rows(self, sources: Sequence[Sequence[Any]]) -> Rows:
         """Return pairs of rows."""

@@ -17,10 +17,11 @@ from tqdm import tqdm
 
 from ligermodels import float8
 from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
+from ligermodels.heads.classifier import SequenceClassifier
 from ligermodels.kernels import dispatch
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.config import OutputOptions
+from ligermodels.training.config import DataOptions, OutputOptions
 from ligermodels.training.model import summary
 from ligermodels.training.processes import num_row_ranks
 from ligermodels.training.run_dir import Metrics, RunDir
@@ -217,7 +218,8 @@ def end(result: FinetuneResult, device: torch.device) -> dict[str, str]:
     for file in ("loss.png", "metrics.jsonl"):
         if (result.output_dir / file).exists():
             rows["loss" if file == "loss.png" else "metrics"] = str(result.output_dir / file)
-    rows["try it"] = shlex.join(["ligermodels", "generate", str(result.model_dir), "Once upon"])
+    if not isinstance(result.model, SequenceClassifier):
+        rows["try it"] = shlex.join(["ligermodels", "generate", str(result.model_dir), "Once upon"])
     return rows
 
 
@@ -238,7 +240,43 @@ def check_login() -> None:
         ) from error
 
 
-def push(folder: Path, repo: str, *, private: bool) -> str:
+def lm_eval() -> Any:
+    """Import what runs the tasks of lm-eval.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from ligermodels.integrations.lm_eval_tasks import evaluate_tasks
+    except ImportError as error:
+        raise ConfigError(f"eval_tasks: {first_line(error)}") from None
+    return evaluate_tasks
+
+
+def task_scores(
+    model: DecoderModel, folder: Path, options: DataOptions, autocast: Callable[[], Any]
+) -> Metrics:
+    """Return the numbers that tasks of lm-eval give a model, without their errors; {} for none.
+
+    Args: folder: of its tokenizer.
+    """
+    if not options.eval_tasks:
+        return {}
+    with autocast(), torch.random.fork_rng():
+        found = lm_eval()(
+            *(model, str(folder), options.eval_tasks),
+            limit=options.eval_tasks_limit,
+            task_folder=options.eval_tasks_folder,
+        )
+    return {
+        f"eval_{task}/{name.removesuffix(',none')}": float(value)
+        for task, result in found.items()
+        for name, value in result.items()
+        if isinstance(value, (int, float)) and "_stderr" not in name and name != "sample_len"
+    }
+
+
+def push(folder: Path, repo: str, *, private: bool, what: str = "the fine-tuned model") -> str:
     """Create a repository if it is not there, put the files of a folder into it, return its URL.
 
     Raises:
@@ -249,7 +287,7 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
         HfApi().upload_folder(
-            repo_id=url.repo_id, folder_path=folder, commit_message="Upload the fine-tuned model"
+            repo_id=url.repo_id, folder_path=folder, commit_message=f"Upload {what}"
         )
     except Exception as error:
         raise SaveError(

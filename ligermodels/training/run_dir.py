@@ -4,6 +4,7 @@
     run.yaml        the options, for `ligermodels finetune --config`
     metrics.jsonl   one line per step and per evaluation
     samples.jsonl   texts that the model generated at evaluations
+    start/          the checkpoint that the run starts from, if the run has made it
     checkpoints/    step-00000100/: weights and optimizer state after that step
     reference/      log-probabilities of the reference model
     model/          the export
@@ -44,6 +45,7 @@ from ligermodels.parallel.ranks import error_on_all_ranks, rank
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
+START = "start"
 # What a new run in the folder removes.
 OWNED = (
     *("run.yaml", "metrics.jsonl", "samples.jsonl", CHECKPOINTS, "reference", "model", "loss.png"),
@@ -121,7 +123,7 @@ class RunDir:
         """
         names = {*(names_if_present(self.path, CheckpointError) or ())}
         elsewhere = "choose another folder (--output-dir)"
-        if names - {LOCK_FILE, RUN_FILE + PART} and RUN_FILE not in names:
+        if names - {LOCK_FILE, RUN_FILE + PART, START} and RUN_FILE not in names:
             raise LigerError(f"{self.path}: the folder is not empty and holds no run; {elsewhere}")
         if RUN_FILE in names and not resume and not overwrite:
             raise LigerError(

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -37,7 +38,13 @@ from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
-from ligermodels.training.packing import IGNORE_INDEX, Batch, MixedOrder, row_order
+from ligermodels.training.packing import (
+    IGNORE_INDEX,
+    Batch,
+    GroupedRows,
+    MixedOrder,
+    row_order,
+)
 from ligermodels.training.processes import (
     average_gradients,
     averaged,
@@ -98,8 +105,10 @@ class Trainer:
         self.planned_steps = self.total_steps  # a run may end early
         self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         decoder = decoder_of(self.model)
-        self._routes = decoder is self.model and any(
-            isinstance(each, Experts) for each in decoder.modules()
+        self._routes = (
+            decoder is self.model
+            and not self.config.loss.classifies
+            and any(isinstance(each, Experts) for each in decoder.modules())
         )
         self._routings: list[Routing] = []  # of the batches of a step
         self.done = 0
@@ -107,7 +116,12 @@ class Trainer:
         self._between_steps = True
         self._evaluated: dict[int, float] = {}  # the shown metric after each step that has it
         self._waiting: list[dict[str, float | Tensor]] = []  # steps that are not logged yet
-        self._row: Callable[[int], int] = row_order(len(self.rows), schedule.seed)
+        lengths = None
+        if schedule.group_by_length and isinstance(self.rows, GroupedRows):
+            lengths = np.array([*map(len, self.rows.groups)])
+        self._row: Callable[[int], int] = row_order(
+            len(self.rows), schedule.seed, lengths=lengths, near=per_step
+        )
         if weights := self.config.data.data_weights:
             self._row = MixedOrder(self.rows.sources, weights, schedule.seed)
 
@@ -221,8 +235,13 @@ class Trainer:
     def call(
         self, batch: Batch, *, model: torch.nn.Module | None = None, **options: Any
     ) -> HeadOutput:
-        """Run a model, by default the trained one, on a batch; `options` are those of the head."""
-        skipping = self.head_options(batch)
+        """Run a model, by default the trained one, on a batch.
+
+        Args: options: those of the head; a model with another head gets labels=None.
+        """
+        inputs = {"labels": batch.labels, "position_ids": batch.position_ids}
+        skipping = {} if "labels" in options else self.head_options(batch)
+        inputs = {k: x.to(self.device) for k, x in inputs.items() if k not in options}
         if "loss_function" in options:  # With a bound, it costs a fourth matrix product.
             skipping.pop("max_valid", None)
         trains = model is None and self._routes and torch.is_grad_enabled()
@@ -230,11 +249,7 @@ class Trainer:
             options |= {"return_routing": True, "expert_counts": self.objective.expert_counts}
         with self.autocast():
             out: HeadOutput = (model or self.forward)(
-                batch.input_ids.to(self.device),
-                labels=batch.labels.to(self.device),
-                position_ids=batch.position_ids.to(self.device),
-                **options,
-                **skipping,
+                batch.input_ids.to(self.device), **inputs, **options, **skipping
             )
         if trains and out.routing is not None:
             self._routings.append(out.routing)
@@ -339,14 +354,16 @@ class Trainer:
         checkpoints: Checkpoints,
         *,
         check: Callable[[], None] = lambda: None,
-        sample: Callable[[int], None] = lambda step: None,
+        sample: Callable[[int], Metrics] = lambda step: {},
+        after_save: Callable[[int], None] = lambda step: None,
         progress: bool = True,
     ) -> None:
         """Run the remaining steps. Log, evaluate and write checkpoints on the way.
 
         Args: check is called between two steps and two batches of an evaluation, and may raise to
             stop the run. Afterwards `save` writes a checkpoint from which a resumed run goes on as
-            if it had not been stopped. sample is called with the step at each evaluation.
+            if it had not been stopped. sample is called with the step at each evaluation, and
+            returns more metrics; after_save with that of each checkpoint.
         Raises:
             CheckpointError: the metrics cannot be read.
             LigerError: a loss or a weight is no longer finite.
@@ -370,12 +387,12 @@ class Trainer:
             while True:
                 # A run that was interrupted before or in an evaluation has not logged it.
                 if self._is_due(self.eval_steps) and self.done not in self._evaluated:
-                    self._evaluate(run_dir, bar, check)
-                    sample(self.done)
+                    self._evaluate(run_dir, bar, check, sample)
                 keeps = self.config.output.keep_best and self.done == self.best
                 at_end = self._is_at_end()
                 if keeps or self._is_due(self.config.output.save_steps):
-                    self.save(run_dir, checkpoints)
+                    if self.save(run_dir, checkpoints):
+                        after_save(self.done)
                 if at_end:
                     return
                 check()
@@ -392,31 +409,40 @@ class Trainer:
                     self._log(run_dir, started, bar)
                 self._between_steps = True
 
-    def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint of the steps that are done, unless there is one already.
+    def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> bool:
+        """Write a checkpoint of the steps that are done, and return whether it was missing.
 
         This does nothing if a second Ctrl-C has broken off a step.
         """
         if not self._between_steps:
-            return
+            return False
         reshard(self.model)  # an evaluation that was broken off has left gathered weights
         if self._waiting:
             self._log(run_dir, time.perf_counter(), None)
         if self.done == self._saved:
-            return
+            return False
         with error_on_all_ranks(SaveError):
             if rank() == 0:
                 run_dir.metrics.sync()
         checkpoints.save(self.done, self.model, self.optimizer)
         self._saved = self.done
         self._prune(checkpoints)
+        return True
 
     def _is_due(self, every: int) -> bool:
         """Return whether something that is done after so many steps, and the last, is due now."""
         return bool(every) and (self.done == self.total_steps or self.done % every == 0)
 
-    def _evaluate(self, run_dir: RunDir, bar: tqdm[Any], check: Callable[[], None]) -> None:
+    def _evaluate(
+        self,
+        run_dir: RunDir,
+        bar: tqdm[Any],
+        check: Callable[[], None],
+        sample: Callable[[int], Metrics],
+    ) -> None:
         if self.eval_rows is None:
+            if found := sample(self.done):
+                run_dir.log({"step": self.done, **found})
             return
         number = 0
 
@@ -433,7 +459,7 @@ class Trainer:
             label = "held-out loss" if odd == "eval_loss" else odd
             raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
         self._evaluated[self.done] = found[key]
-        run_dir.log({"step": self.done, **found})
+        run_dir.log({"step": self.done, **found, **sample(self.done)})
         if not bar.disable:
             loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
             shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
@@ -533,8 +559,8 @@ class StepFlops:
                 size = module.in_features * module.out_features * share.get(module, 1.0)
                 per_token += (6 if learns else 4) * size
         config = model.config
-        learns = model.head.weight.requires_grad  # also where it is tied to the embedding
-        per_target = (6 if learns else 4) * config.vocab_size * config.hidden_size
+        head: Any = getattr(model.head, "weight", None)  # also if it is tied to the embedding
+        per_target = 0 if head is None else (6 if head.requires_grad else 4) * head.numel()
         heads = config.num_attention_heads * config.head_dim
         return cls(int(per_token), per_target, 12 * heads, tuple(config.sliding_windows))
 

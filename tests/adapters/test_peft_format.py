@@ -249,8 +249,15 @@ def test_every_tensor_of_an_adapter_is_needed_and_checked(
 @pytest.mark.parametrize(
     "options", [{"use_dora": True}, {"modules_to_save": ["mlp"]}, {"modules_to_save": ["norm"]}]
 )
-def test_other_adapters_do_not_load_with_their_model(options, folders, tmp_path) -> None:
-    weights, _, _ = published(folders["llama"], tmp_path, target_modules=["q_proj"], **options)
+def test_dora_and_whole_modules_load_with_their_model(options, folders, tmp_path) -> None:
+    *_, logits = published(folders["llama"], tmp_path, target_modules=["q_proj"], **options)
+    model = AutoLiger.from_hf(tmp_path)
+    torch.testing.assert_close(model.head.logits(model(IDS)), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_other_adapters_do_not_load_with_their_model(folders, tmp_path) -> None:
+    options: Any = {"target_modules": ["q_proj"], "bias": "lora_only"}
+    weights, _, _ = published(folders["qwen2"], tmp_path, **options)
     with pytest.raises(CheckpointError, match="merge the adapter with PEFT's merge_and") as error:
         AutoLiger.from_hf(tmp_path)
     assert any(name in str(error.value) for name in weights)  # as it is in the file

@@ -96,7 +96,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
     files[1].write_text('{"prompt": "ab", "completion": "cd"}\n' * 5)
     for separator in ("", None):
         found = [
-            stored_documents(files, tokenizer, checkpoint, data_library, separator, progress=False)
+            stored_documents(files, tokenizer, data_library, separator, progress=False)
             for _ in range(2)
         ]
         wanted = read_documents(files, tokenizer, separator=separator)
@@ -108,7 +108,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": \n')
     with pytest.raises(DataError, match=r"bad\.jsonl:1: this is not JSON"):
-        stored_documents([bad], tokenizer, checkpoint, data_library, None, progress=False)
+        stored_documents([bad], tokenizer, data_library, None, progress=False)
 
 
 def test_a_streamed_run_equals_one_in_memory(tmp_path, cache):

@@ -19,6 +19,7 @@ from ligermodels.adapters.adapted_model import (
     merged,
     module_at,
     quantize,
+    train_whole,
 )
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.layers import Experts
@@ -112,14 +113,35 @@ def test_the_kind_of_export_may_change_on_resume(checkpoint, text, tmp_path):
     assert not (third.model_dir / "model.safetensors").exists()
 
 
-def test_training_equals_peft(checkpoint):
-    """Three steps of AdamW from the same adapters, on transformers' model and on ours."""
+@pytest.mark.parametrize(
+    "options, theirs",
+    [
+        ({}, {}),
+        ({"dora": True, "rslora": True}, {"use_dora": True, "use_rslora": True}),
+        ({"dora": True, "targets": ["k_proj", "down_proj"]}, {"use_dora": True}),
+    ],
+)
+def test_training_equals_peft(checkpoint, tmp_path, options, theirs):
+    """Three steps of AdamW from the same adapters, on transformers' model and on ours.
+
+    Beside them the embedding learns, which is also the head. PEFT then reads our export.
+    """
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     ours = AutoLiger.from_hf(checkpoint)
-    add_adapters(ours, 4, 8.0)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**options))
+    add_adapters(ours, 4, 8.0, **options)
+    train_whole(ours, ["embed_tokens"], torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    targets = options.get("targets", "all-linear")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=targets,
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+        task_type="CAUSAL_LM",
+        **theirs,
+    )
+    theirs = peft.get_peft_model(base, config)
     found = dict(theirs.named_parameters())
     for name, (a, b) in factors_of(ours).items():
         for end, x in (("A", a), ("B", b)):
@@ -140,6 +162,13 @@ def test_training_equals_peft(checkpoint):
         losses.append(mine)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][2] < losses[0][0] - 0.01
+    export_adapter(ours, tmp_path, str(checkpoint), None)
+    again = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    again = peft.PeftModel.from_pretrained(again, tmp_path)
+    merges = [merged(ours), AutoLiger.from_hf(tmp_path)]
+    for model in (again, *merges):
+        torch.testing.assert_close(loss_of(model), loss_of(ours), rtol=1e-5, atol=0)
+    assert same(*(x.state_dict() for x in merges))
 
 
 def test_only_linears_of_the_layers_get_adapters():

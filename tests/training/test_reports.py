@@ -126,3 +126,41 @@ def test_a_chat_needs_a_template(text, tmp_path):
     (bare / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(CheckpointError, match="no chat template"):
         run(bare, text, tmp_path / "run", sample_prompts=["a"], sample_chat=True, max_steps=1)
+
+
+def test_each_checkpoint_is_pushed_as_an_export(hub, checkpoint, text, tmp_path):
+    """A hub that fails does not end the run; the last push does."""
+    pushed = []
+
+    def upload(**sent):
+        pushed.append((sent["commit_message"], tensors(sent["folder_path"])))
+        if len(pushed) == 1:
+            raise OSError("503")
+
+    hub.upload_folder.side_effect = upload
+    given = {"push_to_hub": "me/tiny", "hub_strategy": "every_save", "save_steps": 2}
+    done = run(checkpoint, text, tmp_path / "run", max_steps=4, **given)
+    steps = ["Upload step 2", "Upload step 4", "Upload the fine-tuned model"]
+    assert [message for message, _ in pushed] == steps
+    assert not same(pushed[0][1], pushed[1][1]) and same(pushed[1][1], pushed[2][1])
+    assert any("step 2: push_to_hub: me/tiny: 503" in note for note in done.notes)
+
+
+@pytest.mark.usefixtures("quick_lm_eval")
+def test_tasks_of_lm_eval_run_at_evaluations(checkpoint, text, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"page": "the cat saw a dog and ran"}')
+    (tmp_path / "pages.yaml").write_text(
+        "task: pages\ndataset_path: json\noutput_type: loglikelihood_rolling\n"
+        f"test_split: train\ndataset_kwargs: {{data_files: {tmp_path}/data.jsonl}}\n"
+        "doc_to_text: ''\ndoc_to_target: '{{page}}'\n"
+        "metric_list: [{metric: byte_perplexity}]\n"
+    )
+    given = {"max_steps": 4, "eval_steps": 2}
+    tasks = {"eval_tasks": ["pages"], "eval_tasks_folder": tmp_path}
+    plain = run(checkpoint, text, tmp_path / "plain", **given)
+    done = run(checkpoint, text, tmp_path / "run", **given, **tasks)
+    name = "eval_pages/byte_perplexity"
+    found = [entry[name] for entry in done.metrics if name in entry]
+    assert len(found) == 3 and found[2] < found[0]
+    assert done.eval_after[name] == found[2] and "eval_loss" in done.eval_after
+    assert same(tensors(plain.model_dir), tensors(done.model_dir))  # it changes no step
