@@ -50,9 +50,7 @@ def test_new_tokens_and_a_template_of_ones_own(checkpoint, chats, tmp_path, lora
     model = transformers.AutoModelForCausalLM.from_pretrained(done.model_dir)
     assert model.config.eos_token_id == 259
     mine = AutoLiger.from_hf(done.model_dir)
-    torch.testing.assert_close(
-        mine.head.logits(mine(IDS)), model(IDS).logits, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(mine.head.logits(mine(IDS)), model(IDS).logits, rtol=1e-5, atol=1e-5)
     assert same(load_checkpoint(done.output_dir, 4)[0].state_dict(), exported)
 
 
@@ -62,9 +60,7 @@ def test_an_adapter_with_new_tokens_belongs_to_its_start(checkpoint, chats, tmp_
     done = run(checkpoint, chats, tmp_path / "run", max_steps=2, **TOKENS, **lora)
     found = peft.AutoPeftModelForCausalLM.from_pretrained(done.model_dir)
     mine = AutoLiger.from_hf(done.model_dir)
-    torch.testing.assert_close(
-        found(IDS).logits, mine.head.logits(mine(IDS)), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(found(IDS).logits, mine.head.logits(mine(IDS)), rtol=1e-5, atol=1e-5)
 
 
 def test_an_untied_head_grows_too(tmp_path):
