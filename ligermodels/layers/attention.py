@@ -1,6 +1,5 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
-import copy
 from typing import overload
 
 import torch
@@ -94,15 +93,17 @@ class AttentionContext:
 
     def sharing(self, shared: dict[int, tuple[Tensor, Tensor]]) -> "AttentionContext":
         """Return this context with other shared keys and values."""
-        context = copy.copy(self)
-        context.shared, context._on_device = shared, {}
-        return context
+        return AttentionContext(
+            *(self.cos, self.sin, self.mask, self.cache, shared, self.memory, self.memory_mask),
+            experts=self.experts,
+        )
 
     def routed(self, experts: Tensor) -> "AttentionContext":
         """Return this context with the experts of each token."""
-        context = copy.copy(self)
-        context.experts, context._on_device = experts, {}
-        return context
+        return AttentionContext(
+            *(self.cos, self.sin, self.mask, self.cache, self.shared, self.memory),
+            *(self.memory_mask, experts),
+        )
 
 
 def head_sizes(
