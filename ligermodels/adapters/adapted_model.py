@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.adapters.adapter_config import ends
@@ -28,10 +29,8 @@ from ligermodels.adapters.quantized import FLOAT8, Bits, QuantizedLinear
 from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
 from ligermodels.errors import CheckpointError, ConfigError, short_repr
-from ligermodels.layers.experts import Experts
+from ligermodels.layers.experts import STACKS, Experts
 from ligermodels.models.base import DecoderModel
-
-STACKS = ("gate_up_proj", "down_proj")  # the weights of `Experts`
 
 
 def add_adapters(
@@ -67,7 +66,9 @@ def add_adapters(
         raise ConfigError(f"lora_r: {rank}; give 1 or more")
     for name, module in model.named_modules():
         if isinstance(module, Experts) and module.exchange is not None:
-            raise ConfigError(f"{name}: experts that are spread over ranks cannot have adapters")
+            raise ConfigError(
+                f"{name}: experts that are spread over ranks get no adapters; add them before shard"
+            )
     model.requires_grad_(False)
     draw = torch.Generator().manual_seed(seed)
     wanted = None if targets is None or targets == ["all-linear"] else frozenset(targets)
@@ -331,6 +332,8 @@ def _without_adapter(module: Any) -> Any:
 def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dtype | None) -> None:
     """Write the adapters in PEFT's format, under the names of HF's model.
 
+    Every rank of a sharded model must call it, and the first one writes.
+
     Args: base: the hub id or folder of the model of the adapters; dtype: None keeps their dtype.
     Raises:
         SaveError: the files cannot be written, or a value is not finite in this dtype.
@@ -344,7 +347,8 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
         **({"use_dora": True} if first.lora_magnitude is not None else {}),
     }
     native = {name: hf for hf, name in whole_modules(model).items()}
-    whole: dict[str, Tensor] = {native[name]: x for name, x in trained_whole(model).items()}
+    found = trained_whole(model).items()
+    whole: dict[str, Tensor] = {native[name]: _whole(model, name, x) for name, x in found}
     if whole:
         settings["modules_to_save"] = sorted({hf.rsplit(".", 2)[-2] for hf in whole})
         if _is_tied(model) and "embed_tokens.weight" in trained_whole(model):
@@ -360,30 +364,44 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
     if dtype is not None:
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     config["base_model_name_or_path"] = base
-    save_adapter(folder, weights, config, source_files=model.source.files)
+    if model.layout is None or dist.get_rank() == 0:
+        save_adapter(folder, weights, config, source_files=model.source.files)
 
 
 def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B of the adapter of each linear of HF's model, by its name."""
+    """Return A and B of the adapter of each linear of HF's model, by its name.
+
+    Every rank of a sharded model must call it.
+    """
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for each, names in _adapters(model):
-        found |= {names[rows]: (a, b) for rows, a, b in each.factors()}
+    for name, each, names in _adapters(model):
+        a, b = (_whole(model, f"{name}.{x}", getattr(each, x)) for x in ("lora_a", "lora_b"))
+        found |= {names[rows]: (a, b) for rows, a, b in each.factors(a, b)}
     return found
 
 
 def magnitudes_of(model: DecoderModel) -> dict[str, Tensor]:
     """Return DoRA's lengths of the rows of each linear of HF's model, by PEFT's name of them."""
     found: dict[str, Tensor] = {}
-    for each, names in _adapters(model):
-        for rows, lengths in zip(each.parts, each.magnitudes()):
-            found[f"{names[rows]}.{MAGNITUDE}"] = lengths
+    for name, each, names in _adapters(model):
+        if each.lora_magnitude is not None:
+            lengths = _whole(model, f"{name}.lora_magnitude", each.lora_magnitude)
+            parts = zip(each.parts, each.by_part(lengths))
+            found |= {f"{names[rows]}.{MAGNITUDE}": part for rows, part in parts}
     return found
 
 
-def _adapters(model: DecoderModel) -> Iterator[tuple[LoraLinear, dict[RowRange, str]]]:
-    """Yield each adapter, with HF's name of each of its parts."""
+def _whole(model: DecoderModel, name: str, tensor: Tensor) -> Tensor:
+    """Return a whole parameter, of which a rank of a sharded model may have a part."""
+    return tensor if model.layout is None else model.layout.whole(name, tensor)
+
+
+def _adapters(model: DecoderModel) -> Iterator[tuple[str, LoraLinear, dict[RowRange, str]]]:
+    """Yield each adapter, with its name, and with HF's name of each of its parts."""
+    if model.layout is not None:
+        model.layout.reshard(model)
     weight_map = model.hf_map()
     for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
         each = module_at(model, name)
         if isinstance(each, LoraLinear):
-            yield each, {part.rows: part.hf for part in parts}
+            yield name, each, {part.rows: part.hf for part in parts}

@@ -106,9 +106,9 @@ class LoraLinear(nn.Module):
 
     def magnitudes(self) -> tuple[Tensor, ...]:
         """Return DoRA's lengths of the rows of each part; none without DoRA."""
-        return () if self.lora_magnitude is None else self._by_part(self.lora_magnitude)
+        return () if self.lora_magnitude is None else self.by_part(self.lora_magnitude)
 
-    def _by_part(self, x: Tensor) -> tuple[Tensor, ...]:
+    def by_part(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return that of each part in a tensor (rows of all parts, ...)."""
         return x.split([part.size for part in self.parts])
 
@@ -129,7 +129,7 @@ class LoraLinear(nn.Module):
         """Return by what share DoRA stretches each row, (out): 0 where there is no adapter."""
         found = self.lora_magnitude / self._lengths(dtype) - 1
         stretch = found.new_zeros(self.out_features)
-        for part, values in zip(self.parts, self._by_part(found)):
+        for part, values in zip(self.parts, self.by_part(found)):
             stretch[part.slice] = values
         return stretch.to(dtype)
 
@@ -137,10 +137,15 @@ class LoraLinear(nn.Module):
         """Switch the adapter on or off. Without it, the layer computes base(x)."""
         self.disable_adapters = not enabled
 
-    def factors(self) -> list[tuple[RowRange, Tensor, Tensor]]:
-        """Return the rows, A (rank, in) and B (rows, rank) of each part."""
-        a = self.lora_a.split(self.rank)
-        return [*zip(self.parts, a, self._by_part(self.lora_b))]
+    def factors(
+        self, a: Tensor | None = None, b: Tensor | None = None
+    ) -> list[tuple[RowRange, Tensor, Tensor]]:
+        """Return the rows, A (rank, in) and B (rows, rank) of each part.
+
+        Args: a, b: what `lora_a` and `lora_b` are a rank's parts of, if they are.
+        """
+        each_a = (self.lora_a if a is None else a).split(self.rank)
+        return [*zip(self.parts, each_a, self.by_part(self.lora_b if b is None else b))]
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> None:

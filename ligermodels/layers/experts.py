@@ -20,6 +20,7 @@ from ligermodels.kernels.frozen_experts import ExpertWeight, frozen_expert_mlp
 from ligermodels.layers.fusion import PreNormed
 from ligermodels.layers.recompute import Planned
 
+STACKS = ("gate_up_proj", "down_proj")  # the weights of `Experts`
 _STD = 0.02  # of the first weights; a model draws them again with its own
 
 

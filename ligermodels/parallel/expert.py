@@ -22,6 +22,7 @@ from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import autocast_dtype, select
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather
 from ligermodels.layers import Experts
+from ligermodels.layers.experts import STACKS
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import IndexRange, ModelLayout, TensorSplit
 
@@ -30,10 +31,11 @@ def expert_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
     """Leave each rank of a mesh with one dimension its own experts of each layer, in place.
 
     The first ranks have one expert more than the others if the experts cannot be shared out evenly.
+    Their weights may be of few bits, and have adapters.
 
     Raises:
         ConfigError: no layer has experts, one has fewer experts than ranks, or has parameters in
-            other modules than its router.
+            other modules than its router and those in the place of its weights.
     """
     ranks, rank = mesh.size(), mesh.get_local_rank()
     layers = {k: m for k, m in model.layers.named_modules() if isinstance(m, Experts)}
@@ -50,7 +52,7 @@ def expert_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
                 "for the others"
             )
         for part, module in layer.named_children():
-            if module is not layer.router and [*module.parameters()]:
+            if part not in ("router", *STACKS) and [*module.parameters()]:
                 raise ConfigError(
                     f"expert parallelism: layers.{name}.{part} ({type(module).__name__}) cannot "
                     "be split; use FSDP2 alone (dp_shard)"
@@ -60,13 +62,20 @@ def expert_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
         count = layer.num_experts
         sizes = [count // ranks + (each < count % ranks) for each in range(ranks)]
         firsts = [sum(sizes[:each]) for each in range(ranks)]
-        for key, parameter in [*layer.named_parameters(recurse=False)]:
-            each = len(parameter) // count  # the rows of an expert
-            ranges = tuple((IndexRange(f * each, 0, n * each),) for f, n in zip(firsts, sizes))
-            own = parameter.detach().narrow(0, firsts[rank] * each, sizes[rank] * each).clone()
-            setattr(layer, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
-            split = TensorSplit(tuple(parameter.shape), 0, ranges, mesh)
-            layout.tensors[f"layers.{name}.{key}"] = split
+        cut: dict[str, Tensor] = dict(layer.named_parameters())
+        cut |= {key: x for key, x in layer.named_buffers() if key.endswith(("codes", "scales"))}
+        for key, whole in cut.items():
+            if key.startswith("router."):
+                continue
+            each = len(whole) // count  # the rows of an expert
+            own = whole.detach().narrow(0, firsts[rank] * each, sizes[rank] * each).clone()
+            place, _, last = key.rpartition(".")
+            if isinstance(whole, nn.Parameter):
+                own = nn.Parameter(own, requires_grad=whole.requires_grad)
+                ranges = tuple((IndexRange(f * each, 0, n * each),) for f, n in zip(firsts, sizes))
+                split = TensorSplit(tuple(whole.shape), 0, ranges, mesh)
+                layout.tensors[f"layers.{name}.{key}"] = split
+            setattr(layer.get_submodule(place), last, own)
         layer.num_experts = sizes[rank]
         layer.exchange = Exchange(mesh.get_group(), sizes, rank)
 

@@ -66,6 +66,8 @@ def relative(a: Tensor, b: Tensor) -> float:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     grads = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, f"{name} has no gradient"
         whole = whole_tensor(parameter.grad, splits_of(model).get(name))
         grads[name.removeprefix("module.")] = whole

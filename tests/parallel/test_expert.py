@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels import ConfigError, MemoryPlan, mean_over_ranks, shard
+from ligermodels.adapters.adapted_model import add_adapters, factors_of, quantize
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.expert import expert_parallel
 from tests.parallel import test_shard
@@ -83,6 +84,8 @@ def cases(ranks: int) -> dict[str, Case]:
                 found[f"{layout}, {case.__name__}"] = partial(with_experts, partial(case, mesh))
             load = partial(test_shard.load, mesh, False)
             found[f"{layout}, load"] = partial(with_experts, load)
+        if "cp" not in layout:
+            found[f"{layout}, adapters"] = partial(adapters, mesh)
         if layout == "ep" and ranks == 2:
             found["bytes"] = partial(memory, mesh)
         if layout != "fsdp":
@@ -95,6 +98,32 @@ def memory(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     """A simulation takes loads to be even, which they are if each token gets every expert."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
     return error_of_bytes(shard(make_experts(True, **sizes), mesh), "input", 64, 0.02)
+
+
+def adapters(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
+    """Adapters on all linears and on experts of 4 bits, and the tensors of their export."""
+    model = make_experts(False)
+    quantize(model, 4, torch.device("cpu"))
+    add_adapters(model, 2, 4.0)
+    for name, weight in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(weight, std=0.1)
+    sharded = shard(copy.deepcopy(model), mesh)
+    ids, labels = data()
+    expected = model(ids, labels=labels)
+    expected.loss.backward()
+    rows = own_rows(mesh)
+    normalizer = mean_over_ranks(sharded, count(labels[rows]))
+    loss = sharded(ids[rows], labels=labels[rows], normalizer=normalizer).loss
+    loss.backward()
+    dist.all_reduce(loss.detach())
+    written, whole = factors_of(sharded), factors_of(model)
+    assert written.keys() == whole.keys()
+    return {
+        "loss": relative(loss / mesh.size(), expected.loss),
+        "gradient": differences(gradients(sharded), gradients(model)),
+        "factors": max(relative(x, y) for n in whole for x, y in zip(written[n], whole[n])),
+    }
 
 
 def with_experts(case: Case, rank: int, folder: Path) -> dict[str, float]:
