@@ -307,6 +307,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
         The config names HF's model class, so that every tool opens the folder.
         """
+        projections.pack_experts(self)  # PEFT's parameters are none of the files
         if self.weight_map.constants:
             weights = options.get("state_dict") or self.state_dict()
             options["state_dict"] = weights | self.weight_map.constants

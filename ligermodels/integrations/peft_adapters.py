@@ -10,7 +10,12 @@ import peft
 
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_base import LigerPreTrainedModel
-from ligermodels.integrations.projections import packed_afterwards, refuse_adapters, refuse_in_part
+from ligermodels.integrations.projections import (
+    packed_afterwards,
+    refuse_adapters,
+    refuse_in_part,
+    split_experts,
+)
 from ligermodels.models.base import DecoderModel
 
 
@@ -37,8 +42,9 @@ def get_peft_model(model: Any, peft_config: peft.PeftConfig, **options: Any) -> 
     _refuse_without_wrapper(model)
     if not isinstance(model, LigerPreTrainedModel):
         return peft.get_peft_model(model, peft_config, **options)
-    refuse_adapters(model, {"default": peft_config})
     with packed_afterwards(model):
+        split_experts(model)
+        refuse_adapters(model, {"default": peft_config})
         adapted = peft.get_peft_model(model, peft_config, **options)
     if peft_config.peft_type == peft.PeftType.CPT:  # it has its own loss
         model.trains_with_logits = True

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.adapters.peft_format import row_orders
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_weights import wrapper_name
+from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight
+from ligermodels.layers.experts import STACKS, Experts
 from ligermodels.layers.fusion import is_plain
 
 # Methods of PEFT that take the insides of transformers' models, and what stops them.
@@ -40,6 +43,87 @@ class Concatenated:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the parts' outputs (..., rows of all) for x (..., inputs)."""
         return torch.cat([getattr(self.owner, name)(x) for name in self.names], -1)
+
+
+class ExpertParameters(nn.Module):
+    """The weights of a layer of experts in the shapes of HF's parameters, for PEFT; views of them.
+
+    Args: layer: the experts, whose weights are packed.
+    """
+
+    def __init__(self, layer: Experts) -> None:
+        super().__init__()
+        for name in STACKS:
+            weight = getattr(layer, name)
+            whole = weight.detach().unflatten(0, (layer.num_experts, -1))
+            setattr(self, name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+
+class AdaptedExperts:
+    """Stands where a weight of experts was, which is in `ExpertParameters` now, or PEFT's wrapper.
+
+    Args: owner: the experts; name: that of the weight.
+    """
+
+    def __init__(self, owner: Experts, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def expert_weight(self) -> ExpertWeight:
+        """Return the weight and its adapter, whose products are two thin ones here.
+
+        Raises: ConfigError: two adapters of PEFT are active at once.
+        """
+        module: Any = self.owner.experts
+        adapters: list[tuple[Tensor, Tensor, float]] = []
+        while hasattr(module, "parameter_name"):  # each wraps one parameter, or a wrapper
+            if module.parameter_name == self.name:
+                if module.disable_adapters and module.merged:
+                    module.unmerge()
+                names = () if module.disable_adapters or module.merged else module.active_adapters
+                each = (x for x in names if x in module.lora_A)
+                adapters += [
+                    (module.lora_A[x].weight, module.lora_B[x].weight, module.scaling[x])
+                    for x in each
+                ]
+            module = module.base_layer
+        weight = getattr(module, self.name)
+        count, rows, _ = weight.shape
+        found = ExpertWeight(weight.flatten(0, 1))
+        if len(adapters) > 1:
+            raise ConfigError(
+                f"{self.name} of experts has {len(adapters)} active adapters; activate one of them "
+                "with set_adapter"
+            )
+        for a, b, scaling in adapters:
+            b_each = b.unflatten(1, (-1, count)).permute(2, 0, 1).flatten(0, 1)
+            found = found._replace(a=a, b=b_each, adapter=Adapter(((0, rows),), scaling))
+        return found
+
+
+def split_experts(model: Any) -> None:
+    """Give a wrapper's layers HF's parameters of all experts, where they hold the same numbers."""
+    alternating = {name.rpartition(".")[0] for name in row_orders(model.weight_map)}
+    for name, layer in [*model.base_model.layers.named_modules(prefix="layers")]:
+        if not isinstance(layer, Experts) or name in alternating:
+            continue
+        if all(isinstance(getattr(layer, each), nn.Parameter) for each in STACKS):
+            layer.experts = ExpertParameters(layer)
+            for each in STACKS:
+                delattr(layer, each)
+                setattr(layer, each, AdaptedExperts(layer, each))
+
+
+def pack_experts(model: Any) -> None:
+    """Give layers of experts their own parameters again, where no adapter is on them."""
+    for layer in [*model.base_model.layers.modules()]:
+        held = getattr(layer, "experts", None)
+        if isinstance(layer, Experts) and isinstance(held, ExpertParameters):
+            for each in STACKS:
+                weight = getattr(held, each)
+                delattr(layer, each)
+                packed = nn.Parameter(weight.detach().flatten(0, 1), weight.requires_grad)
+                setattr(layer, each, packed)
+            del layer.experts
 
 
 def split_projections(model: Any) -> None:
@@ -78,8 +162,11 @@ def split_projections(model: Any) -> None:
 def pack_projections(model: Any, *, only_frozen: bool = False) -> None:
     """Pack the projections of a wrapper again, where all parts are plain linears that train alike.
 
+    So are the weights of experts that have no adapter.
+
     Args: only_frozen: whether projections that are trained stay split.
     """
+    pack_experts(model)
     for owner, name, parts in _packed(model):
         if not isinstance(getattr(owner, name), Concatenated):
             continue
@@ -147,6 +234,7 @@ def split_for_peft(model: Any, caller: str) -> None:
             "model with from_pretrained(..., split_projections=True)"
         )
     split_projections(model)
+    split_experts(model)
     refuse_adapters(model, model.__dict__.get("peft_config", {}))
 
 
@@ -183,18 +271,21 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
                 )
         # PEFT also puts parameters of experts here, where target_modules names their projections.
         targets = tuple(f".{x}" for x in getattr(config, "target_parameters", None) or ())
-        if odd := next((x for x in targets if ".experts." in x), None):
-            raise ConfigError(
-                f"adapter {adapter!r} adapts {odd[1:]}, a parameter of HF's model that holds all "
-                "experts, which a native model does not have; train adapters on experts with "
-                "ligermodels.adapters.add_adapters or finetune --lora-targets"
-            )
         for entry in separate(model.weight_map):
-            if len(entry.spans) > 1 and f".{wrapper_name(entry.name)}".endswith(targets):
+            if len(entry.spans) < 2:
+                continue
+            name, place = wrapper_name(entry.name), entry.name.rpartition(".")[0]
+            owner = model._native[0].get_submodule(place)
+            if hasattr(owner, "experts"):
+                continue
+            if f".{name}".endswith(
+                targets
+            ) or f".{place}.experts.{name.rpartition('.')[2]}".endswith(targets):
                 raise ConfigError(
                     f"adapter {adapter!r} adapts {wrapper_name(entry.name)}, which holds "
                     f"{len(entry.spans)} tensors of HF's model that cannot be split here, so that "
-                    "no other program would find it; adapt the projections of attention only"
+                    "no other program would find it; adapt the projections of attention only, or "
+                    "experts with ligermodels.adapters.add_adapters or finetune --lora-targets"
                 )
 
 

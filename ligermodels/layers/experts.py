@@ -242,8 +242,6 @@ class Experts(Planned, nn.Module):
 
         A weight may have been replaced by a module, which makes the weights frozen ones.
         """
-        gate_up: Any = self.gate_up_proj
-        down: Any = self.down_proj
         count = self.num_experts
         biases = (
             None if bias is None else bias.unflatten(0, (count, -1))
@@ -252,11 +250,11 @@ class Experts(Planned, nn.Module):
         options: Any = dict(zip(("gate_up_bias", "down_bias"), biases))
         routes = weights, experts
         options["keep_gate_up"] = self.policy != "no_gate_up"
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            gate_up, down = gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1))
-            return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **options)
-        frozen = expert_weight(gate_up), expert_weight(down)
-        return frozen_expert_mlp(x, *frozen, *routes, count, self.activation, **options)
+        stacks = expert_weight(self.gate_up_proj), expert_weight(self.down_proj)
+        if any(each.scales is not None or each.adapter is not None for each in stacks):
+            return frozen_expert_mlp(x, *stacks, *routes, count, self.activation, **options)
+        gate_up, down = (each.weight.unflatten(0, (count, -1)) for each in stacks)
+        return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""

@@ -369,7 +369,7 @@ CELLS = [
         for name, native in {"HFLM": False, "NativeLM of examples/trainers": True}.items()
     ),
 ]
-# PEFT's own targets and all linears are left out: LigerForCausalLM cannot split packed experts.
+# test_peft_adapters.py has PEFT's adapters on experts.
 EXPERT_CELLS = [
     *(cell for cell in CELLS if cell.tool != "PEFT" and "LoRA" not in cell.feature),
     Cell("PEFT", "LoRA on q and v, merged", "logits", lora(target_modules=["q_proj", "v_proj"])),

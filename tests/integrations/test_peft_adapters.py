@@ -266,18 +266,59 @@ def test_names_of_packed_projections_are_refused(
         adapted.add_adapter("b", LoraConfig(**options))
 
 
-def test_adapters_of_packed_experts_are_refused() -> None:
-    """PEFT adapts whole parameters where the projections of experts are named."""
+EXPERTS = {
+    "modules": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "one": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+    "both": {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "use_rslora": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [(get_peft_model, "modules"), (get_peft_model, "one"), (peft.get_peft_model, "both")],
+    ids=[*EXPERTS],
+)
+def test_adapters_of_experts(wrap: Any, name: str, folders: dict[str, Path], tmp_path) -> None:
+    """PEFT adapts whole parameters of all experts, also where target_modules names projections."""
+    ours, expected = pair(folders["qwen3_moe"], LoraConfig(r=3, **EXPERTS[name]), wrap)
+    losses = [model(input_ids=ids(), labels=ids()).loss for model in (ours, expected)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    compare_gradients(ours, expected)
+    saved = [peft.get_peft_model_state_dict(model) for model in (ours, expected)]
+    assert saved[0].keys() == saved[1].keys()
+    logits = ours(input_ids=ids()).logits
+    ours.save_pretrained(tmp_path / "adapter")
+    with ours.disable_adapter():
+        base = ours(input_ids=ids()).logits
+    plain = LigerForCausalLM.from_pretrained(folders["qwen3_moe"])
+    torch.testing.assert_close(base, plain(input_ids=ids()).logits)
+    again = load_peft_model(plain, str(tmp_path / "adapter"))
+    torch.testing.assert_close(again(input_ids=ids()).logits, logits)
+    merged = ours.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=ids()).logits, logits, rtol=1e-4, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    exported = LigerForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(exported(input_ids=ids()).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_experts_that_alternate_are_refused() -> None:
+    """In gpt-oss's parameters, gate and up alternate, and PEFT would add to other rows."""
+    cls = families()["gpt_oss"]
+    for wrap in (get_peft_model, peft.get_peft_model):
+        wrapper = LigerForCausalLM.from_native(cls(cls.config_class.small()))
+        config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+        with pytest.raises(ConfigError, match=r"adapts model\.layers\.0\.mlp\.down_proj, which"):
+            wrap(wrapper, config)
+
+
+def test_own_adapters_take_experts_without_their_router() -> None:
     cls = families()["qwen3_moe"]
-    wrappers = [LigerForCausalLM.from_native(cls(cls.config_class.small())) for _ in range(2)]
-    adapted = get_peft_model(wrappers[0], LoraConfig(target_modules=["q_proj", "o_proj"]))
-    config = LoraConfig(target_modules=["q_proj", "down_proj"])
-    words = "adapter '(default|b)' adapts model.layers.0.mlp.down_proj, which holds 4 tensors"
-    with pytest.raises(ConfigError, match=words):
-        peft.get_peft_model(wrappers[1], config)
-    with pytest.raises(ConfigError, match=words):
-        adapted.add_adapter("b", config)
-    # This library's own adapters take experts, but not their router.
     model = cls(cls.config_class.small(num_hidden_layers=1))
     add_adapters(model, 4, 8.0)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
