@@ -11,7 +11,7 @@ import pytest
 from benchmarks import english_text, float8_convergence
 from tests import markdown
 
-ARMS = ("bf16", "tensorwise", "rowwise")
+ARMS = ("bf16", "tensorwise")
 
 
 def test_small_models_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,16 +175,16 @@ def test_new_weights_count_at_once() -> None:
         assert torch.equal(model(ids), fresh())
 
 
-def test_a_compiled_model_calls_its_linears() -> None:
+@pytest.mark.parametrize("policy", ["input", pytest.param("all", marks=pytest.mark.long)])
+def test_a_compiled_model_calls_its_linears(policy) -> None:
     """What is traced are the other parts."""
-    model, ids = model_of(torch.float32), tokens()
+    model, ids = model_of(torch.float32, num_hidden_layers=1), tokens()
     float8.convert(model, filter=every)
-    for plan in (None, MemoryPlan.uniform(2, "input")):
-        model.set_memory_plan(plan)
-        expected = gradients(model, ids)
-        found = gradients(torch.compile(model, backend="aot_eager"), ids)
-        for name, grad in expected.items():
-            assert error(found[f"_orig_mod.{name}"], grad) < 0.02, name
+    model.set_memory_plan(MemoryPlan.uniform(1, policy))
+    expected = gradients(model, ids)
+    found = gradients(torch.compile(model, backend="aot_eager"), ids)
+    for name, grad in expected.items():
+        assert error(found[f"_orig_mod.{name}"], grad) < 0.02, name
 
 
 def test_few_rows_without_gradients() -> None:
@@ -495,7 +495,7 @@ def test_predicted_memory(recipe) -> None:
     flops.append(simulate(model, 1, 64, device=device).work("forward").product_flops)
     head = 2 * 64 * model.head.weight.numel()
     assert flops[1] - head == (flops[0] - head) / 2
-    for policy in POLICIES if recipe == "delayed" else ("all", "input"):
+    for policy in ("no_gate_up", "input") if recipe == "delayed" else ("all",):
         model.set_memory_plan(MemoryPlan.uniform(len(model.layers), policy))
         assert abs(error_of_prediction(model, seq=16)) < 0.005
         simulate(model, 1, 64, device=device, autocast=torch.bfloat16)

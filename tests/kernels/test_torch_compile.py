@@ -27,7 +27,14 @@ def compiled(place: Place, function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Compiled models, linear_cross_entropy/test_values.py and glu hold these. They take seconds here.
 ELSEWHERE = {"add_rms_norm", "norm_linear", "norm_qkv_rope", "qk_norm_rope", "glu_linear"}
-ELSEWHERE |= {"linear_cross_entropy", "swiglu", "geglu", "gated_delta", "gated_delta_inputs"}
+ELSEWHERE |= {
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "swiglu",
+    "geglu",
+    "gated_delta",
+    "gated_delta_inputs",
+}
 SHORT = set(FIRST) - ELSEWHERE
 
 

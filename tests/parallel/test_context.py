@@ -37,6 +37,7 @@ BATCH, SEQ = 2, 16
 OUTSIDE = ("cohere", "olmo2")
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_two_processes_equal_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
     check(run_ranks(__name__, 2, tmp_path), subtests)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +185,9 @@ def cases(ranks: int) -> dict[str, Case]:
         "fsdp": partial(shard, mesh=mesh),
         "fsdp, reshard": partial(shard, mesh=mesh, reshard_after_forward=True),
     }
-    # Each family in DDP and in one way of FSDP2; tied heads, plans and micro-batches in turn.
-    kinds = product(sorted(OWN), (0, 1))
-    for number, (family, sharded) in enumerate(kinds):
-        name, wrap = [*wrappers.items()][sharded * (1 + number // 2 % 2)]
+    # Each family in one of the wrappers; tied heads, plans and micro-batches in turn.
+    for number, family in enumerate(sorted(OWN)):
+        name, wrap = [*wrappers.items()][number % 3]
         tied, plan = (number // 2) % 2 == 0, PLANS[number % len(PLANS)]
         found[f"{name}, {family}"] = partial(
             compare, wrap, tied, family=family, plan=plan, steps=1 + number % 2

@@ -59,6 +59,7 @@ def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, changes) -> No
             assert all(rows[:, :2].all() for rows in float8.scales(model).values())
 
 
+@pytest.mark.usefixtures("rows_at_once")
 def test_weights_are_cast_once_for_a_step(checkpoint, text, tmp_path, monkeypatch) -> None:
     """Unless the budget has no space for the casts."""
     asked = []

@@ -54,7 +54,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-LOSSES = ("dpo", "kto")
 HEADS = {
     "tied heads": {"medusa_tied": True, "learning_rate": 1e-2},
     "heads and model": {"medusa_stage": 2},
@@ -125,14 +124,36 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     make_text(tmp_path / "text.txt")
     alone = options(tmp_path, "alone", gradient_accumulation_steps=2)
     finetune(alone, progress=False)
-    # The processes resume this one.
+    # The processes resume these.
     shutil.copytree(tmp_path / "alone", tmp_path / "from alone")
     back_to(tmp_path / "from alone", 2)
-    make_pairs(tmp_path / "pairs.jsonl")
-    for loss in LOSSES:
-        finetune(pairs(tmp_path, f"{loss} alone", loss), progress=False)
-        shutil.copytree(tmp_path / f"{loss} alone", tmp_path / f"{loss} two")
-        back_to(tmp_path / f"{loss} two", 2)
+    make_resumed_pairs(tmp_path, "dpo")
+    finetune(with_experts(tmp_path, "experts alone", 4), progress=False)
+    check(run_ranks(__name__, 2, tmp_path), subtests)
+
+    expected = weights(tmp_path / "alone")
+    for name in ("two", "from alone", "split"):
+        with subtests.test(name):
+            assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+            for key, value in weights(tmp_path / name).items():
+                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+    for name in ("dpo", "experts"):
+        with subtests.test(name):
+            compare(tmp_path, name)
+    assert metrics(tmp_path / "split")["tokens"] == metrics(tmp_path / "alone")["tokens"]
+    with subtests.test("a process resumes the run of two"):
+        back_to(tmp_path / "two", 2)
+        one = options(tmp_path, "two", resume=True)
+        finetune(one, progress=False)
+        for key, value in weights(tmp_path / "two").items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.long
+def test_two_processes_of_other_losses(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    make_checkpoint(tmp_path / "base")
+    make_text(tmp_path / "text.txt")
+    make_resumed_pairs(tmp_path, "kto")
     finetune(
         pairs(tmp_path, "dpo even alone", "dpo", gradient_accumulation_steps=2), progress=False
     )
@@ -147,26 +168,10 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     for name in HEADS:
         config = with_heads(tmp_path, name, f"{name} alone", gradient_accumulation_steps=2)
         finetune(config, progress=False)
-    finetune(with_experts(tmp_path, "experts alone", 4), progress=False)
-    check(run_ranks(__name__, 2, tmp_path), subtests)
-
-    expected = weights(tmp_path / "alone")
-    for name in ("two", "from alone", "split"):
+    check(run_ranks(__name__, 2, tmp_path, True), subtests)
+    for name in ("kto", "dpo even", "dpo copy", "grpo", "taught", *HEADS):
         with subtests.test(name):
-            assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-            for key, value in weights(tmp_path / name).items():
-                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for loss in (*LOSSES, "dpo even", "dpo copy", "grpo", "taught", *HEADS, "experts"):
-        with subtests.test(loss):
-            one, two = (tmp_path / f"{loss} {name}" for name in ("alone", "two"))
-            logged = metrics(one)
-            assert logged.keys() == metrics(two).keys()
-            for key, values in metrics(two).items():
-                assert values == pytest.approx(logged[key], rel=1e-4, abs=1e-5), key
-            expected_of_one = weights(one)
-            for key, value in weights(two).items():
-                torch.testing.assert_close(value, expected_of_one[key], rtol=1e-4, atol=2e-6)
-    assert metrics(tmp_path / "split")["tokens"] == metrics(tmp_path / "alone")["tokens"]
+            compare(tmp_path, name)
     back_to(tmp_path / "adapted again", 2)
     finetune(options(tmp_path, "adapted again", resume=True, **LORA), progress=False)
     expected_adapted = weights(tmp_path / "adapted alone")
@@ -176,29 +181,39 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(alone_losses, rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected_adapted[key], rtol=1e-4, atol=1e-5)
-    with subtests.test("a process resumes the run of two"):
-        back_to(tmp_path / "two", 2)
-        one = options(tmp_path, "two", resume=True)
-        finetune(one, progress=False)
-        for key, value in weights(tmp_path / "two").items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
 
 
-def cases(ranks: int) -> dict[str, Case]:
+def compare(folder: Path, name: str) -> None:
+    """Assert that a run of two processes logs what a run of one does, and has its weights."""
+    one, two = (folder / f"{name} {count}" for count in ("alone", "two"))
+    logged = metrics(one)
+    assert logged.keys() == metrics(two).keys()
+    for key, values in metrics(two).items():
+        assert values == pytest.approx(logged[key], rel=1e-4, abs=1e-5), key
+    expected = weights(one)
+    for key, value in weights(two).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+
+
+def cases(ranks: int, of_other_losses: bool = False) -> dict[str, Case]:
     stages.plot_losses = draw_nothing  # type: ignore[attr-defined]
+    if of_other_losses:
+        return {
+            "adapters, and again from the middle": partial(
+                run_twice, "adapted two", "adapted again", **LORA
+            ),
+            "losses of pairs": losses_of_pairs,
+            "copies and samples on two ranks": copies_and_samples,
+            "Medusa's heads": trained_heads,
+        }
     return {
         "a run, and again from its middle": partial(run_twice, "two", "again"),
-        "adapters, and again from the middle": partial(
-            run_twice, "adapted two", "adapted again", **LORA
-        ),
         "an interrupted evaluation": interrupted_evaluation,
         "a resumed run of one process": resume_alone,
         "rows that both compute": split_rows,
         "experts that both hold": split_experts,
-        "losses of pairs": losses_of_pairs,
+        "a resumed loss of pairs": resumed_pairs,
         "what needs one process": refused,
-        "copies and samples on two ranks": copies_and_samples,
-        "Medusa's heads": trained_heads,
         "an interrupted plan": interrupted_plan,
         "an error on one rank": partial(error_on_a_rank, 1),
         "a hung rank": hung_rank,
@@ -300,13 +315,27 @@ def split_experts(number: int, folder: Path) -> dict[str, float]:
     return {"steps": abs(result.steps - 4)}
 
 
+def make_resumed_pairs(folder: Path, loss: str) -> None:
+    """Make a run with a loss of pairs, and half of it for two processes to resume."""
+    make_pairs(folder / "pairs.jsonl")
+    finetune(pairs(folder, f"{loss} alone", loss), progress=False)
+    shutil.copytree(folder / f"{loss} alone", folder / f"{loss} two")
+    back_to(folder / f"{loss} two", 2)
+
+
+def resumed_pairs(number: int, folder: Path, loss: str = "dpo") -> dict[str, float]:
+    """Two ranks share out three batches."""
+    config = pairs(folder.parent, f"{loss} two", loss, resume=True)
+    return {"steps": abs(finetune(config, progress=False).steps - 4)}
+
+
 def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
-    """Two ranks share out three batches. With two, they also compute the reference's file."""
-    root = folder.parent
-    even = pairs(root, "dpo even two", "dpo", gradient_accumulation_steps=1)
-    runs = [pairs(root, f"{loss} two", loss, resume=True) for loss in LOSSES]
-    results = [finetune(config, progress=False) for config in (even, *runs)]
-    return {"steps": sum(abs(result.steps - 4) for result in results)}
+    """With two batches, the ranks also compute the reference's file."""
+    even = pairs(folder.parent, "dpo even two", "dpo", gradient_accumulation_steps=1)
+    return {
+        "even steps": abs(finetune(even, progress=False).steps - 4),
+        **resumed_pairs(number, folder, "kto"),
+    }
 
 
 def refused(number: int, folder: Path) -> dict[str, float]:
