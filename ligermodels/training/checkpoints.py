@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ligermodels.converters.files import names_if_present, read_json
@@ -95,7 +95,7 @@ class Checkpoints:
             if rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-        with _quiet(SaveError, f"{folder}: cannot be written"):
+        with _quiet(SaveError, f"{folder}: cannot be written") as dcp:
             state = sharded_state(model, optimizer)
             ends = accumulate(tensor.nbytes for tensor in state.values())
             files = {name: 1 + end // _FILE_BYTES for name, end in zip(state, ends)}
@@ -150,7 +150,7 @@ class Checkpoints:
                             raise CheckpointError(
                                 f"{folder / name}: the content does not match its checksum"
                             )
-            with _quiet(CheckpointError, f"{folder}: cannot be read"):
+            with _quiet(CheckpointError, f"{folder}: cannot be read") as dcp:
                 reader, alone = dcp.HuggingFaceStorageReader(str(folder)), not is_distributed()
                 state = sharded_state(model, optimizer)
                 dcp.load(state, storage_reader=reader, no_dist=alone)
@@ -247,12 +247,17 @@ def sharded_state(
 
 
 @contextlib.contextmanager
-def _quiet(kind: type[LigerError], what: str) -> Iterator[None]:
-    """Turn an error of torch.distributed.checkpoint, which has it on all ranks, into ours."""
+def _quiet(kind: type[LigerError], what: str) -> Iterator[Any]:
+    """Yield torch.distributed.checkpoint, whose errors, which all ranks have, become ours.
+
+    Its import takes a third of what a process takes to start, which may only tell a mistake.
+    """
+    import torch.distributed.checkpoint as dcp
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
+            yield dcp
     except (dcp.CheckpointException, OSError, RuntimeError, ValueError) as error:
         failures = getattr(error, "failures", {})
         first = next((each[0] for each in failures.values()), error)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.errors import ConfigError, DataError, LigerError
-from ligermodels.training import checkpoints, data
+from ligermodels.training import data
 from ligermodels.training import finetune as module
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
@@ -178,7 +179,7 @@ PHASES = {
     "first evaluation": (Trainer, "evaluate", 1),
     "step": (Trainer, "step", 3),
     "a later evaluation": (Trainer, "evaluate", 3),
-    "checkpoint": (checkpoints.dcp, "save", 1),
+    "checkpoint": (torch.distributed.checkpoint, "save", 1),
     "last step": (Trainer, "step", 6),
     "export": (LigerLlama, "save_hf", 1),
     "picture": (module, "plot_losses", 1),

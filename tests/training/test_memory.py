@@ -58,13 +58,15 @@ def test_the_summary_is_one_line() -> None:
 
 def test_an_outlook_needs_no_gpu_and_no_weights() -> None:
     pytest.importorskip("triton")
-    found = outlook(LigerLlama, tiny_config(), 8, 64, gpu="H200")
+    sizes = {"hidden_size": 8192, "num_attention_heads": 64, "max_position_embeddings": 8192}
+    model = LigerLlama, tiny_config(**sizes, intermediate_size=28672), 8, 4096
+    found = outlook(*model, gpu="H200")
     assert found.plan is not None and found.budget == gpu_bytes("H200")
     assert found.rates == "data sheet of H200" and found.largest_batch > 8
-    less = outlook(LigerLlama, tiny_config(), 8, 64, gpu="H200", budget=str(found.least_bytes - 1))
-    assert less.plan is None and less.largest_seq <= 64
+    less = outlook(*model, gpu="H200", budget=str(found.least_bytes - 1))
+    assert less.plan is None and less.largest_seq <= 4096
     with pytest.raises(ConfigError, match="gpu: 'abacus' is not known"):
-        outlook(LigerLlama, tiny_config(), 8, 64, gpu="abacus")
+        outlook(*model, gpu="abacus")
 
 
 def taught(model: LigerLlama, layers: int = 2) -> nn.Module:
