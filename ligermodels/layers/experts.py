@@ -16,7 +16,8 @@ from ligermodels.kernels.checks import (
     check_routing,
 )
 from ligermodels.kernels.dispatch import compute_dtype
-from ligermodels.kernels.frozen_experts import ExpertWeight, frozen_expert_mlp
+from ligermodels.kernels.expert_mlp import adapted_expert_mlp
+from ligermodels.kernels.frozen_experts import ExpertWeight
 from ligermodels.layers.fusion import PreNormed
 from ligermodels.layers.recompute import Planned
 
@@ -252,7 +253,7 @@ class Experts(Planned, nn.Module):
         options["keep_gate_up"] = self.policy != "no_gate_up"
         stacks = expert_weight(self.gate_up_proj), expert_weight(self.down_proj)
         if any(each.scales is not None or each.adapter is not None for each in stacks):
-            return frozen_expert_mlp(x, *stacks, *routes, count, self.activation, **options)
+            return adapted_expert_mlp(x, *stacks, *routes, count, self.activation, **options)
         gate_up, down = (each.weight.unflatten(0, (count, -1)) for each in stacks)
         return kernels.expert_mlp(x, gate_up, down, *routes, self.activation, **options)
 

@@ -56,6 +56,34 @@ def _tile_of_expert(starts_ptr, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.c
 
 
 @triton.jit
+def _product(
+    x_ptr,
+    weight_ptr,
+    row,
+    column,
+    depth,
+    weight_depth,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Return x W of a tile, float32. row, column: the offsets of the rows of x and columns of W."""
+    out = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, depth, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        x_at = x_ptr + row[:, None] + at[None, :]
+        weight_at = weight_ptr + column[None, :] + at[:, None] * weight_depth
+        if EVEN:
+            x, weight = tl.load(x_at), tl.load(weight_at)
+        else:
+            x = tl.load(x_at, mask=at[None, :] < depth, other=0.0)
+            weight = tl.load(weight_at, mask=at[:, None] < depth, other=0.0)
+        out = tl.dot(x, weight, out, input_precision="ieee")
+    return out
+
+
+@triton.jit
 def expert_linear_kernel(
     x_ptr,
     weight_ptr,
@@ -68,12 +96,13 @@ def expert_linear_kernel(
     weight_depth,
     weight_column,
     EVEN: tl.constexpr,
+    ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Each program handles a tile of an expert's rows and a block of columns."""
+    """Each program handles a tile of an expert's rows and a block of columns, which ADD adds."""
     blocks = tl.cdiv(width, BLOCK)
     program = tl.program_id(0)
     expert, first, end = _tile_of_expert(starts_ptr, program // blocks, experts, ROWS, EXPERTS)
@@ -81,22 +110,17 @@ def expert_linear_kernel(
         row = first + tl.arange(0, ROWS)
         column = program % blocks * BLOCK + tl.arange(0, BLOCK)
         # Rows and columns outside read some inside, which is faster than a mask.
-        a_row = tl.minimum(row, end - 1).to(tl.int64) * depth
-        b_column = (column % width).to(tl.int64) * weight_column
-        b_ptr = weight_ptr + expert.to(tl.int64) * weight_expert
-        out = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, depth, DEPTH):
-            at = start + tl.arange(0, DEPTH)
-            a_at = x_ptr + a_row[:, None] + at[None, :]
-            b_at = b_ptr + b_column[None, :] + at[:, None] * weight_depth
-            if EVEN:
-                a, b = tl.load(a_at), tl.load(b_at)
-            else:
-                a = tl.load(a_at, mask=at[None, :] < depth, other=0.0)
-                b = tl.load(b_at, mask=at[:, None] < depth, other=0.0)
-            out = tl.dot(a, b, out, input_precision="ieee")
+        x_row = tl.minimum(row, end - 1).to(tl.int64) * depth
+        weight_at = weight_ptr + expert.to(tl.int64) * weight_expert
+        weight_at_column = (column % width).to(tl.int64) * weight_column
+        out = _product(
+            *(x_ptr, weight_at, x_row, weight_at_column, depth, weight_depth),
+            *(EVEN, ROWS, BLOCK, DEPTH),
+        )
         at = row[:, None].to(tl.int64) * width + column[None, :]
         mask = (row < end)[:, None] & (column < width)[None, :]
+        if ADD:
+            out += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -135,24 +159,17 @@ def expert_linear_few_kernel(
     if tl.sum(tl.where(pair < first, own, 0), 0) == 0:
         count = tl.sum(own, 0)
         number = tl.where(own > 0, tl.cumsum(own, 0) - 1, -1)
-        b_column = (column % width).to(tl.int64) * weight_column
-        b_ptr = weight_ptr + expert.to(tl.int64) * weight_expert
+        weight_at = weight_ptr + expert.to(tl.int64) * weight_expert
+        weight_at_column = (column % width).to(tl.int64) * weight_column
         for done in range(0, count, ROWS):
             slot = done + tl.arange(0, ROWS)
             # Slots without a pair compute the first pair, and store nothing.
             row = tl.sum(tl.where(number[None, :] == slot[:, None], pair[None, :], 0), 1)
-            a_row = (row // top_k).to(tl.int64) * depth
-            out = tl.zeros((ROWS, BLOCK), tl.float32)
-            for start in range(0, depth, DEPTH):
-                at = start + tl.arange(0, DEPTH)
-                a_at = x_ptr + a_row[:, None] + at[None, :]
-                b_at = b_ptr + b_column[None, :] + at[:, None] * weight_depth
-                if EVEN:
-                    a, b = tl.load(a_at), tl.load(b_at)
-                else:
-                    a = tl.load(a_at, mask=at[None, :] < depth, other=0.0)
-                    b = tl.load(b_at, mask=at[:, None] < depth, other=0.0)
-                out = tl.dot(a, b, out, input_precision="ieee")
+            x_row = (row // top_k).to(tl.int64) * depth
+            out = _product(
+                *(x_ptr, weight_at, x_row, weight_at_column, depth, weight_depth),
+                *(EVEN, ROWS, BLOCK, DEPTH),
+            )
             at = row[:, None].to(tl.int64) * width + column[None, :]
             mask = (slot < count)[:, None] & (column < width)[None, :]
             tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -408,12 +425,20 @@ def _padded(experts: int) -> int:
 def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     """Launch the product for `reference.expert_linear`."""
     x = x.contiguous()
-    (rows, depth), (experts, _, width) = x.shape, weight.shape
-    if rows and _torch_is_faster(x, weight):
+    if len(x) and _torch_is_faster(x, weight):
         return F.grouped_mm(x, weight, offs=starts[1:])
-    out = x.new_empty(rows, width)
+    out = x.new_empty(len(x), weight.shape[2])
+    launch_linear(x, weight, starts, out, LINEAR)
+    return out
+
+
+def launch_linear(
+    x: Tensor, weight: Tensor, starts: Tensor, out: Tensor, launches: Launches, add: bool = False
+) -> None:
+    """Write x W of each row's expert, or add it to what out (rows, out) holds."""
+    (rows, depth), (experts, _, width) = x.shape, weight.shape
     if rows:
-        setting = launch(LINEAR, x.element_size())
+        setting = launch(launches, x.element_size())
         expert_linear_kernel[_tiles(rows, experts, width, setting)](
             x,
             weight,
@@ -424,10 +449,10 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
             depth,
             *weight.stride(),
             EVEN=depth % setting.depth == 0,
+            ADD=add,
             EXPERTS=_padded(experts),
             **_options(setting),
         )
-    return out
 
 
 def are_few(pairs: int, experts: int) -> bool:

@@ -16,6 +16,7 @@ from ligermodels.kernels.triton.expert_mlp import (
     _tile_of_expert,
     _tiles,
     expert_linear,
+    launch_linear,
 )
 
 # A tile has `rows` rows of x and `block` rows or columns of the weight. The tables are by the bytes
@@ -40,14 +41,31 @@ ROWS_IN_TILE = 4, 128
 
 
 @triton.jit
-def _times_scale(values, scales_ptr, row, column, first, block_size, blocks, UNIFORM: tl.constexpr):
-    """Multiply values (rows, columns) with the scales of their blocks of columns, in float32.
+def _values(
+    codes,
+    levels_ptr,
+    scales_ptr,
+    row,
+    column,
+    first,
+    block_size,
+    blocks,
+    HIGH: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Return the values of codes in float32; of 4 bits, those of the low or the HIGH ones.
 
-    UNIFORM: whether all columns from the first one on are in one block.
+    row, column: those of the values; UNIFORM: whether all columns from the first one on are in one
+    block, with one scale.
     """
-    if UNIFORM:
-        return values * tl.load(scales_ptr + row * blocks + first // block_size).to(tl.float32)
-    return values * tl.load(scales_ptr + row * blocks + column // block_size).to(tl.float32)
+    if levels_ptr is None:
+        values = codes.to(tl.float32)
+    elif HIGH:
+        values = tl.load(levels_ptr + (codes.to(tl.int32) >> 4))
+    else:
+        values = tl.load(levels_ptr + (codes.to(tl.int32) & 15))
+    at = first if UNIFORM else column
+    return values * tl.load(scales_ptr + row * blocks + at // block_size).to(tl.float32)
 
 
 @triton.jit
@@ -92,29 +110,18 @@ def quantized_expert_linear_kernel(
                 codes_ptr + weight_row * width + at[None, :], mask=inside[None, :], other=0
             )
             x = tl.load(x_row + at[:, None], mask=inside[:, None], other=0.0)
-            if levels_ptr is None:
-                values = codes.to(tl.float32)
-            else:
-                codes = codes.to(tl.int32)
-                values = tl.load(levels_ptr + (codes & 15))
-            values = _times_scale(
-                values,
-                scales_ptr,
-                weight_row,
-                tl.where(inside, at, 0)[None, :],
-                start,
-                block_size,
-                blocks,
-                UNIFORM,
+            low = tl.where(inside, at, 0)[None, :]
+            values = _values(
+                *(codes, levels_ptr, scales_ptr, weight_row, low, start, block_size, blocks),
+                *(False, UNIFORM),
             )
             out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
             if levels_ptr is not None:
-                high = at + width
-                x = tl.load(x_row + high[:, None], mask=inside[:, None], other=0.0)
-                values = tl.load(levels_ptr + (codes >> 4))
-                high = tl.where(inside, high, 0)[None, :]
-                values = _times_scale(
-                    values, scales_ptr, weight_row, high, start + width, block_size, blocks, UNIFORM
+                x = tl.load(x_row + (at + width)[:, None], mask=inside[:, None], other=0.0)
+                high = tl.where(inside, at + width, 0)[None, :]
+                values = _values(
+                    *(codes, levels_ptr, scales_ptr, weight_row, high, start + width, block_size),
+                    *(blocks, True, UNIFORM),
                 )
                 out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
         at = row.to(tl.int64)[None, :] * features + feature[:, None]
@@ -160,20 +167,15 @@ def quantized_expert_linear_backward_kernel(
             weight_row = (weight_first + at % features)[None, :]
             codes = tl.load(codes_ptr + weight_row * width + code)
             x = tl.load(x_row + at[:, None], mask=inside[:, None], other=0.0)
-            if levels_ptr is None:
-                values = codes.to(tl.float32)
-            else:
-                codes = codes.to(tl.int32)
-                values = tl.load(levels_ptr + (codes & 15))
-            values = _times_scale(
-                values, scales_ptr, weight_row, code, start, block_size, blocks, UNIFORM
+            values = _values(
+                *(codes, levels_ptr, scales_ptr, weight_row, code, start, block_size, blocks),
+                *(False, UNIFORM),
             )
             low = tl.dot(values.to(x.dtype), x, low, input_precision="ieee")
             if levels_ptr is not None:
-                values = tl.load(levels_ptr + (codes >> 4))
-                values = _times_scale(
-                    *(values, scales_ptr, weight_row, code + width),
-                    *(start + width, block_size, blocks, UNIFORM),
+                values = _values(
+                    *(codes, levels_ptr, scales_ptr, weight_row, code + width, start + width),
+                    *(block_size, blocks, True, UNIFORM),
                 )
                 high = tl.dot(values.to(x.dtype), x, high, input_precision="ieee")
         columns = width if levels_ptr is None else 2 * width
@@ -184,67 +186,9 @@ def quantized_expert_linear_backward_kernel(
             tl.store(out_ptr + at + width, high.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def expert_linear_add_kernel(
-    x_ptr,
-    weight_ptr,
-    starts_ptr,
-    out_ptr,
-    experts,
-    width,
-    depth,
-    weight_expert,
-    weight_depth,
-    weight_column,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Each program handles a tile of an expert's rows and a block of columns."""
-    blocks = tl.cdiv(width, BLOCK)
-    program = tl.program_id(0)
-    expert, first, end = _tile_of_expert(starts_ptr, program // blocks, experts, ROWS, EXPERTS)
-    if expert < experts:
-        row = first + tl.arange(0, ROWS)
-        column = program % blocks * BLOCK + tl.arange(0, BLOCK)
-        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth
-        weight_of_expert = weight_ptr + expert.to(tl.int64) * weight_expert
-        weight_at = weight_of_expert + (column % width)[None, :].to(tl.int64) * weight_column
-        added = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, depth, DEPTH):
-            at = start + tl.arange(0, DEPTH)
-            x = tl.load(x_row + at[None, :], mask=at[None, :] < depth, other=0.0)
-            weight = tl.load(
-                weight_at + at[:, None].to(tl.int64) * weight_depth,
-                mask=at[:, None] < depth,
-                other=0.0,
-            )
-            added = tl.dot(x, weight, added, input_precision="ieee")
-        at = row[:, None].to(tl.int64) * width + column[None, :]
-        mask = (row < end)[:, None] & (column < width)[None, :]
-        out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32) + added
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def expert_linear_add(out: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> None:
     """Launch the kernel for `reference.expert_linear_add`."""
-    x = x.contiguous()
-    (rows, depth), (experts, _, width) = x.shape, weight.shape
-    if rows:
-        setting = launch(ADD, x.element_size())
-        expert_linear_add_kernel[_tiles(rows, experts, width, setting)](
-            x,
-            weight,
-            starts,
-            out,
-            experts,
-            width,
-            depth,
-            *weight.stride(),
-            EXPERTS=_padded(experts),
-            **_options(setting),
-        )
+    launch_linear(x.contiguous(), weight, starts, out, ADD, add=True)
 
 
 def quantized_expert_linear(
