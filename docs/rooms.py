@@ -7,6 +7,7 @@ is current and that imports go one way.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,13 @@ def room_of(module: str) -> str | None:
     return parts[1] if len(parts) > 1 else ""
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return every node of a file's syntax tree."""
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """Return every (line, module or name) that a file imports.
 
@@ -83,7 +91,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
     """
     found = []
     package = ["ligermodels", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -105,7 +113,7 @@ def finders() -> set[str]:
     return {
         str(path.relative_to(PACKAGE))
         for path in files()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
         and not isinstance(node.args[0], ast.Constant)

@@ -62,13 +62,13 @@ def test_a_draft_model(family, rope) -> None:
         options |= {"rope_scaling": ROPES[rope], "head_dim": 4, "max_position_embeddings": 8}
     model = random_model(family, **options)
     small, prompt = perturbed(model), torch.tensor([[7]])
-    greedy = model.generate(prompt, max_new_tokens=60, eos_token_id=[])
+    greedy = model.generate(prompt, max_new_tokens=36, eos_token_id=[])
     for count in (1, 4):
         drafts = DraftModel(small, count)
-        out = generate_drafted(model, drafts, prompt, max_new_tokens=60, eos_token_id=[])
+        out = generate_drafted(model, drafts, prompt, max_new_tokens=36, eos_token_id=[])
         assert torch.equal(out.ids, greedy)
         assert len(set(out.tokens_per_forward[count + 1 : -1])) > 1
-    given = {"max_new_tokens": 60, "eos_token_id": [], "draft_model": small, "num_drafts": 2}
+    given = {"max_new_tokens": 36, "eos_token_id": [], "draft_model": small, "num_drafts": 2}
     assert torch.equal(model.generate(prompt, **given), greedy)
     assert [*stream(model, prompt, **given)] == greedy[0, 1:].tolist()
 

@@ -126,16 +126,18 @@ def test_compiled_with_checkpointing_at_lengths_that_change() -> None:
     torch._dynamo.reset()
     model = make("llama", num_hidden_layers=1, tie_word_embeddings=True)
     ids, _ = batch()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
     model.activation_checkpointing_enable()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for length in (ids.shape[1], ids.shape[1] - 3):
-        part = ids[:, :length].contiguous()
+        part, padding = ids[:, :length].contiguous(), mask[:, :length].contiguous()
         model.zero_grad()
-        hidden = model(part)
+        hidden = model(part, attention_mask=padding)
         hidden.square().sum().backward()
         expected = gradients(model)
         model.zero_grad()
-        again = compiled(part)
+        again = compiled(part, attention_mask=padding)
         again.square().sum().backward()
         torch.testing.assert_close(again, hidden)
         for name, grad in gradients(model).items():

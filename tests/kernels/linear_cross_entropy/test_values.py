@@ -147,27 +147,30 @@ def test_classes_out_of_range(float32_place) -> None:
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
 @pytest.mark.parametrize("compiled_place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
-def test_compiled_equals_eager(compiled_place) -> None:
+@pytest.mark.parametrize("cut", ["budget", pytest.param("chunks", marks=pytest.mark.long)])
+def test_compiled_equals_eager(compiled_place, cut) -> None:
     """The trace holds every piece, of which a small budget makes many; few rows keep it short."""
-    options = LOSS_OPTIONS | ASKED["all"] | {"reduction": "none", "top_k": 0}
-    few = inputs((3,), vocab=16, **LOSS_OPTIONS)
-    few["max_scratch_bytes"] = least_budget(on(compiled_place, few), head_loss) + 200
+    if cut == "budget":
+        source = inputs((3,), vocab=16, **LOSS_OPTIONS)
+        source["max_scratch_bytes"] = least_budget(on(compiled_place, source), head_loss) + 200
+    else:
+        options = LOSS_OPTIONS | ASKED["all"] | {"reduction": "none", "top_k": 0}
+        source = inputs(skip_ignored=True, max_valid=18, chunk_size=12, **options)
     backend = "inductor" if compiled_place.device == "cuda" else "aot_eager"
     tolerance = 2e-2 if compiled_place.dtype == torch.bfloat16 else 1e-5
-    for source in (inputs(skip_ignored=True, max_valid=18, chunk_size=12, **options), few):
-        torch._dynamo.reset()
-        made = on(compiled_place, source)
-        compiled = torch.compile(head_loss, fullgraph=True, backend=backend)
-        expected = outputs_and_gradients(head_loss, made)
-        for ours, eager in zip(outputs_and_gradients(compiled, made), expected, strict=True):
-            torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance / 10)
+    torch._dynamo.reset()
+    made = on(compiled_place, source)
+    compiled = torch.compile(head_loss, fullgraph=True, backend=backend)
+    expected = outputs_and_gradients(head_loss, made)
+    for ours, eager in zip(outputs_and_gradients(compiled, made), expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance / 10)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="a bare launch cannot be traced in the interpreter")
 @pytest.mark.parametrize(
     ("trained", "chunk_size", "lengths"),
     [
-        (False, None, range(WIDTH - 6, WIDTH + 6)),
+        pytest.param(False, None, range(WIDTH - 6, WIDTH + 6), marks=pytest.mark.long),
         (True, None, range(WIDTH - 6, WIDTH + 6)),
         (True, 8, range(9, 17)),  # of two chunks
     ],
