@@ -30,12 +30,13 @@ with quit_on_interrupt():
         finetune,
         generate,
         inspect,
+        new_family,
     )
     from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import complain, import_modules, parse
     from ligermodels.errors import LigerError, did_you_mean, first_line, short_repr
 
-MODULES = (finetune, evaluate, generate, inspect, convert, families, check_family)
+MODULES = (finetune, evaluate, generate, inspect, convert, families, check_family, new_family)
 COMMANDS = {each.__name__.rpartition(".")[2].replace("_", "-"): each for each in MODULES}
 
 
