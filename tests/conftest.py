@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("LIGERMODELS_ONEDNN") == "0":
         torch.backends.mkldnn.set_flags(False)
     keep_freed_memory()
+    # No test loses power, and a disk takes milliseconds to flush a file. system_calls.py flushes.
+    os.fsync = lambda descriptor: None
     if os.environ.get("TRITON_INTERPRET") == "1":
         hurry_the_interpreter()
 

@@ -13,6 +13,9 @@ import signal
 import sys
 from collections.abc import Callable
 
+if os.name == "posix":
+    import posix
+
 AVAILABLE = sys.platform == "linux" and platform.machine() == "x86_64"
 
 # Calls by number that take space on a disk, and so can find it full.
@@ -49,8 +52,6 @@ if AVAILABLE:
 
 def leave(status: int) -> None:
     """End this process at once; coverage's own os._exit would first write a file of data."""
-    import posix
-
     posix._exit(status)
 
 
@@ -79,6 +80,7 @@ def run(
     child = os.fork()
     if child == 0:
         status = 1
+        os.fsync = posix.fsync  # tests/conftest.py leaves it out
         try:
             _ptrace(_TRACEME, 0, 0, 0)
             os.kill(os.getpid(), signal.SIGSTOP)
