@@ -395,8 +395,52 @@ def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     Args: out (batch, heads, queries, head_dim); lse (batch, heads, queries); sinks (heads,).
     """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * share.unsqueeze(-1)).to(out.dtype)
+    if torch.compiler.is_compiling():
+        return _sunk(out, lse, sinks)  # type: ignore[no-any-return]
+    return (out * _share(lse, sinks)).to(out.dtype)
+
+
+def _share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return what the keys keep of each query's weights, (batch, heads, queries, 1)."""
+    return torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
+
+
+# Beside FlexAttention, inductor of torch 2.11 pads the strides of (batch, heads, queries) and then
+# reads some tensors with the others' strides: the gradients of these formulas were wrong where
+# heads * queries is no multiple of 32. So it sees an op.
+@torch.library.custom_op("ligermodels::sunk", mutates_args=())
+def _sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return torch.mul(out, _share(lse, sinks), out=torch.empty_like(out))
+
+
+@torch.library.custom_op("ligermodels::sunk_backward", mutates_args=())
+def _sunk_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    share = _share(lse, sinks)
+    each = (grad.to(lse.dtype) * out).sum(-1, keepdim=True) * share * (1 - share)
+    grad_lse = torch.empty_like(lse).copy_(each.squeeze(-1))
+    grad_out = torch.mul(grad, share, out=torch.empty_like(out))
+    return grad_out, grad_lse, -grad_lse.sum((0, 2)).to(sinks.dtype)
+
+
+@_sunk.register_fake
+def _(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return torch.empty_like(out)
+
+
+@_sunk_backward.register_fake
+def _(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse), torch.empty_like(sinks)
+
+
+def _save_for_sunk(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_sunk.register_autograd(
+    lambda ctx, grad: _sunk_backward(grad, *ctx.saved_tensors), setup_context=_save_for_sunk
+)
 
 
 def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

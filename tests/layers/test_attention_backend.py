@@ -330,3 +330,14 @@ def test_flex_attention_gives_what_a_dense_mask_gives(
             with torch.no_grad():
                 results.append(attend(q, k, v, mask, sinks=sinks, **options))
         assert relative(*results) <= 1e-6, (window, causal)
+
+
+def test_the_compiled_output_with_sinks_is_the_eager_one() -> None:
+    torch.manual_seed(0)
+    sizes = (2, 3, 7, 4), (2, 3, 7), (3,)
+    inputs = [torch.randn(*size, requires_grad=True) for size in sizes]
+    upstream = torch.randn(2, 3, 7, 4)
+    compiled = torch.compile(attention_backend.sunk, fullgraph=True, backend="aot_eager")
+    made = [run(*inputs) for run in (attention_backend.sunk, compiled)]
+    torch.testing.assert_close(*made)
+    torch.testing.assert_close(*(torch.autograd.grad(x, inputs, upstream) for x in made))
