@@ -9,9 +9,10 @@ The model of the step is four layers of Qwen3-30B-A3B with its vocabulary, rando
 rest. The time is that of forward and backward, with and without AdamW. For ours, the peak under
 each checkpointing policy, with 32,768 tokens, stands beside the prediction.
 
-A step of decoding is that of all 48 layers, after 512 tokens. Its bytes are those of the weights
-that it reads, of which the experts are those that the rows choose. Beside it stands a token of
-transformers' generate with its default cache, after a prompt of 512 tokens.
+A step of decoding is that of all layers, after 512 tokens, with weights in bf16 or in 4 bits, of
+Qwen3-30B-A3B and of gpt-oss-20b. Its bytes are those of the weights that it reads, of which the
+experts are those that the rows choose. Beside the first stands a token of transformers' generate
+with its default cache, after a prompt of 512 tokens.
 """
 
 import argparse
@@ -30,11 +31,19 @@ from benchmarks.common import RESULTS, device_time, environment, release_memory,
 from benchmarks.decoding import milliseconds
 from benchmarks.decoding import step as decoding_step
 from benchmarks.ops import measure
+from ligermodels.adapters.adapted_model import quantize
 from ligermodels.layers import Experts
 from ligermodels.models.auto import families
 
 SEQ, LONG = 8192, 32768
 PRESET, LAYERS = "qwen3-30b-a3b", 4
+OURS = "ligermodels"
+DECODING = {
+    OURS: (PRESET, 16),
+    "4 bits": (PRESET, 4),
+    "gpt-oss-20b": ("gpt-oss-20b", 16),
+    "gpt-oss-20b, 4 bits": ("gpt-oss-20b", 4),
+}
 IMPLEMENTATIONS = ("transformers", "transformers + liger", "ligermodels")
 
 
@@ -84,10 +93,11 @@ def products_alone(inputs: list[torch.Tensor], top_k: int) -> float:
     return device_time(lambda: [F.grouped_mm(a, b, offs=ends) for a, b in pairs])["ms"]
 
 
-def build(implementation: str, layers: int = LAYERS) -> Any:
-    """Return a model with random weights on the GPU."""
-    cls = families()["qwen3_moe"]
-    config = cls.config_class.preset(PRESET, num_hidden_layers=layers)
+def build(implementation: str, layers: int | None = LAYERS, preset: str = PRESET) -> Any:
+    """Return a model with random weights on the GPU, by default of as many layers as published."""
+    cls = families()["gpt_oss" if preset.startswith("gpt-oss") else "qwen3_moe"]
+    sizes = {} if layers is None else {"num_hidden_layers": layers}
+    config = cls.config_class.preset(preset, **sizes)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -162,14 +172,21 @@ def plans(model: Any) -> dict[str, dict[str, float]]:
 
 
 @torch.no_grad()
-def decoding() -> list[dict[str, Any]]:
+def decoding(preset: str = PRESET, bits: int = 16) -> list[dict[str, Any]]:
     """Return the milliseconds of a step of decoding of 1 and 16 rows, and the bytes it reads."""
-    model = build("ligermodels", layers=48).requires_grad_(False).eval()
-    expert = 6 * model.config.hidden_size * model.config.moe_intermediate_size
+    model = build("ligermodels", None, preset).requires_grad_(False).eval()
+    if bits < 16:
+        quantize(model, bits, torch.device("cuda"))
+        release_memory()
     experts = [x for x in model.modules() if isinstance(x, Experts)]
-    of_experts = {id(p) for x in experts for p in (x.gate_up_proj, x.down_proj)}
-    of_experts.add(id(model.embed_tokens.weight))  # of which a step reads single rows
-    others = sum(p.nbytes for p in model.parameters() if id(p) not in of_experts)
+
+    def nbytes(module: torch.nn.Module) -> int:
+        return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
+
+    of_experts = sum(nbytes(x) - nbytes(x.router) for x in experts)
+    expert = of_experts / sum(x.num_experts for x in experts)
+    # Of the embedding, a step reads single rows.
+    others = nbytes(model) - of_experts - model.embed_tokens.weight.nbytes
     rows = []
     for count in (1, 16):
         chosen = 0
@@ -189,7 +206,7 @@ def decoding() -> list[dict[str, Any]]:
     return rows
 
 
-def decoding_of_transformers(new: int = 24) -> dict[int, float]:
+def theirs_decoding(new: int = 24) -> dict[int, float]:
     """Return the milliseconds of a new token, for 1 and 16 rows."""
     model = build("transformers", layers=48).eval()
     model.config.use_cache = True
@@ -219,8 +236,9 @@ def run_all(out: Path, liger_seconds: int) -> None:
         # Each has its own process, because Liger's patches remain in a process.
         result["step"]["rows"].append({"implementation": name} | in_process("step", name))
         write("experts.json", result, out)
-    result["decoding"] = in_process("decoding", "ligermodels")
-    write("experts.json", result, out)
+    for name in DECODING:
+        result["decoding" if name == OURS else f"decoding, {name}"] = in_process("decoding", name)
+        write("experts.json", result, out)
     result["decoding of transformers"] = in_process("decoding", "transformers")
     write("experts.json", result, out)
     every = OPS["expert_mlp"].table
@@ -261,8 +279,8 @@ def main() -> None:
     elif arguments.only[0] == "step":
         print(json.dumps(run_one(arguments.only[1])))
     elif arguments.only[0] == "decoding":
-        ours = arguments.only[1] == "ligermodels"
-        print(json.dumps(decoding() if ours else decoding_of_transformers()))
+        name = arguments.only[1]
+        print(json.dumps(decoding(*DECODING[name]) if name in DECODING else theirs_decoding()))
     else:
         sizes = OPS["expert_mlp"].table[int(arguments.only[1])]
         print(json.dumps(of_layer(sizes, "liger")))
