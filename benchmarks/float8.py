@@ -1,25 +1,28 @@
 """Float8 linears beside bfloat16 and torchao on one GPU: python -m benchmarks.float8
 
 The model has the shapes of Llama-3-8B, random weights, bf16 parameters and bf16 AdamW states. On a
-GPU of 80 GB it has 16 layers instead of 32. Each row runs in its own process, or with --together
-all in one, which starts faster. The time is the median of the steps, and the memory is the peak of
-allocated bytes. --profile lists the kernels of one block, forward and backward, beside the time
-that their bytes or operations take at least; --step-profile those of a training step; --gradients
-compares with float64's; --casts times casts and products of the block's sizes. torchao's rows
-compile each block, as its documentation asks for, in this library's model and in transformers' with
-Liger's loss. The rows "kept in float8" have the memory plan in which every layer keeps gate and up
-in float8. --plans FOLDER also trains with plans for the budgets of PLANNED; it reads them from the
-folder, or plans and writes them there. --tiny runs everything on a small model.
+GPU of less than 75 GiB it has 16 layers instead of 32. Each row runs in its own process, or with
+--together all in one, which starts faster. Rows with this library's linears train with its AdamW,
+the others with PyTorch's; with --torch-adamw all do. The time is the median of the steps, and the
+memory is the peak of allocated bytes. --profile lists the kernels of one block, forward and
+backward, beside the time that their bytes or operations take at least; --step-profile those of a
+training step; --gradients compares with float64's; --casts times casts and products of the block's
+sizes. torchao's rows compile each block, as its documentation asks for, in this library's model and
+in transformers' with Liger's loss. The rows "kept in float8" have the memory plan in which every
+layer keeps gate and up in float8. --plans FOLDER also trains with plans for the budgets of PLANNED;
+it reads them from the folder, or plans and writes them there. --tiny runs all on a small model.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,11 @@ ROWS = (BF16, *RECIPES, *KEPT, COMPILED, *TORCHAO, *HF_TORCHAO)
 WORKLOADS = ((1, 8192), (16, 512))
 # (batch, seq, whether there is an optimizer) -> GiB for a model of 16 or 32 layers. Each layer may
 # keep about as much with both.
-PLANNED = {(8, 2048, True): {16: 36, 32: 62}, (1, 32768, False): {16: 23, 32: 38}}
+PLANNED = {
+    (1, 8192, True): {16: 37, 32: 64},
+    (8, 2048, True): {16: 36, 32: 62},
+    (1, 32768, False): {16: 23, 32: 38},
+}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -115,11 +122,14 @@ def step_row(
     profile: bool = False,
     plans: Path | None = None,
     trains: bool = True,
+    torch_adamw: bool = False,
 ) -> Any:
     """Return the row of the table, or with profile the kernels of a step and its time.
 
     Args: plans: the folder of the plans, if the row has one; trains: whether an optimizer steps.
     """
+    from ligermodels import AdamW
+
     torch.manual_seed(0)
     gpu = device == "cuda"
     model = build(row, layers, device, tiny)
@@ -127,8 +137,11 @@ def step_row(
     if plans is not None:
         gib = 1 if tiny else PLANNED[batch, seq, trains][layers]
         planned = {"budget GiB": gib, **set_plan(model, row, batch, seq, gib, trains, plans)}
+    torch_adamw |= row not in (BF16, *RECIPES, *KEPT)
+    optimizer: torch.optim.Optimizer
     if trains:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        make = partial(torch.optim.AdamW, fused=True) if torch_adamw else AdamW
+        optimizer = make(model.parameters(), lr=1e-5)
     else:  # its steps let delayed scales move on
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     vocab, warm = model.config.vocab_size, 3 if plans is None else 2
@@ -162,6 +175,7 @@ def step_row(
         "row": row,
         "batch x seq": f"{batch} x {seq}",
         "layers": layers,
+        "AdamW": "torch" if torch_adamw else "ligermodels",
         "ms": ms,
         "ms spread": max(times) - min(times),
         "tokens/s": round(batch * seq / ms * 1e3),
@@ -230,6 +244,7 @@ def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
     """
     h, f = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * config.head_dim
+    kept, row = row in KEPT, row.removesuffix(IN_FLOAT8)
     qkv, delayed, plain = h + 2 * kv, row == "delayed", row == BF16
     weights = h * qkv + h * h + 3 * h * f
     y, rows = 1 if delayed else 2, 2 if row == "rowwise" else 1
@@ -238,11 +253,12 @@ def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
         "rms_norm_backward": 2 * 10 * h,
         "rope_forward": 4 * (h + kv),
         "rope_backward": 4 * qkv,
-        "glu_forward": (4 + y) * f,
-        "glu_backward": (10 + (2 if plain or rows > 1 or row == "blocks" else 1)) * f,
+        "glu_forward": (4 + y + 2 * kept) * f,
+        "glu_backward": (10 - 2 * kept + (2 if plain or rows > 1 or row == "blocks" else 1)) * f,
     }
-    # Each cast reads 16 bits and writes 8; gradients are written twice.
-    gradients, straight = qkv + 2 * h + 2 * f, h if delayed else 3 * h + f
+    # Each cast reads 16 bits and writes 8; gradients are written twice. With delayed scales, other
+    # kernels write some of them.
+    gradients, straight = qkv + 2 * h + 2 * f * (not delayed), h if delayed else 3 * h + f
     casts = tokens * (4 * gradients + 3 * straight + 3 * 3 * h) + 6 * weights
     if rows > 1 or row == "blocks":
         casts += 3 * tokens * f  # the activation, transposed
@@ -423,29 +439,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layers", type=int, help="by default what fits, 16 or 32")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--workloads", type=int, default=2, choices=(1, 2), help="how many")
+    parser.add_argument("--workloads", type=int, default=9, help="how many at most")
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps")
     for option, key in PROFILES.items():
         parser.add_argument(option, dest=key, action="store_true")
     parser.add_argument("--plans", type=Path, metavar="FOLDER", help="train with plans, too")
     parser.add_argument("--together", action="store_true", help="all rows in this process")
+    parser.add_argument("--torch-adamw", action="store_true", help="PyTorch's for every row")
     parser.add_argument("--casts", action="store_true")
     parser.add_argument("--gradients", action="store_true", help="beside those of float64")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
     parser.add_argument("--only", nargs=3, metavar=("ROW", "BATCH", "SEQ"))
     arguments = parser.parse_args()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # 72 of 80 GiB
     tiny = arguments.tiny
     device = "cpu" if tiny else "cuda"
     layers = arguments.layers
     if layers is None:
-        large = not tiny and torch.cuda.get_device_properties(0).total_memory > 100 * 2**30
+        large = not tiny and torch.cuda.get_device_properties(0).total_memory > 75 * 2**30
         layers = 2 if tiny else 32 if large else 16
 
     def run(option: str, row: str, batch: int, seq: int) -> Any:
         if option == "--profile":
             return profile_row(row, batch, seq, device, tiny)
         words = (row, batch, seq, layers, arguments.steps, device, tiny)
-        return step_row(*words, option == "--step-profile")
+        return step_row(*words, option == "--step-profile", torch_adamw=arguments.torch_adamw)
 
     if arguments.only:
         row, batch, seq = arguments.only[0], *map(int, arguments.only[1:])
@@ -455,6 +473,7 @@ def main() -> None:
     workloads = ((1, 32), (2, 16)) if tiny else WORKLOADS[: arguments.workloads]
     command = [sys.executable, "-m", "benchmarks.float8", "--steps", str(arguments.steps)]
     command += ["--layers", str(layers), *(["--tiny"] if tiny else [])]
+    command += ["--torch-adamw"] if arguments.torch_adamw else []
 
     def measure(option: str, row: str, batch: int, seq: int) -> Any:
         if arguments.together:
@@ -482,7 +501,8 @@ def main() -> None:
                 write("float8.json", result, arguments.out)
     if arguments.plans:
         result["plans"] = []
-        for batch, seq, trains in ((2, 16, True),) if tiny else PLANNED:
+        planned = [(2, 16, True)] if tiny else [*PLANNED][: arguments.workloads]
+        for batch, seq, trains in planned:
             for row in (row for row in arguments.rows if row in (BF16, *RECIPES)):
                 words = (row, batch, seq, layers, arguments.steps, device, tiny)
                 result["plans"].append(step_row(*words, plans=arguments.plans, trains=trains))
@@ -515,7 +535,7 @@ def main() -> None:
         sums = kind_sums(result[key], arguments.rows)
         print("one block:" if key == "kernels" else "a step:")
         print(table(sums, list(sums[0])))
-    columns = ["batch x seq", "row", "layers", "ms", "ms spread", "tokens/s", "peak GiB"]
+    columns = ["batch x seq", "row", "layers", "AdamW", "ms", "ms spread", "tokens/s", "peak GiB"]
     for key in ("steps", "plans"):
         if result.get(key):
             more = ["budget GiB", "predicted GiB"] if key == "plans" else []

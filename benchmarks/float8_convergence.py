@@ -2,9 +2,10 @@
 
 A Llama-shaped model of 220 million parameters reads English text (benchmarks.english_text makes
 tokens.npz) once, with AdamW on float32 copies of its weights. Arms with the same seed have the same
-first weights and the same batches. "float32" computes everything in float32, without TF32, and
-stops at the first mark. Every GPU takes runs in turn and writes each result at once; no run begins
-that is not expected to end within --seconds. --tiny runs small models on a CPU, on a novel.
+first weights and the same batches. "float32" computes everything in float32 and stops at the first
+mark; "tf32" does the same with products in TF32, to the end. Every GPU takes runs in turn and
+writes each result at once; no run begins that is not expected to end within --seconds. --tiny runs
+small models on a CPU, on a novel.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import torch
 from benchmarks.common import RESULTS, environment, table, write
 from benchmarks.convergence import TEXT
 
-BF16, FLOAT32, TORCHAO = "bf16", "float32", "torchao"
+BF16, FLOAT32, TF32, TORCHAO = "bf16", "float32", "tf32", "torchao"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ def build(arm: str, scale: Scale, device: str) -> Any:
     )
     with torch.device(device):
         model = LigerLlama(config).train()
-    if arm == FLOAT32:
+    torch.backends.cuda.matmul.allow_tf32 = arm == TF32
+    if arm in (FLOAT32, TF32):
         return model
     model.to(torch.bfloat16)
     if arm == TORCHAO:
@@ -161,7 +163,6 @@ def train(arm: str, seed: int, scale: Scale, path: Path | None, device: str) -> 
 def work(runs: list[tuple[str, int]], until: float, scale: Scale, path: Any, out: Path) -> None:
     """Take the runs that no other process has taken, as long as there is time."""
     device = "cpu" if scale.tiny else "cuda"
-    torch.backends.cuda.matmul.allow_tf32 = False
     took: dict[str, float] = {}
     for arm, seed in runs:
         late = time.time() + took.get(arm, max(took.values(), default=0)) > until
@@ -245,7 +246,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--arms", nargs="+", default=[BF16, "tensorwise", "rowwise", TORCHAO])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--last", nargs="*", default=[FLOAT32], help="arms that run one seed")
+    parser.add_argument("--last", nargs="*", default=[FLOAT32, TF32], help="arms that run one seed")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--steps", type=int, help="number of training steps")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")

@@ -25,6 +25,7 @@ from ligermodels.errors import SaveError as SaveError
 from ligermodels.heads.classifier import LigerClassifier as LigerClassifier
 from ligermodels.heads.classifier import classifier_class as classifier_class
 from ligermodels.heads.embedding import EmbeddingModel as EmbeddingModel
+from ligermodels.kernels.adamw import AdamW as AdamW
 from ligermodels.layers.kv_cache import KVCache as KVCache
 from ligermodels.memory.plan import LayerPlan as LayerPlan
 from ligermodels.memory.plan import MemoryPlan as MemoryPlan

@@ -74,19 +74,14 @@ def load_scales(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         CheckpointError: they are of other linears, or have another shape.
     """
     linears = _linears(model)
-    for names, where in (
-        (state.keys() - linears.keys(), "the state has scales of linears that have none here"),
-        (linears.keys() - state.keys(), "the state has no scales of linears that need them"),
-        (
-            {n for n, x in linears.items() if n in state and state[n].shape != x.delayed.shape},
-            "the state has scales of another shape than (3, 4)",
-        ),
-    ):
-        if names:
-            raise CheckpointError(
-                f"float8 scales: {where}: {', '.join(sorted(names)[:10])} ({len(names)} in all); "
-                "convert the model as in the run that saved them, with the same recipe and filter"
-            )
+    shapes = {name: linear.delayed.shape for name, linear in linears.items()}
+    if wrong := {(n, x.shape) for n, x in state.items()} ^ {*shapes.items()}:
+        names = sorted({name for name, _ in wrong})
+        raise CheckpointError(
+            "float8 scales: the state and the model have scales of other linears, or of other "
+            f"shapes: {', '.join(names[:10])} ({len(names)} in all); convert the model as in the "
+            "run that saved them, with the same recipe and filter"
+        )
     for name, linear in linears.items():
         linear.delayed.copy_(state[name])
         linear.known_scales = [None] * 3

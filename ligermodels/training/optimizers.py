@@ -19,6 +19,7 @@ from ligermodels.adapters import LoraLinear
 from ligermodels.adapters.adapted_model import module_at
 from ligermodels.adapters.peft_format import expert_linears, linears
 from ligermodels.errors import ConfigError, did_you_mean, listing
+from ligermodels.kernels.adamw import AdamW
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.config import OptimizerOptions
@@ -133,7 +134,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     if options.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if options.name == "adamw":
-        return torch.optim.AdamW(groups, **adam, fused=True)
+        return AdamW(groups, **adam)
     try:
         optimizers = import_module("torchao.optim")
     except ImportError as error:
@@ -211,7 +212,7 @@ class Muon(torch.optim.Optimizer):
                 adjust_lr_fn="match_rms_adamw",
             )
         if others:
-            self._adamw = torch.optim.AdamW(others, **adam_options, fused=True)
+            self._adamw = AdamW(others, **adam_options)
         self.inner_optimizers = [x for x in (self._muon, self._adamw) if x is not None]
         groups = [{"params": list(matrices)}, *({"params": each["params"]} for each in others)]
         super().__init__([group for group in groups if group["params"]], {"lr": 0.0})

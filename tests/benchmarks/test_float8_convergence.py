@@ -20,7 +20,7 @@ def test_small_models_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     float8_convergence.main()
     rows = json.loads((tmp_path / "float8_convergence.json").read_text())["arms"]
     found = {row["arm"]: row for row in rows}
-    assert set(found) == {*ARMS, "float32"}
+    assert set(found) == {*ARMS, "float32", "tf32"}
     for arm in ARMS:
         assert found[arm]["end"] < 2.9 < 3.4 < found[arm]["mark"]
         assert abs(found[arm]["end - bf16"]) < 0.04

@@ -24,9 +24,11 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blocks", "adapters"])
 def test_predicted_memory(recipe) -> None:
-    """Of a plan: within 0.5%."""
+    """Of a plan: within 0.5%, beside what other tests of the process have left."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # the first product allocates its own
     torch.cuda.empty_cache()
+    left = torch.cuda.memory_allocated()
     model, ids = model_of(3), torch.randint(2048, (1, 4096), device="cuda")
     if recipe == "adapters":
         quantize(model, "float8", CUDA)
@@ -42,7 +44,7 @@ def test_predicted_memory(recipe) -> None:
             torch.cuda.reset_peak_memory_stats()
             model(ids, labels=ids).loss.backward()
             torch.optim.SGD(model.parameters(), lr=0.0).step()  # scales move on
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - left
         model.zero_grad(set_to_none=True)
         found[policy, in_float8] = simulate(model, 1, 4096, device=CUDA).peak_bytes / peak
     assert all(0.995 < ratio < 1.005 for ratio in found.values()), found

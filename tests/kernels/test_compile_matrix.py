@@ -201,6 +201,8 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
             norm.rms_norm_forward(
                 x[:, :width], x[:, :width], x[0, :width], options, out, known, limit
             )
+    step = torch.empty((), device="meta")
+    dispatch.select("adamw", x).adamw(x, x, x, x, step, 1e-3, (0.9, 0.999), 1e-8, 0.01)
     with torch.no_grad():  # few rows of experts
         for hidden, inner in ((2048, 768), (60, 100)):
             down = torch.empty(128, hidden, inner, dtype=dtype, device="meta")
