@@ -522,9 +522,9 @@ CASES = {
 }
 FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()
 """The first case of each op."""
-# split_qkv returns views and computes nothing. linear_group_loss takes a function; test_groups.py
+# The first two return views and compute nothing. linear_group_loss takes a function; test_groups.py
 # tests it.
-NOT_FUSED = {"split_qkv", "linear_group_loss"}
+NOT_FUSED = {"split_qkv", "split_gated_qkv", "linear_group_loss"}
 
 # Each size is the leading dimensions and the length of a row.
 SIZES: dict[str, tuple[tuple[int, ...], int]] = {
