@@ -45,6 +45,8 @@ from ligermodels.models.gemma2 import Gemma2Config as Gemma2Config
 from ligermodels.models.gemma2 import LigerGemma2 as LigerGemma2
 from ligermodels.models.gemma3 import Gemma3Config as Gemma3Config
 from ligermodels.models.gemma3 import LigerGemma3 as LigerGemma3
+from ligermodels.models.gemma4 import Gemma4Config as Gemma4Config
+from ligermodels.models.gemma4 import LigerGemma4 as LigerGemma4
 from ligermodels.models.gpt_oss import GptOssConfig as GptOssConfig
 from ligermodels.models.gpt_oss import LigerGptOss as LigerGptOss
 from ligermodels.models.llama import LigerLlama as LigerLlama

@@ -398,7 +398,8 @@ class Checkpoint:
 
     def constants(self) -> dict[str, StoredTensor]:
         """Return the tensors in `ignored` and `kept` as they are in the files."""
-        return {name: self.stored(name) for name in self.ignored} | self.kept
+        found = {self.spelling.get(name, name): self.stored(name) for name in self.ignored}
+        return {**found, **self.kept}
 
     def _rows(
         self,
@@ -554,5 +555,7 @@ class Source:
 
     def of_text_model(self) -> "Source":
         """Return the source of a model that is saved without the other towers."""
-        constants = {k: x for k, x in self.constants.items() if not isinstance(x, FileTensor)}
+        names = {theirs: name for name, theirs in self.spelling.items()}
+        own = {k: x for k, x in self.constants.items() if not isinstance(x, FileTensor)}
+        constants = {names.get(name, name): x for name, x in own.items()}
         return replace(self, spelling={}, constants=constants)

@@ -79,6 +79,8 @@ class HFConfig(hf_rope.RopeConfig):
     null_is_derived: ClassVar[tuple[str, ...]] = ()
     # Fields that an export always writes, even if the checkpoint's config.json lacks them.
     written: ClassVar[tuple[str, ...]] = ()
+    # Fields that an export leaves out where they are None, as a null would mean something else.
+    absent_if_none: ClassVar[tuple[str, ...]] = ()
     # Other keys of config.json -> the field that each of them means.
     key_aliases: ClassVar[dict[str, str]] = {}
     # The values of quantization_config.quant_method that a load of the family decodes.
@@ -101,6 +103,11 @@ class HFConfig(hf_rope.RopeConfig):
     def sliding_windows(self) -> list[int | None]:
         """For each layer, the number of keys that a query sees, including its own; None for all."""
         return [None] * self.num_hidden_layers
+
+    @property
+    def cache_widths(self) -> list[int]:
+        """The size of the keys of a token in each layer's cache; that of its values is the same."""
+        return [self.num_key_value_heads * self.head_dim] * self.num_hidden_layers
 
     @classmethod
     def from_hf(
@@ -318,9 +325,9 @@ def _values(config: HFConfig, names: Collection[str]) -> dict[str, Any]:
     hints = get_type_hints(type(config))
     values: dict[str, Any] = {}
     for name in (item.name for item in dataclasses.fields(type(config))):
-        if name in names:
+        value = copy.deepcopy(getattr(config, name))
+        if name in names and not (value is None and name in config.absent_if_none):
             hint = hints[name]
-            value = copy.deepcopy(getattr(config, name))
             # transformers refuses an integer for a field that it declares as a float.
             is_float = float in (hint, *get_args(hint)) and is_int(value)
             keys = [key for key, field in config.key_aliases.items() if field == name]

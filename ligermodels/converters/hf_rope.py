@@ -25,13 +25,18 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "proportional": (),
 }
 # Numbers that a rope may have. For those of the second line, 0 means that the number is absent.
-_OPTIONAL_NUMBERS = ("factor", "original_max_position_embeddings", "attention_factor")
+_OPTIONAL_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "partial_rotary_factor",
+)
 _OPTIONAL_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Outside these bounds a frequency overflows or underflows.
 _LEAST, _MOST = 1e-6, 1e12
 # All keys of a rope object that something here reads.
 _READ = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"),
+    *("rope_type", "type", "rope_theta", "truncate"),
     *("short_factor", "long_factor", *_OPTIONAL_NUMBERS, *_OPTIONAL_OR_ZERO),
     *(name for names in ROPE_TYPES.values() for name in names),
 }
@@ -52,6 +57,8 @@ class RopeConfig:
 
     unread_rope_keys: ClassVar[tuple[str, ...]] = ("finetuned",)
     default_rope: ClassVar[dict[str, Any]] = {}
+    # Whether there is an old spelling, which families newer than transformers 5 do not have.
+    old_rope_spelling: ClassVar[bool] = True
 
     rope_theta: float
     rope_scaling: dict[str, Any] | None
@@ -64,6 +71,8 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
     Raises:
         ConfigError: the fields are malformed, or describe a rope that is not implemented.
     """
+    if not config_class.old_rope_spelling:
+        raw = {**raw, **dict.fromkeys(("rope_scaling", "rope_theta", "rope_local_base_freq"))}
     theta = ("rope_theta", config_class.rope_theta)
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key), (dict, type(None))):
@@ -117,7 +126,7 @@ def _fields_per_layer_type(
     # transformers merges rope_scaling into this object, and "rope_type" wins over "type".
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters.full_attention"
     full = {
-        **(nested.get("full_attention") or {"rope_type": "default"}),
+        **(nested.get("full_attention") or config_class.default_rope or {"rope_type": "default"}),
         **(raw.get("rope_scaling") or {}),
     }
     may_stay = config_class.unread_rope_keys
@@ -160,7 +169,7 @@ def _theta_and_scaling(
         raise ConfigError(
             f"'{key}.rope_type' is {short_repr(rope_type)}, expected one of {', '.join(ROPE_TYPES)}"
         )
-    if scaling.get("partial_rotary_factor", 1) != 1:
+    if scaling.get("partial_rotary_factor", 1) != 1 and rope_type != "proportional":
         value = short_repr(scaling["partial_rotary_factor"])
         raise ConfigError(
             f"'{key}.partial_rotary_factor' is {value}, which changes the computation and is not "
@@ -205,6 +214,8 @@ def check_scaling(
         )
     _refuse_unread(scaling, unread, "config: 'rope_scaling.")
     own = {"type": rope_type, "partial_rotary_factor": 1, **sizes}
+    if rope_type == "proportional":
+        own["partial_rotary_factor"] = scaling.get("partial_rotary_factor")
     for name in ("type", "rope_theta", "partial_rotary_factor"):
         if scaling.get(name) not in (None, own[name]):
             raise ConfigError(
@@ -288,7 +299,9 @@ def fields_to_hf(raw: dict[str, Any], config: RopeConfig, changed: bool) -> None
             "full_attention": parameters,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
-    if config.default_rope and raw.get("rope_scaling", "") is None and not changed:
+    if not config.old_rope_spelling:
+        spellings = {"rope_parameters": spellings["rope_parameters"]}
+    elif config.default_rope and raw.get("rope_scaling", "") is None and not changed:
         del spellings["rope_scaling"]  # null, where a missing rope is no plain one
     for key, value in spellings.items():
         if changed or key not in raw or (not raw[key] and value is not None):

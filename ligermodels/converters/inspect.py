@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,17 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
     for name in checkpoint.weight_map.source_shapes():
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
-    layers = config.num_hidden_layers
-    per_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes per layer
+    per_token = [2 * 2 * width for width in config.cache_widths]  # bytes of each layer
     longest = config.max_position_embeddings
-    kept = sum(min(window or longest, longest) for window in config.sliding_windows)
+    tokens = [min(window or longest, longest) for window in config.sliding_windows]
     memory = {
         "weights as stored": sum(dtype_bytes.values()),
         "weights in bfloat16": 2 * parameters,
         "weights in float32": 4 * parameters,
         "AdamW training in bfloat16, without activations": 4 * 2 * parameters,
         "AdamW training in float32, without activations": 4 * 4 * parameters,
-        "key/value cache per 1000 tokens in bfloat16": 1000 * layers * per_token,
-        f"key/value cache of all {longest} positions in bfloat16": kept * per_token,
+        "key/value cache per 1000 tokens in bfloat16": 1000 * sum(per_token),
+        f"key/value cache of all {longest} positions in bfloat16": sum(map(mul, tokens, per_token)),
     }
     fields = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     return Description(

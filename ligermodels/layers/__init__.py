@@ -20,7 +20,7 @@ from ligermodels.layers.gated_delta import DeltaState, GatedDeltaNet
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.norm import LayerNorm, RMSNorm
+from ligermodels.layers.norm import LayerNorm, RMSNorm, UnitRMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Routing",
     "SandwichBlock",
     "ScaledEmbedding",
+    "UnitRMSNorm",
     "expert_counts",
     "load_balancing_loss",
     "pre_norm",

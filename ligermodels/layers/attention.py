@@ -1,6 +1,6 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class AttentionContext:
             there is one: `cross(x, context.memory, context.memory_mask)`.
         experts: (batch, seq, top_k), the experts of each token that `Experts` of this layer take
             as their second argument, or None if the router chooses.
+        layer_input: (batch, seq, size), a further input of this layer, or None.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
     floating point tensor that it finds in a module's arguments and in dataclasses, so it would
@@ -53,6 +54,7 @@ class AttentionContext:
         memory: Tensor | None = None,
         memory_mask: AttentionMask | None = None,
         experts: Tensor | None = None,
+        layer_input: Tensor | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
@@ -66,6 +68,7 @@ class AttentionContext:
         self.memory = memory
         self.memory_mask = memory_mask
         self.experts = experts
+        self.layer_input = layer_input
         self._on_device: dict[torch.device, AttentionContext] = {}
 
     def to(
@@ -88,22 +91,31 @@ class AttentionContext:
                 memory=None if memory is None else memory.to(device, non_blocking=non_blocking),
                 memory_mask=None if hides is None else hides.to(device, non_blocking),
                 experts=None if self.experts is None else self.experts.to(device),
+                layer_input=None if self.layer_input is None else self.layer_input.to(device),
             )
         return self._on_device[device]
 
     def sharing(self, shared: dict[int, tuple[Tensor, Tensor]]) -> "AttentionContext":
         """Return this context with other shared keys and values."""
-        return AttentionContext(
-            *(self.cos, self.sin, self.mask, self.cache, shared, self.memory, self.memory_mask),
-            experts=self.experts,
-        )
+        return self._with(shared=shared)
 
     def routed(self, experts: Tensor) -> "AttentionContext":
         """Return this context with the experts of each token."""
-        return AttentionContext(
-            *(self.cos, self.sin, self.mask, self.cache, self.shared, self.memory),
-            *(self.memory_mask, experts),
-        )
+        return self._with(experts=experts)
+
+    def with_input(self, layer_input: Tensor) -> "AttentionContext":
+        """Return this context with a further input of the layer."""
+        return self._with(layer_input=layer_input)
+
+    def _with(self, **changes: Any) -> "AttentionContext":
+        own = {
+            "shared": self.shared,
+            "experts": self.experts,
+            "layer_input": self.layer_input,
+            "memory": self.memory,
+            "memory_mask": self.memory_mask,
+        }
+        return AttentionContext(self.cos, self.sin, self.mask, self.cache, **(own | changes))
 
 
 def head_sizes(
@@ -151,6 +163,9 @@ class Attention(Planned, CachedLayer, nn.Module):
         softcap: scores become softcap * tanh(scores / softcap), arXiv:2408.00118.
         q_norm, k_norm: norms over head_dim of each query head and key head, before the rotation.
         norms_after_rope: whether they come after the rotation instead, as in Hunyuan.
+        v_norm: a norm over head_dim of each value head.
+        values_are_keys: whether the values are the keys before their norm and the rotation, as in
+            Gemma 4. Then qkv_proj computes queries and keys alone.
         layer_index: index of this layer in a KV cache, and for layers that take its keys.
         rotary_dim: the number of elements at the start of each head that rope rotates. The default
             is head_dim; 0 means that the layer does not use positions.
@@ -192,6 +207,8 @@ class Attention(Planned, CachedLayer, nn.Module):
         shares_kv: bool = False,
         kv_from: int | None = None,
         norms_after_rope: bool = False,
+        v_norm: nn.Module | None = None,
+        values_are_keys: bool = False,
         sinks: bool = False,
         output_gate: bool = False,
     ) -> None:
@@ -227,12 +244,14 @@ class Attention(Planned, CachedLayer, nn.Module):
         self.shares_kv = shares_kv
         self.kv_from = kv_from
         self._own_kv_heads = self.num_kv_heads if kv_from is None else 0
-        self.output_gate = output_gate
+        self.output_gate, self.values_are_keys = output_gate, values_are_keys
         q_heads = 2 * self.num_heads if output_gate else self.num_heads
-        rows = (q_heads + 2 * self._own_kv_heads) * self.head_dim
+        projected = self._own_kv_heads * (1 if values_are_keys else 2)
+        rows = (q_heads + projected) * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, rows, bias=bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.v_norm = v_norm
         self.norms_after_rope = norms_after_rope
         self.sinks = nn.Parameter(torch.zeros(self.num_heads)) if sinks else None
         out_bias = bias if out_bias is None else out_bias
@@ -254,6 +273,7 @@ class Attention(Planned, CachedLayer, nn.Module):
             x + residual).
         """
         q, k, v, gate, total = self._project(x, context)
+        v = v if self.v_norm is None else self.v_norm(v)
         if context.mask.shard is not None and self.kv_from is None:
             k, v = context.mask.shard.whole(k), context.mask.shard.whole(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -335,7 +355,8 @@ class Attention(Planned, CachedLayer, nn.Module):
         with_head_norms = q_norm is not None or k_norm is not None
         products = None
         gate: Tensor | None = None
-        if isinstance(x, PendingNorm) and not with_head_norms and not self.output_gate:
+        plain = not (with_head_norms or self.output_gate or self.values_are_keys)
+        if isinstance(x, PendingNorm) and plain:
             products = products_of(linear)
         if products is not None and isinstance(x, PendingNorm) and x.x.numel():
             q, k, v, summed = kernels.norm_qkv_rope(
@@ -346,11 +367,14 @@ class Attention(Planned, CachedLayer, nn.Module):
             )
             return q, k, v, None, summed
         qkv, total = norm_then_linear(x, linear)
+        if self.values_are_keys:
+            qkv = torch.cat([qkv, qkv[..., -self._own_kv_heads * self.head_dim :]], -1)
         if with_head_norms and self.fuses_head_norms and qkv.numel():
-            assert isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
-            inputs = qkv, q_norm.weight, k_norm.weight, *angles, *heads
+            assert isinstance(q_norm, RMSNorm)
+            # Without keys, their weight is not used; torch.compile refuses one tensor twice.
+            weights = q_norm.weight, getattr(k_norm, "weight", q_norm.weight.detach())
             q, k, v, *gates = kernels.qk_norm_rope(
-                *inputs, **q_norm.options, gated=self.output_gate
+                *(qkv, *weights, *angles, *heads), **q_norm.options, gated=self.output_gate
             )
             return q, k, v, gates[0] if gates else None, total
         if self.output_gate:
@@ -412,6 +436,8 @@ class Attention(Planned, CachedLayer, nn.Module):
             and not self.interleaved_rope
             and not self.norms_after_rope
             and is_plain(q_norm, RMSNorm)
-            and is_plain(k_norm, RMSNorm)
-            and q_norm.options == k_norm.options
+            and (
+                (k_norm is None and self._own_kv_heads == 0)
+                or (is_plain(k_norm, RMSNorm) and q_norm.options == k_norm.options)
+            )
         )

@@ -207,20 +207,26 @@ class Experts(Planned, nn.Module):
     exchange: ExpertExchange | None
 
     @overload
-    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Routes]: ...
+    def forward(
+        self, x: Tensor, experts: Tensor | None = None, routed_by: Tensor | None = None
+    ) -> tuple[Tensor, Routes]: ...
 
     @overload
     def forward(
-        self, x: PreNormed, experts: Tensor | None = None
+        self, x: PreNormed, experts: Tensor | None = None, routed_by: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routes]: ...
 
     def forward(
-        self, x: Tensor | PreNormed, experts: Tensor | None = None
+        self,
+        x: Tensor | PreNormed,
+        experts: Tensor | None = None,
+        routed_by: Tensor | None = None,
     ) -> tuple[Tensor, Routes] | tuple[Tensor, Tensor, Routes]:
         """Apply the experts to x, or to norm(x + residual) if x comes from `pre_norm`.
 
         Args: x (..., hidden), or what `pre_norm` returns; experts (..., top_k) integers, the
-            experts of each token if the router is not to choose them.
+            experts of each token if the router is not to choose them; routed_by (..., hidden), what
+            the router gets in the place of x.
         Returns: the output (..., hidden) and the routes, from which `load_balancing_loss` is made;
             for an x from `pre_norm`, (the output, x + residual, the routes), which a block returns
             as it is.
@@ -228,7 +234,8 @@ class Experts(Planned, nn.Module):
         rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
         flat = rows.reshape(-1, rows.shape[-1])
         given = None if experts is None else experts.reshape(len(flat), -1)
-        weights, chosen, logits = self.router(flat, given)
+        seen = flat if routed_by is None else routed_by.reshape(-1, routed_by.shape[-1])
+        weights, chosen, logits = self.router(seen, given)
         if self.exchange is None:
             out = self._mlps(flat, weights, chosen)
         else:

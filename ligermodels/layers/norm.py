@@ -88,6 +88,22 @@ class RMSNorm(nn.RMSNorm):
         return f"{super().extra_repr()}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
+class UnitRMSNorm(nn.Module):
+    """`RMSNorm` without a weight, for any size of the last dimension. It rounds once, at the end.
+
+    Args: eps: added to the mean square.
+    """
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = check_number("UnitRMSNorm", "eps", eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (...); the result has its dtype."""
+        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+        return kernels.rms_norm(x, weight, self.eps, casting_mode="gemma")
+
+
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last dimension: mean 0 and variance 1. Source: arXiv:1607.06450.
 

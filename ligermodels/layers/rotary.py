@@ -131,6 +131,8 @@ class RotaryEmbedding(nn.Module):
         exponents = self._exponents()
         plain = 1.0 / self.theta**exponents
         if self.rope_type in ("linear", "proportional"):
+            turning = int(self.scaling.get("partial_rotary_factor", 1.0) * self.head_dim // 2)
+            plain[turning:] = 0.0  # of "proportional": these elements are not rotated
             return plain / self.scaling.get("factor", 1.0)
         if self.rope_type == "llama3":
             return self._llama3(plain)

@@ -66,10 +66,13 @@ class DecoderContext(NamedTuple):
         layers: the `AttentionContext` of each layer. Layers with the same rope have the same one.
         document_ids: (batch or 1, seq), the number of each token's document, or None if rows are
             not packed.
+        layer_embeddings: (batch, seq, layers, size), what a family embeds of each token for each
+            layer, or None.
     """
 
     layers: list[AttentionContext]
     document_ids: Tensor | None
+    layer_embeddings: Tensor | None = None
 
     @property
     def mask(self) -> AttentionMask:

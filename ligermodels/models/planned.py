@@ -195,7 +195,7 @@ class PlannedModel(nn.Module):
         shared = [
             x
             for context in contexts
-            for x in (context.cos, context.sin, context.memory)
+            for x in (context.cos, context.sin, context.memory, context.layer_input)
             if x is not None
         ]
         store.forward_pass([*shared, *self.parameters(), *self.buffers()])

@@ -16,7 +16,8 @@ SAME = (
 OWN = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", "final_logit_softcapping"),
     *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "decoder_sparse_step"),
-    *("output_router_logits", "router_aux_loss_coef"),
+    *("output_router_logits", "router_aux_loss_coef", "hidden_size_per_layer_input"),
+    *("num_kv_shared_layers", "attention_k_eq_v", "enable_moe_block", "top_k_experts"),
 )
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
 NO_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
@@ -26,6 +27,7 @@ def reading(raw: Json) -> Json:
     """Return the meaning of `raw` to transformers, under names that our config has as well."""
     config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
     kind = config.model_type
+    config.allow_global_per_layer_attribute_access = True  # or those of Gemma 4 cannot be read
     found = {name: getattr(config, name) for name in SAME}
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
     found["experts"] = getattr(config, "num_local_experts", None)  # also called num_experts
@@ -56,7 +58,8 @@ def rope(config: Any) -> Json:
         scaling = scaling["full_attention"]
     theta = scaling["rope_theta"]
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-    numbers = {key: value for key, value in scaling.items() if key not in NO_ROPE}
+    left = NO_ROPE - ({"partial_rotary_factor"} if rope_type == "proportional" else set())
+    numbers = {key: value for key, value in scaling.items() if key not in left}
     if rope_type in ("llama3", "yarn", "longrope"):
         numbers.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     found = {"theta": theta, "rope_type": rope_type, "local_theta": local}

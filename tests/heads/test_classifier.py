@@ -51,7 +51,8 @@ def padded_ids() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids != PAD
 
 
-@pytest.mark.parametrize("family", sampled(DECODERS))
+# transformers has no such class for Gemma 4.
+@pytest.mark.parametrize("family", sampled(name for name in DECODERS if name != "gemma4_text"))
 def test_equal_to_transformers(family: str, tmp_path: Path) -> None:
     theirs = hf_classifier(family)
     theirs.save_pretrained(tmp_path / "hf")

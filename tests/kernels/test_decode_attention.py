@@ -26,7 +26,7 @@ def expected_of(q, keys, values, first, sinks, window, softcap, scale):
 @pairwise(
     lambda queries, tokens: queries <= min(tokens[0]),
     queries=[1, 3, 11],
-    head_dim=[8, 64, 80, 256, 320],
+    head_dim=[8, 64, 80, 256, 320, 512],
     heads=[(8, 2), (4, 4), (6, 1)],
     # how many tokens each row has, and the slots of the cache
     tokens=[((1, 1), 1), ((3, 40), 40), ((70, 150), 200), ((90, 33), 32)],

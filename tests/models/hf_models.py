@@ -32,32 +32,40 @@ def implementations(family: str) -> Json:
 
     Its experts take any sizes.
     """
-    eager = zoo.has(family, "attn_logit_softcapping") or family == "gpt_oss"
+    eager = zoo.has(family, "attn_logit_softcapping") or family in ("gpt_oss", "gemma4")
     options = {"attn_implementation": "eager" if eager else "sdpa"}
     return options | ({"experts_implementation": "eager"} if family == "gpt_oss" else {})
+
+
+_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+# The configs of a wrapper's other towers.
+_TOWERS: dict[str, Json] = {
+    "gemma3": {
+        "vision_config": {**_TOWER, "image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 1,
+    },
+    "gemma4": {
+        "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
+        "audio_config": {**_TOWER, "subsampling_conv_channels": [4, 4], "output_proj_dims": 16},
+    },
+}
 
 
 def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
     """Make a random model with transformers."""
     values = {**zoo.sizes(family, scale), **copy.deepcopy(feature.config)}
     if FAMILIES[family].text_model:
-        vocab = values["vocab_size"]
-        values = {
-            "text_config": values,
-            "vision_config": {
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
-            "mm_tokens_per_image": 1,
-            "image_token_index": vocab - 1,
-            "boi_token_index": vocab - 2,
-            "eoi_token_index": vocab - 3,
-            "tie_word_embeddings": values.get("tie_word_embeddings", True),
-        }
+        tied = values.get("tie_word_embeddings", True)
+        values = {"text_config": values, **_TOWERS[family], "tie_word_embeddings": tied}
+        if family == "gemma3":
+            vocab = values["text_config"]["vocab_size"]
+            names = "image_token_index", "boi_token_index", "eoi_token_index"
+            values |= {name: vocab - 1 - i for i, name in enumerate(names)}
     config = zoo.config_class(family)(**values)
     model = _model_class(family)._from_config(config, **implementations(family))
     randomize(model, family, seed)
@@ -68,9 +76,10 @@ def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
     """Draw every weight: a matrix by its width, norms around their neutral weight."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        scalars = [(n, x) for n, x in model.named_buffers() if n.endswith("layer_scalar")]
+        for name, weight in [*model.named_parameters(), *scalars]:
             mean, std = 0.0, 0.3
-            if "norm" in name:
+            if "norm" in name or name.endswith(("scale", "scalar")):
                 mean, std = FAMILIES[family].norm_weight, 0.2
             elif "embed_tokens" not in name and weight.dim() > 1:
                 std = 1.5 * weight.shape[-1] ** -0.5

@@ -33,7 +33,10 @@ def native(tensors: dict[str, Any], model: Any) -> dict[str, Tensor]:
 
 
 def native_gradients(theirs: Any, ours: Any) -> dict[str, Tensor]:
-    return native(hf_tensors(theirs, {n: w.grad for n, w in theirs.named_parameters()}), ours)
+    """Return transformers' gradients of the parameters that ours trains."""
+    grads = hf_tensors(theirs, {n: w.grad for n, w in theirs.named_parameters()})
+    grads |= hf_tensors(theirs, dict(theirs.named_buffers()))
+    return {n: g for n, g in native(grads, ours).items() if ours.get_parameter(n).requires_grad}
 
 
 def hf_tensors(theirs: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,9 @@ def _config_class(family: str) -> Any:
 
 
 def _always_slides(family: str) -> bool:
-    """Return whether half of its layers have a window by default, as in Gemma 2 and gpt-oss."""
-    return has(family, "query_pre_attn_scalar") or has(family, "swiglu_limit")
+    """Return whether some layers have a window by default, as in Gemma 2, 4 and gpt-oss."""
+    names = "query_pre_attn_scalar", "swiglu_limit", "global_head_dim"
+    return any(has(family, name) for name in names)
 
 
 def sizes(family: str, scale: Scale = TINY) -> Json:
@@ -119,10 +120,13 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
         config |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     if has(family, "sliding_window_pattern"):
         config["sliding_window_pattern"] = 2
+    if has(family, "global_head_dim"):
+        config |= {"global_head_dim": 2 * scale.head_dim, "num_global_key_value_heads": 1}
+        config |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
     if experts := experts_field(family):
         config |= {experts: 5, "num_experts_per_tok": 2}
         config |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    if has(family, "moe_intermediate_size"):
+    if has(family, "norm_topk_prob"):
         config |= {"moe_intermediate_size": scale.inner // 2, "norm_topk_prob": True}
     return config
 
@@ -260,7 +264,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             "logit cap alone": Feature(config={"attn_logit_softcapping": None}),
             "no caps, packed": Feature("input", {"attn_logit_softcapping": None}, "packed"),
         }
-    if two_ropes:
+    if has(family, "sliding_window_pattern"):
         seven = {"num_hidden_layers": 7, "sliding_window_pattern": 6, "sliding_window": half + 1}
         found |= {
             "final soft cap": Feature(config={"final_logit_softcapping": 2.0}),
@@ -307,6 +311,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         found["attention_bias" if changed["attention_bias"] else "no attention_bias"] = Feature(
             config=changed
         )
+    if has(family, "global_head_dim"):
+        found = {name: x for name, x in found.items() if name in _OF_GEMMA4} | _gemma4(scale)
     if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
             *("basic", "bfloat16 file", "shards", "defaults left out", "untied"),
@@ -314,8 +320,49 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             *("odd sizes", "yarn rope", "linear rope", "layer_types", "five windows, one full"),
             *("sliding_window_pattern 3", "local theta"),
         )
-        found = {name: found[name] for name in kept}
+        found = {name: found[name] for name in kept if name in found}
+        if family == "gemma4":  # transformers' wrapper fails without one
+            del found["no padding token"]
     return found
+
+
+# The features of all families that Gemma 4 has; transformers reads no old spelling of it.
+_OF_GEMMA4 = (
+    *("basic", "bfloat16 file", "shards", "untied", "defaults left out", "no padding token"),
+    *("odd sizes", "packed", "left padding", "right padding", "erf gelu", "linear rope"),
+    *("yarn rope", "window of 1", "window beyond the sequence", "layer_types", "attention_bias"),
+)
+
+
+def _gemma4(scale: Scale) -> dict[str, Feature]:
+    """Return the features of Gemma 4 alone."""
+    vocab = scale.vocab or families.FAMILIES["gemma4_text"].vocabulary
+    embeddings = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": vocab}
+    two = ["sliding_attention", "full_attention"]
+    shared = {"num_hidden_layers": 6, "layer_types": 3 * two, "num_kv_shared_layers": 3}
+    small = embeddings | shared | {"attention_k_eq_v": False, "use_double_wide_mlp": True}
+    experts = {"enable_moe_block": True, "num_experts": 5, "moe_intermediate_size": 24}
+    experts["top_k_experts"] = 2
+    return {
+        "final soft cap": Feature(config={"final_logit_softcapping": 2.0}),
+        "five windows, one full": Feature("numbers", {"num_hidden_layers": 7}),
+        "local theta": Feature("numbers", _rope_by_layer_type(1e6, {}, 50.0)),
+        "values of their own": Feature(config={"attention_k_eq_v": False}),
+        "experts": Feature(config=experts),
+        "experts, packed": Feature("input", experts, "packed"),
+        "embeddings of each layer": Feature(config=embeddings),
+        "small models": Feature(config=small),
+        "small models, packed": Feature("input", small, "packed"),
+        "small models, left padding": Feature("input", small, "left padding"),
+        "global_head_dim": Feature("file", rewrite=_as_published),
+    }
+
+
+def _as_published(raw: Json) -> None:
+    """Write the sizes of full layers as published files do; transformers joins them in one key."""
+    sizes = next(iter(raw.pop("per_layer_config").values()))
+    raw["global_head_dim"] = sizes["head_dim"]
+    raw["num_global_key_value_heads"] = sizes["num_key_value_heads"]
 
 
 def _rope(theta: float, parameters: Json) -> Json:
