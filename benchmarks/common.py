@@ -33,12 +33,15 @@ def environment() -> dict[str, str]:
     """Return the GPU and the versions of everything that is compared."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     versions = {"python": platform.python_version(), "gpu": gpu}
-    for package in ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
-    return versions
+    packages = "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy"
+    return versions | {package: version(package) for package in packages}
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
 
 
 def device_times(run: Callable[[], Any], repeats: int = 20, warmup: int = 5) -> list[float]:

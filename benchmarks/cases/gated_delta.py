@@ -86,9 +86,65 @@ def gated_delta_inputs(
     )
 
 
+def output_gate(random: Random, rows: int, heads: int, head_dim: int, normed: bool) -> Case:
+    def eager(x: Tensor, gate: Tensor, weight: Tensor | None = None) -> Tensor:
+        if weight is None:
+            return x * gate.sigmoid()
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (weight * wide.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return kernels.output_gate(*inputs, activation="silu" if normed else "sigmoid")
+
+    one_pass = rows * heads * head_dim * random.dtype.itemsize
+    weights = [head_dim] if normed else []
+    return Case(
+        lambda: [
+            *(random.normal(1, rows, heads, head_dim) for _ in range(2)),
+            *(random.normal(width) for width in weights),
+        ],
+        {"eager": eager, "torch.compile": compiled(eager), "ligermodels": ours},
+        # Forward reads x and the gate and writes y; backward reads three and writes two.
+        (3 * one_pass, 8 * one_pass),
+    )
+
+
+def gate_linear(random: Random, rows: int, heads: int, head_dim: int, out: int) -> Case:
+    def eager(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return F.linear((x * gate.sigmoid()).flatten(-2), weight)
+
+    return Case(
+        lambda: [
+            *(random.normal(1, rows, heads, head_dim) for _ in range(2)),
+            random.normal(out, heads * head_dim, scale=(heads * head_dim) ** -0.5),
+        ],
+        {
+            "eager": eager,
+            "torch.compile": compiled(eager),
+            "ligermodels": lambda x, gate, weight: kernels.gate_linear(x, gate, None, weight),
+        },
+        products=(rows, heads * head_dim, out),
+    )
+
+
 SIZES = sizes("batch seq key_heads heads head_dim", (1, 8192, 16, 32, 128), (8, 2048, 16, 32, 128))
 SMALL = {"batch": 1, "seq": 70, "key_heads": 1, "heads": 2, "head_dim": 16}
 OPS = {
     "gated_delta": Op("Gated delta rule", gated_delta, SMALL, SIZES, [], scratch=True),
     "gated_delta_inputs": Op("Its inputs", gated_delta_inputs, SMALL, SIZES, []),
+    "output_gate": Op(
+        "Gate of heads",
+        output_gate,
+        {"rows": 40, "heads": 2, "head_dim": 16, "normed": True},
+        sizes("rows heads head_dim normed", (8192, 32, 128, True), (8192, 16, 256, False)),
+        [],
+    ),
+    "gate_linear": Op(
+        "Gate and linear",
+        gate_linear,
+        {"rows": 40, "heads": 2, "head_dim": 16, "out": 24},
+        sizes("rows heads head_dim out", (8192, 16, 256, 4096)),
+        [],
+    ),
 }

@@ -7,9 +7,10 @@ supported.
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.divergence import linear_divergence
 from ligermodels.kernels.expert_mlp import expert_mlp
-from ligermodels.kernels.fused_linear import glu_linear, norm_linear, norm_qkv_rope
+from ligermodels.kernels.fused_linear import gate_linear, glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.gated_delta import gated_delta
 from ligermodels.kernels.gated_delta_inputs import gated_delta_inputs
+from ligermodels.kernels.gated_delta_layer import gated_delta_layer
 from ligermodels.kernels.glu import geglu, glu, swiglu
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.linear_cross_entropy.functions import (
@@ -17,6 +18,7 @@ from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_log_probs,
 )
 from ligermodels.kernels.linear_cross_entropy.groups import linear_group_loss
+from ligermodels.kernels.output_gate import output_gate
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, split_gated_qkv
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
@@ -27,8 +29,10 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "expert_mlp",
+    "gate_linear",
     "gated_delta",
     "gated_delta_inputs",
+    "gated_delta_layer",
     "geglu",
     "glu",
     "glu_linear",
@@ -39,6 +43,7 @@ __all__ = [
     "linear_log_probs",
     "norm_linear",
     "norm_qkv_rope",
+    "output_gate",
     "qk_norm_rope",
     "rms_norm",
     "rope",

@@ -165,6 +165,28 @@ def check_rms_norm(
         )
 
 
+def check_output_gate(
+    op: str,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    activation: str,
+    weight_name: str = "weight",
+) -> None:
+    """Raise if the gate of a layer's heads or the weight of their norm does not fit them."""
+    check_floating(op, "x", x)
+    check_floating(op, "gate", gate)
+    if x.dim() != 4 or gate.shape != x.shape:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} and gate {tuple(gate.shape)}; expected (batch, seq, heads, "
+            "head_dim) twice"
+        )
+    if weight is not None:
+        check_row_parameter(op, weight_name, weight, "x", x)
+    if activation not in ("sigmoid", "silu"):
+        raise ValueError(f"{op}: activation={activation!r}; expected 'sigmoid' or 'silu'")
+
+
 def check_glu(op: str, gate_up: Tensor, activation: str) -> None:
     """Raise if the last dimension of gate_up is not even or the activation is unknown."""
     check_floating(op, "gate_up", gate_up)

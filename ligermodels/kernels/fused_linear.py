@@ -17,6 +17,7 @@ from ligermodels.kernels.checks import (
     check_glu,
     check_linear_bias,
     check_linear_weight,
+    check_output_gate,
     check_residual,
     check_rms_norm,
     check_rope,
@@ -372,3 +373,74 @@ def glu_linear(
     weight, bias = _linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     with without_autocast(gate_up):
         return apply(_GLULinear, gate_up, weight, bias, activation, consume, products)
+
+
+class _GateLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        norm_weight: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        eps: float,
+        products: Callable[[], Products],
+    ) -> Tensor:
+        ctx.ops, ctx.options = select("output_gate", x), (activation, eps)
+        ctx.products, ctx.weight_dtype = products(), weight.dtype
+        y = ctx.ops.output_gate_forward(x, gate, norm_weight, activation, eps)
+        y = y.flatten(-2).to(weight.dtype)
+        if any(ctx.needs_input_grad[:3]):
+            ctx.save_for_backward(x, gate, norm_weight, weight, None)
+        else:
+            ctx.save_for_backward(*[None] * 4, y if ctx.needs_input_grad[3] else None)
+        return ctx.products.output(y, weight, bias)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("gate_linear")
+        *inputs, weight, y = ctx.saved_tensors
+        needs_grad = ctx.needs_input_grad
+        grads: tuple[Tensor | None, ...] = (None,) * 3
+        with without_autocast(grad_output):
+            operand = ctx.products.grad_operand(grad_output, any(needs_grad[:3]), needs_grad[3])
+            if any(needs_grad[:3]):
+                grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
+                grad_y = grad_y.view(inputs[0].shape)
+                *grads, y = ctx.ops.output_gate_backward(
+                    grad_y, *inputs, *ctx.options, needs_grad[3]
+                )
+                y = None if y is None else y.flatten(-2)
+                del grad_y
+            grads_of_linear = _linear_backward(
+                ctx, grad_output, operand, y, needs_grad[3], needs_grad[4]
+            )
+        return *grads, *grads_of_linear, None, None, None
+
+
+def gate_linear(
+    x: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "sigmoid",
+    eps: float = 1e-6,
+    *,
+    products: Callable[[], Products] = Products,
+) -> Tensor:
+    """Return linear(output_gate(x, gate, norm_weight)); save only x and gate for backward.
+
+    Args: weight: (out, heads * head_dim); bias: (out); products: as in `norm_linear`; for the other
+        arguments see `output_gate`.
+    Returns: (batch, seq, out) in weight's dtype.
+    Raises: ValueError as `output_gate`, or if shapes do not fit, weight is not floating point, or
+        bias and weight differ in dtype.
+    """
+    check_output_gate("gate_linear", x, gate, norm_weight, activation, "norm_weight")
+    width = x.shape[-2] * x.shape[-1]
+    weight, bias = _linear_operands("gate_linear", "x", x, width, weight, bias)
+    with without_autocast(x):
+        return apply(_GateLinear, x, gate, norm_weight, weight, bias, activation, eps, products)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from ligermodels.kernels.dispatch import (
     refuse_double_backward,
     select,
 )
+from ligermodels.kernels.gated_delta_inputs import row_starts
 
 _OP = "gated_delta"
 
@@ -33,7 +34,7 @@ class _GatedDelta(torch.autograd.Function):
         ctx.ops, ctx.scale = select(_OP, q), scale
         inputs = q, k, v, g, beta, cu_seqlens, initial_state
         out, final_state = ctx.ops.gated_delta_forward(*inputs, scale)
-        ctx.save_for_backward(*inputs, out)
+        ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return out, final_state
 
@@ -42,11 +43,10 @@ class _GatedDelta(torch.autograd.Function):
         ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(_OP)
-        *inputs, out = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
+        inputs = ctx.saved_tensors
+        grad_out = torch.zeros_like(inputs[2]) if grad_out is None else grad_out
         *grads, grad_initial = ctx.ops.gated_delta_backward(
-            *inputs, ctx.scale, out, grad_out, grad_final
+            *inputs, ctx.scale, grad_out, grad_final
         )
         return *grads, None, grad_initial if ctx.needs_input_grad[6] else None, None
 
@@ -67,8 +67,9 @@ def gated_delta(
     The state S of a head, (dk, dv), is zero at the start of a document. Each token computes
     S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = scale S^T q.
 
-    Backward keeps the inputs alone, and computes the states again. It computes in chunks of 64
-    tokens, whose products round to the dtype of q; sums and states are float32.
+    Backward keeps the inputs alone, and computes the states again. Both compute in chunks of 64
+    tokens. Sums are float32, and so is what the tokens of a chunk give to each other; states are
+    float32, rounded to the dtype of q where a product reads them.
 
     Args:
         q, k: (batch, seq, key heads, dk). The rule is stable if each k has a length of at most 1.
@@ -93,12 +94,10 @@ def gated_delta(
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     check_gated_delta(_OP, q, k, v, g, beta, cu_seqlens, initial_state)
-    batch, seq = v.shape[:2]
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(0, batch + 1, device=q.device, dtype=torch.int32) * seq
+    starts = row_starts(q) if cu_seqlens is None else cu_seqlens.int()
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q))
     rows = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, state = apply(_GatedDelta, *rows, cu_seqlens.int(), initial_state, scale)
+    out, state = apply(_GatedDelta, *rows, starts, initial_state, scale)
     return out.view(v.shape), state

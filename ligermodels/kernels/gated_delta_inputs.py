@@ -67,9 +67,34 @@ def gated_delta_inputs(
     Raises: ValueError if a shape does not fit.
     Source: arXiv:2412.06464.
     """
+    check_inputs(_OP, qkv, b, a, weight, a_log, dt_bias, key_heads, key_dim)
+    rows = [x.flatten(0, 1) for x in (qkv, b, a)]
+    starts = row_starts(qkv) if cu_seqlens is None else cu_seqlens.int()
+    made = apply(_GatedDeltaInputs, *rows, weight, a_log, dt_bias, starts, key_heads, key_dim)
+    q, k, v, g, beta = (x.unflatten(0, qkv.shape[:2]) for x in made)
+    return q, k, v, g, beta
+
+
+def row_starts(x: Tensor) -> Tensor:
+    """Return where each row of x (batch, seq, ...) begins in all rows joined, and their end."""
+    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+
+
+def check_inputs(
+    op: str,
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    key_heads: int,
+    key_dim: int,
+) -> None:
+    """Raise if the tensors of `gated_delta_inputs` do not fit each other."""
     tensors = {"qkv": qkv, "b": b, "a": a, "weight": weight, "a_log": a_log, "dt_bias": dt_bias}
     for name, tensor in tensors.items():
-        check_floating(_OP, name, tensor)
+        check_floating(op, name, tensor)
     keys, heads = key_heads * key_dim, len(a_log)
     fits = qkv.dim() == 3 and b.shape == a.shape == (*qkv.shape[:2], heads)
     fits = fits and a_log.shape == dt_bias.shape and weight.dim() == 2
@@ -77,15 +102,7 @@ def gated_delta_inputs(
     if not fits or (len(weight) - 2 * keys) % heads:
         shapes = ", ".join(str(tuple(x.shape)) for x in (qkv, b, a, weight, a_log, dt_bias))
         raise ValueError(
-            f"{_OP}: qkv, b, a, weight, a_log and dt_bias are {shapes}; expected (batch, seq, "
+            f"{op}: qkv, b, a, weight, a_log and dt_bias are {shapes}; expected (batch, seq, "
             "channels), (batch, seq, heads) twice, (channels, taps) and (heads,) twice, with "
             f"channels = 2 * {key_heads} * {key_dim} + a multiple of heads"
         )
-    batch, seq = qkv.shape[:2]
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(batch + 1, device=qkv.device, dtype=torch.int32) * seq
-    rows = [x.flatten(0, 1) for x in (qkv, b, a)]
-    given = cu_seqlens.int(), key_heads, key_dim
-    made = apply(_GatedDeltaInputs, *rows, weight, a_log, dt_bias, *given)
-    q, k, v, g, beta = (x.unflatten(0, (batch, seq)) for x in made)
-    return q, k, v, g, beta

@@ -13,6 +13,7 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import (
     PendingNorm,
     PreNormed,
+    gate_then_linear,
     is_plain,
     norm_then_linear,
     products_of,
@@ -323,7 +324,9 @@ class Attention(Planned, CachedLayer, nn.Module):
     def _output(self, out: Tensor, gate: Tensor | None) -> Tensor:
         """Project the heads' outputs (batch, heads, seq, head_dim), with their gate if any."""
         out = out.transpose(1, 2)
-        return self.o_proj((out if gate is None else out * gate.sigmoid()).flatten(-2))
+        if gate is None:
+            return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+        return gate_then_linear(out, gate, None, self.o_proj, "sigmoid")
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: DecodeStep) -> Tensor:
         """Attend from the new tokens of each row to the cache, in a step of decoding."""

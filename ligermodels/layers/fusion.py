@@ -172,3 +172,20 @@ def norm_then_linear(x: Tensor | PreNormed, linear: nn.Module) -> tuple[Tensor, 
         return kernels.norm_linear(x.x, x.residual, *weights, products=products, **x.options)
     y, total = x.apply()
     return linear(y), total
+
+
+def gate_then_linear(
+    x: Tensor,
+    gate: Tensor,
+    norm_weight: Tensor | None,
+    linear: nn.Module,
+    activation: str,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return linear(output_gate(x, gate, norm_weight)), as one op if the linear may be fused."""
+    products = products_of(linear) if fusion_pays(x) else None
+    if products is None or not x.numel():
+        y = kernels.output_gate(x, gate, norm_weight, activation, eps).flatten(-2)
+        return linear(y)  # type: ignore[no-any-return]
+    rest: Any = norm_weight, linear.weight, linear.bias, activation, eps
+    return kernels.gate_linear(x, gate, *rest, products=products)

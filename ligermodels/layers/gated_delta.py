@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from ligermodels import kernels
 from ligermodels.kernels.checks import check_count, check_number
-from ligermodels.layers.fusion import PreNormed, norm_then_linear
+from ligermodels.kernels.gated_delta_decode import gated_delta_decode
+from ligermodels.layers.fusion import PreNormed, gate_then_linear, norm_then_linear
+from ligermodels.layers.recompute import Planned, attend_once
 
 
 class DeltaState(NamedTuple):
@@ -18,7 +20,7 @@ class DeltaState(NamedTuple):
     memory: Tensor  # (documents, value heads, key_dim, value_dim), float32
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Planned, nn.Module):
     """Projections, a causal convolution, the gated delta rule, a gated norm, and a projection.
 
     One packed linear makes q, k, v, the gate z of the output, and b and a of the gates. The output
@@ -115,26 +117,37 @@ class GatedDeltaNet(nn.Module):
         projected, total = norm_then_linear(x, self.in_proj)
         seq = projected.shape[1]
         qkv, z, b, a = projected.split(self.widths, -1)
+        weights = self.conv_weight, self.a_log, self.dt_bias
+        sizes = self.num_key_heads, self.key_dim, cu_seqlens
+        memory: Tensor | None = None
+
+        def run(qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
+            nonlocal memory
+            out, memory = kernels.gated_delta_layer(qkv, b, a, *weights, *sizes)
+            return out
+
         if state is not None:  # the rows before are convolved again, and then left out
             qkv = torch.cat((state.rows, qkv), 1)
             b, a = (F.pad(gate, (0, 0, self.taps - 1, 0)) for gate in (b, a))
-        gates = b, a, self.conv_weight, self.a_log, self.dt_bias
-        made = kernels.gated_delta_inputs(qkv, *gates, self.num_key_heads, self.key_dim, cu_seqlens)
-        q, k, v, g, beta = (part[:, -seq:] for part in made)
-        memory = None if state is None else state.memory
-        out, memory = kernels.gated_delta(q, k, v, g, beta, cu_seqlens, memory)
-        out = kernels.rms_norm(out, self.norm_weight, self.eps)
-        gate = F.silu(z.unflatten(-1, (self.num_value_heads, self.value_dim)).float())
-        out = self.out_proj((out * gate).to(out.dtype).flatten(2))
+            made = kernels.gated_delta_inputs(qkv, b, a, *weights, *sizes)
+            q, k, v, g, beta = (part[:, -seq:] for part in made)
+            out, memory = kernels.gated_delta(q, k, v, g, beta, None, state.memory)
+        elif self.keeps_output and not returns_state:
+            out = attend_once(run, qkv, b, a)
+        else:
+            out = run(qkv, b, a)
+        z = z.unflatten(-1, (self.num_value_heads, self.value_dim))
+        out = gate_then_linear(out, z, self.norm_weight, self.out_proj, "silu", self.eps)
         if state is None and not returns_state:
             return out, total, None
+        assert memory is not None
         return out, total, DeltaState(self._last_rows(qkv, cu_seqlens), memory)
 
     def _last_rows(self, qkv: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Return the last taps - 1 rows of each document, with zeros before its first one."""
         past = self.taps - 1
         if cu_seqlens is None:
-            return F.pad(qkv, (0, 0, past, 0))[:, qkv.shape[1] :]
+            return F.pad(qkv, (0, 0, past, 0))[:, qkv.shape[1] :].contiguous()
         at = cu_seqlens[1:, None] - torch.arange(past, 0, -1, device=qkv.device)
         inside = (at >= cu_seqlens[:-1, None])[..., None]
         return torch.where(inside, qkv.flatten(0, 1)[at.clamp(min=0)], 0)
@@ -148,7 +161,10 @@ class GatedDeltaNet(nn.Module):
         Args: x, state: as in `forward`.
         Returns: the first two of what `forward` returns.
         """
-        out, total, after = self(x, None, state)
-        for old, new in zip(state, after, strict=True):
-            old.copy_(new)
-        return out, total
+        projected, total = norm_then_linear(x, self.in_proj)
+        qkv, z, b, a = projected.split(self.widths, -1)
+        out = gated_delta_decode(
+            *(qkv, z, b, a, self.conv_weight, self.a_log, self.dt_bias, self.norm_weight),
+            *(state.rows, state.memory, self.num_key_heads, self.key_dim, self.eps),
+        )
+        return self.out_proj(out), total

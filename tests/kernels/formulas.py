@@ -91,6 +91,22 @@ def qk_norm_rope(
     return *rope(qkv, cos, sin, num_heads, num_kv_heads), *gate
 
 
+def output_gate(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    activation: str = "sigmoid",
+    eps: float = 1e-6,
+) -> Tensor:
+    x = x if weight is None else rms_norm(x, weight, eps)
+    share = gate.sigmoid() if activation == "sigmoid" else F.silu(widened(gate))
+    return (x * share).to(x.dtype)
+
+
+def gate_linear(x, gate, norm_weight, weight, bias=None, **options) -> Tensor:
+    return F.linear(output_gate(x, gate, norm_weight, **options).flatten(-2), weight, bias)
+
+
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]

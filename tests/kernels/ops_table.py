@@ -111,6 +111,19 @@ def glu(leading: tuple[int, ...], width: int, **options: Any) -> Inputs:
     return {"gate_up": random(*leading, 2 * width, seed=7, scale=2.0), **options}
 
 
+def output_gate(
+    leading: tuple[int, ...], width: int, heads: int = 3, normed: bool = True, **options: Any
+) -> Inputs:
+    x, gate = (random(*batch_and_seq(leading), heads, width, seed=i) for i in (34, 35))
+    weight = random(width, seed=36) if normed else None
+    return {"x": x, "gate": gate, "weight": weight, **options}
+
+
+def gate_linear(leading: tuple[int, ...], width: int, bias: bool = True, **options: Any) -> Inputs:
+    made = output_gate(leading, width, **options)
+    return {**made, "norm_weight": made["weight"], **linear(3 * width, 5, bias)}
+
+
 def linear(width: int, out: int, bias: bool = True) -> Inputs:
     return {
         "weight": random(out, width, seed=8, scale=width**-0.5),
@@ -436,6 +449,18 @@ CASES = {
         constant=ANGLES,
     ),
     **cases(
+        "output_gate",
+        partial(output_gate, activation="silu"),
+        each("width", 128, 256),
+        {"without norm": {"normed": False, "activation": "sigmoid"}},
+    ),
+    **cases(
+        "gate_linear",
+        partial(gate_linear, activation="silu"),
+        each("width", 128, 256),
+        {"without norm": {"normed": False, "activation": "sigmoid", "bias": False}},
+    ),
+    **cases(
         "glu_linear",
         glu_linear,
         INTERMEDIATE,
@@ -523,8 +548,8 @@ CASES = {
 FIRST = {case.op: name for name, case in reversed(CASES.items())}.values()
 """The first case of each op."""
 # The first two return views and compute nothing. linear_group_loss takes a function; test_groups.py
-# tests it.
-NOT_FUSED = {"split_qkv", "split_gated_qkv", "linear_group_loss"}
+# tests it. gated_delta_layer is two ops; test_gated_delta.py compares it with these.
+NOT_FUSED = {"split_qkv", "split_gated_qkv", "linear_group_loss", "gated_delta_layer"}
 
 # Each size is the leading dimensions and the length of a row.
 SIZES: dict[str, tuple[tuple[int, ...], int]] = {

@@ -27,6 +27,7 @@ from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_cast_blocks
+from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.kernels.launch import Launches
 from ligermodels.kernels.wide_attention import wide_attention
 from tests.kernels import ops_table
@@ -84,8 +85,8 @@ GATED_DELTA_SPILL = 832
 # Several options at once take a few registers too many, because the launch config is the fastest
 # one for the options that models train with.
 CROSS_ENTROPY_SPILL = 16
-# Sixteen strides of unknown divisibility need more scalar registers than exist. They spill to
-# vector registers, not to memory.
+# Sixteen strides of unknown divisibility, or pointers, need more scalar registers than exist. They
+# spill to vector registers, not to memory.
 AMD_SCALAR_SPILL = 12
 # So do the masks of several queries, each of which sees other keys.
 AMD_MASK_SPILL = 16
@@ -99,6 +100,8 @@ def allowed_amd_spill(launch: Recorded) -> int:
     """Return how many registers and bytes a thread may spill on AMD."""
     name = launch.kernel.__name__
     if name == "qk_norm_rope_backward_kernel" and not launch.attributes:
+        return AMD_SCALAR_SPILL
+    if name == "gated_delta_gradients_kernel":
         return AMD_SCALAR_SPILL
     if name == "decode_attention_kernel" and launch.constants["QUERIES"] > 1:
         return AMD_MASK_SPILL
@@ -235,6 +238,15 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     thin = torch.empty(128, 1536, 32, dtype=dtype, device="meta")
     for each in (thin, thin.mT):
         of_experts.expert_linear_add(x[:, : each.shape[2]], x[:, : each.shape[1]], each, starts)
+    for key_heads, heads, dim in ((16, 32, 128), (2, 4, 16)):
+        channels = (2 * key_heads + heads) * dim
+        qkv = torch.empty(4, 2, channels, dtype=dtype, device="meta")
+        gates = (qkv[..., : heads * dim], qkv[..., :heads], qkv[..., :heads])
+        weights = (torch.empty(channels, 4, dtype=dtype, device="meta"), *(qkv[0, 0, :heads],) * 2)
+        memory = torch.empty(4, heads, dim, dim, device="meta")
+        rows = torch.empty(4, 3, channels, dtype=dtype, device="meta")
+        norm = qkv[0, 0, :dim]
+        gated_delta_decode(qkv, *gates, *weights, norm, rows, memory, key_heads, dim)
     ends = torch.empty(2, dtype=torch.int64, device="meta")
     for head_dim, slots, queries, options in (
         (64, 8192, 1, {}),

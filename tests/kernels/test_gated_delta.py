@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ligermodels.kernels import gated_delta, gated_delta_inputs
+from ligermodels.kernels import gated_delta, gated_delta_inputs, gated_delta_layer
+from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from tests.kernels import formulas
 from tests.kernels.checks import compare, random
 from tests.kernels.conftest import INTERPRETING, Place
@@ -76,6 +77,51 @@ def test_inputs_of_packed_documents(place) -> None:
     made = inputs_of_inputs((1, 70), 24)
     made["cu_seqlens"] = torch.tensor([0, 1, 3, 3, 40, 70])
     compare(gated_delta_inputs, formulas.gated_delta_inputs, made, place)
+
+
+@pytest.mark.parametrize(("tokens", "key_dim"), [(1, 8), (5, 16)])
+def test_decoding(place, tokens, key_dim) -> None:
+    """Outputs and states are those of the three ops that it stands for, after four tokens."""
+    made = inputs_of_inputs((2, 4 + tokens), 24, key_heads=2, heads=4, key_dim=key_dim)
+    z, norm = random(2, 4 + tokens, 4 * 24, seed=40), random(24, seed=41)
+    wide = [x.to("cpu", torch.float64) for x in (*list(made.values())[:6], z, norm)]
+    qkv, b, a, *weights, z, norm = wide
+    memory = torch.zeros(2, 4, key_dim, 24, dtype=torch.float64)
+    inputs = formulas.gated_delta_inputs(qkv, b, a, *weights, 2, key_dim)
+    middle = formulas.gated_delta(*(x[:, :4] for x in inputs))[1]
+    out, memory = formulas.gated_delta(*inputs)
+    gate = z.unflatten(-1, (4, 24))
+    expected = formulas.output_gate(out, gate, norm, "silu").flatten(2)[:, 4:]
+    rows, state = qkv[:, 1:4].to(*place).clone(), middle.to(place.device)
+    state = state if place.dtype == torch.float64 else state.float()
+    given = [x[:, 4:].to(*place) for x in (qkv, z, b, a)] + [x.to(*place) for x in weights]
+    found = gated_delta_decode(*given, norm.to(*place), rows, state, 2, key_dim)
+    bound = {torch.float64: 1e-6, torch.float32: 1e-5}.get(place.dtype, 2e-2)
+    for ours, theirs in ((found, expected), (state, memory), (rows, qkv[:, -3:])):
+        assert (ours.cpu().double() - theirs).norm() <= bound * theirs.norm()
+    with pytest.raises(ValueError, match=r"memory is .* contiguous"):
+        gated_delta_decode(*given, norm.to(*place), rows, state[:1], 2, key_dim)
+
+
+def test_the_layer_is_both_ops(float32_place) -> None:
+    """It has their outputs and gradients, bitwise, and saves nothing but its inputs."""
+    made = inputs_of_inputs((1, 50), 24, key_heads=2, heads=4, key_dim=16)
+    made = {k: x.to(*float32_place) if hasattr(x, "to") else x for k, x in made.items()}
+    ends = torch.tensor([0, 9, 50], device=float32_place.device)
+    tensors = {k: x.requires_grad_() for k, x in made.items() if hasattr(x, "to")}
+
+    def both(**given):
+        return gated_delta(*gated_delta_inputs(**given, cu_seqlens=ends), ends)
+
+    expected = outputs_and_gradients(lambda **x: both(**{**made, **x}), tensors)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = outputs_and_gradients(
+            lambda **x: gated_delta_layer(**{**made, **x}, cu_seqlens=ends), tensors
+        )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert sum(x.numel() for x in saved) <= sum(x.numel() for x in tensors.values()) + 3
 
 
 def test_refusals() -> None:

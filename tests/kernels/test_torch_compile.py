@@ -34,6 +34,8 @@ ELSEWHERE |= {
     "geglu",
     "gated_delta",
     "gated_delta_inputs",
+    "output_gate",
+    "gate_linear",
 }
 SHORT = set(FIRST) - ELSEWHERE
 

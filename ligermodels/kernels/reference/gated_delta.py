@@ -155,21 +155,17 @@ def gated_delta_backward(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     scale: float,
-    out: Tensor,
     grad_out: Tensor,
     grad_final: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, g and beta, and of an initial state.
-
-    Args: out: what forward returned.
-    """
+    """Return the gradients of q, k, v, g and beta, and of an initial state."""
     if len(cu_seqlens) == 1:
         return *(torch.empty_like(x) for x in (q, k, v, g, beta)), initial_state
     slots = _slots(cu_seqlens, len(v))
     chunks = _chunks(slots, q, k, v, g, beta, scale)
     states, changes, ends = _walk(slots, chunks, initial_state)
     q_, k_, v_, beta_, total, rest, whole, decay, keys, scores, inverse = chunks
-    grad, out_ = (slots.gather(x, v.shape[1], v_.dtype) for x in (grad_out, out))
+    grad = slots.gather(grad_out, v.shape[1], v_.dtype)
 
     later = torch.zeros_like(states[0])
     finals, is_last = slots.of_documents(grad_final, later), slots.are(slots.last)
@@ -186,19 +182,23 @@ def gated_delta_backward(
 
     grad_scores = (grad @ changes.mT).tril() * decay
     grad_keys = -beta_ * (u @ changes.mT).tril(-1) * decay
-    grad_q = (total * (grad @ states.mT) + grad_scores @ k_) * scale
+    read = total * (grad @ states.mT)
+    grad_q = (read + grad_scores @ k_) * scale
     grad_k = rest * (changes @ after.mT) - beta_ * total * (u @ states.mT)
     grad_k = grad_k + grad_scores.mT @ q_ + (grad_keys + grad_keys.mT) @ k_
-    grad_v = beta_ * u
-    # T (v - exp(G) k S) without a product with beta
+    # E = T (v - exp(G) k S) without a product with beta
     error = v_ - total * (k_ @ states) - keys @ changes
-    # exp(G) scales what a query reads, and 1 / exp(G) what a key is written with.
-    grad_g = (grad * out_ - grad_v * v_).sum(-1).flip(-1).cumsum(-1).flip(-1)
+    # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What a token reads
+    # of its own cancels out, so it is left out of each of these sums.
+    grad_total = (read * q_).sum(-1) + (grad_scores.tril(-1) * (q_ @ k_.mT)).sum(-1)
+    own = scores.diagonal(dim1=-2, dim2=-1)[..., None]
+    grad_total = grad_total - beta_[..., 0] * (u * (v_ - error) + error * (u - own * grad)).sum(-1)
+    grad_total[..., -1] += (ends * after).sum((-1, -2))
     return (
         slots.scatter(grad_q, q),
         slots.scatter(grad_k, k),
-        slots.scatter(grad_v, v),
-        slots.scatter(grad_g + (ends * after).sum((-1, -2))[..., None], g),
+        slots.scatter(beta_ * u, v),
+        slots.scatter(grad_total.flip(-1).cumsum(-1).flip(-1), g),
         slots.scatter((u * error).sum(-1), beta),
         torch.stack(grad_starts[::-1])[slots.first],
     )

@@ -1,13 +1,14 @@
 """The gated delta rule: matrices of each chunk, two walks over the documents, and the gradients.
 
 The reference explains the slots. Here, keys = tril(k k^T D, -1), T = (I + keys beta)^-1 without its
-diagonal, P is strictly lower too (its diagonal is with the gates), E = (I + T) (v - exp(G) k S),
-and T' = (I + beta keys)^-1 without its diagonal. A token writes beta E into the state, u is the
-gradient of this and beta u that of v. The walk of backward starts at the last chunk.
+diagonal, E = (I + T) (v - exp(G) k S), and T' = (I + beta keys)^-1 without its diagonal. A token
+writes beta E into the state, u is the gradient of this and beta u that of v. The walk of backward
+starts at the last chunk.
 
-States and sums are in float32, and rounded where a product reads them. No product reads a
-transposed result of another, because Triton before 3.7.1 may compile that wrong for Hopper: the
-transposed product is computed instead.
+States and sums are in float32, and most products round them to the dtype of q. What a token gets
+from those of its own chunk decides how exact the results are: P, E, u and their products are not
+rounded. No product reads a transposed result of another, because Triton before 3.7.1 may compile
+that wrong for Hopper: the transposed product is computed instead.
 """
 
 import torch
@@ -15,24 +16,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, has_large_shared_memory, launch
+from ligermodels.kernels.launch import (
+    Launch,
+    Launches,
+    cdiv,
+    has_large_shared_memory,
+    keywords,
+    launch,
+)
 
-# `block` is the columns of the values that a program handles at once.
-# `rows` is the tokens of a chunk, by the bytes of an element.
+# `block` is the columns of the values that a program handles at once, `rows` the tokens of a chunk.
+# The first config of each is for heads of 128 in 16 bits, the second one for others in 16 bits. The
+# assembler that Triton 3.6 and 3.7 use for Hopper (ptxas 12.8) compiles some kernels with many
+# warp-group products (wgmma) to illegal reads of shared memory or to wrong results, which depends
+# on everything that changes a register. So each config of four warps has been compared with float64
+# on an H100, numbers of heads are no constants, and the second configs have two warps, with which
+# Triton uses no such products. Products of float32 use none either.
 CHUNKS = Launches(
-    nvidia=((2, Launch(1, 4, rows=64)), (None, Launch(1, 8, rows=32))),
+    nvidia=(
+        (0, Launch(1, 4, rows=64)),
+        (2, Launch(1, 2, rows=32)),
+        (None, Launch(1, 8, rows=32)),
+    ),
     amd=((None, Launch(1, 4, rows=32)),),
 )
-# For 16 bits on GPUs with much shared memory, and for all others. On an H100 with Triton 3.6, one
-# stage of blocks of 32 columns in bfloat16 ended in an illegal memory access.
-FORWARD = Launches(nvidia=((None, Launch(32, 4, 2)),), amd=((None, Launch(32, 4, 1)),))
-FORWARD_SMALL = Launches(nvidia=((None, Launch(16, 4, 1)),), amd=((None, Launch(16, 4, 1)),))
-BACKWARD = Launches(nvidia=((None, Launch(32, 4, 2)),), amd=((None, Launch(32, 4, 1)),))
-BACKWARD_SMALL = Launches(nvidia=((None, Launch(16, 4, 1)),), amd=((None, Launch(16, 4, 1)),))
-# By the bytes of an element.
-GRADIENTS = Launches(
-    nvidia=((2, Launch(64, 4, 1)), (None, Launch(16, 8, 1))), amd=((None, Launch(16, 4, 1)),)
+FORWARD = Launches(
+    nvidia=((0, Launch(32, 4, 3)), (2, Launch(32, 2, 1)), (None, Launch(16, 4, 1))),
+    amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
 )
+BACKWARD = Launches(
+    nvidia=((0, Launch(32, 4, 3)), (2, Launch(16, 2, 1)), (None, Launch(16, 4, 1))),
+    amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
+)
+GRADIENTS = Launches(
+    nvidia=((0, Launch(32, 4, 1)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
+    amd=((None, Launch(16, 4, 1)),),
+)
+TUNED_DIM = 128
+INTEGERS = ["documents", "heads", "group"]  # one compiled kernel serves all
 MAX_KEY_DIM = 128
 
 
@@ -52,30 +73,66 @@ def _find_slot(cu_seqlens_ptr, slot, documents, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(ptr, first, token, stride, column, inside, COLUMNS: tl.constexpr):
-    at = (first + token).to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(ptr + at, mask=inside[:, None] & (column < COLUMNS)[None, :], other=0.0)
+def _load_rows(ptr, first, head, end, column, heads, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Load the columns of a head (tokens, heads, COLUMNS) of a slot's tokens, or zeros."""
+    token = first + tl.arange(0, CHUNK)
+    at = (token.to(tl.int64) * heads + head)[:, None] * COLUMNS + column[None, :]
+    mask = (token < end)[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(ptr + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_state(ptr, column, value, KEYS: tl.constexpr, VALUES: tl.constexpr):
-    mask = (column < KEYS)[:, None] & (value < VALUES)[None, :]
-    return tl.load(ptr + column[:, None] * VALUES + value[None, :], mask=mask, other=0.0)
+def _store_rows(
+    ptr, x, first, head, end, column, heads, COLUMNS: tl.constexpr, CHUNK: tl.constexpr
+):
+    token = first + tl.arange(0, CHUNK)
+    at = (token.to(tl.int64) * heads + head)[:, None] * COLUMNS + column[None, :]
+    mask = (token < end)[:, None] & (column < COLUMNS)[None, :]
+    tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _state_at(index, column, value, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Return where the state of an index is, and which of its elements there are."""
+    at = index * (KEYS * VALUES) + column[:, None] * VALUES + value[None, :]
+    return at, (column < KEYS)[:, None] & (value < VALUES)[None, :]
 
 
 @triton.jit
 def _load_gates(gates_ptr, index, CHUNK: tl.constexpr):
-    """Return G and beta of a slot's tokens, G of the last one, and the diagonal of P."""
-    at = gates_ptr + index * 3 * CHUNK
-    token = tl.arange(0, CHUNK)
-    total, beta = tl.load(at + token), tl.load(at + CHUNK + token)
-    return total, beta, tl.load(at + CHUNK - 1), tl.load(at + 2 * CHUNK + token)
+    """Return G and beta of a slot's tokens, and G of the last one."""
+    at = gates_ptr + index * 2 * CHUNK + tl.arange(0, CHUNK)
+    return tl.load(at), tl.load(at + CHUNK), tl.load(gates_ptr + index * 2 * CHUNK + CHUNK - 1)
 
 
 @triton.jit
 def _load_square(ptr, index, CHUNK: tl.constexpr):
     token = tl.arange(0, CHUNK)
     return tl.load(ptr + index * CHUNK * CHUNK + token[:, None] * CHUNK + token[None, :])
+
+
+@triton.jit
+def _dot(a, b, c):
+    """Return c + a b. If only one of them is in float32, it is in two parts of the other dtype."""
+    if a.dtype == b.dtype:
+        c = tl.dot(a, b, c, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        high = a.to(b.dtype)
+        c = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, c, input_precision="ieee")
+        c = tl.dot(high, b, c, input_precision="ieee")
+    else:
+        high = b.to(a.dtype)
+        c = tl.dot(a, (b - high.to(tl.float32)).to(a.dtype), c, input_precision="ieee")
+        c = tl.dot(a, high, c, input_precision="ieee")
+    return c
+
+
+@triton.jit
+def _rounded(x, PRECISION: tl.constexpr):
+    """Round float32 to the nearest TF32, because the products of Hopper cut its digits off."""
+    if PRECISION == "tf32":
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -107,14 +164,10 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     return t
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def gated_delta_chunk_kernel(
     q_ptr,
-    q_token,
-    q_head,
     k_ptr,
-    k_token,
-    k_head,
     g_ptr,
     beta_ptr,
     cu_seqlens_ptr,
@@ -123,60 +176,55 @@ def gated_delta_chunk_kernel(
     scores_ptr,
     turned_ptr,
     documents,
-    heads,
     scale,
-    GROUP: tl.constexpr,
+    heads,
+    group,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Each program writes the gates, T and P of one slot and head; with turned_ptr, also T'."""
+    """Each program writes the gates, T and P of one slot and head; with turned_ptr T' and P^T."""
     index = tl.program_id(0).to(tl.int64)
     slot, head = (index // heads).to(tl.int32), index % heads
     _, first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
     if first < end:
-        scale = tl.cast(scale, tl.float32)
-        token = tl.arange(0, CHUNK)
-        row, column = first + token, tl.arange(0, WIDTH)
-        inside = row < end
-        at = row.to(tl.int64) * heads + head
-        total = tl.cumsum(tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32), 0)
-        beta = tl.load(beta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(gates_ptr + index * 3 * CHUNK + token, total)
-        tl.store(gates_ptr + index * 3 * CHUNK + CHUNK + token, beta)
-        k_ptr += head // GROUP * k_head
-        q_ptr += head // GROUP * q_head
-        k = _load_rows(k_ptr, first, token, k_token, column, inside, KEYS)
-        q = _load_rows(q_ptr, first, token, q_token, column, inside, KEYS)
+        token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
+        at = (first + token).to(tl.int64) * heads + head
+        g = tl.load(g_ptr + at, mask=first + token < end, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + at, mask=first + token < end, other=0.0).to(tl.float32)
+        total = tl.cumsum(g, 0)
+        tl.store(gates_ptr + index * 2 * CHUNK + token, total)
+        tl.store(gates_ptr + index * 2 * CHUNK + CHUNK + token, beta)
+        key_head = head // group
+        k = _load_rows(k_ptr, first, key_head, end, column, heads // group, KEYS, CHUNK)
+        q = _load_rows(q_ptr, first, key_head, end, column, heads // group, KEYS, CHUNK)
+        row, other = token[:, None], token[None, :]
         exponent = total[:, None] - total[None, :]
-        before = token[:, None] > token[None, :]
-        decay = tl.exp(tl.where(before, exponent, -float("inf")))
-        square = index * CHUNK * CHUNK + token[:, None] * CHUNK + token[None, :]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        own = tl.sum(tl.where(token[:, None] == token[None, :], scores, 0.0), 1)
-        tl.store(gates_ptr + index * 3 * CHUNK + 2 * CHUNK + token, own)
-        tl.store(scores_ptr + square, (scores * decay).to(scores_ptr.dtype.element_ty))
-        keys = tl.dot(k, tl.trans(k), input_precision="ieee") * decay
+        decay = tl.exp(tl.where(row >= other, exponent, -float("inf")))
+        square = index * CHUNK * CHUNK + row * CHUNK + other
+        keys = tl.where(row > other, tl.dot(k, tl.trans(k), input_precision="ieee") * decay, 0.0)
         inverse = _inverse(keys * beta[None, :], CHUNK, PRECISION)
-        below = tl.where(before, inverse, 0.0)
+        below = tl.where(row > other, inverse, 0.0)
         tl.store(inverse_ptr + square, below.to(inverse_ptr.dtype.element_ty))
         if turned_ptr is not None:
             turned = tl.dot(inverse, keys, input_precision=PRECISION) * -beta[:, None]
             tl.store(turned_ptr + square, turned.to(turned_ptr.dtype.element_ty))
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+            decay = tl.exp(tl.where(row <= other, -exponent, -float("inf")))
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores *= decay * tl.cast(scale, tl.float32)
+        if turned_ptr is None:
+            scores = _rounded(scores, PRECISION)
+        tl.store(scores_ptr + square, scores)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def gated_delta_forward_kernel(
     q_ptr,
-    q_token,
-    q_head,
     k_ptr,
-    k_token,
-    k_head,
     v_ptr,
-    v_token,
-    v_head,
     gates_ptr,
     inverse_ptr,
     scores_ptr,
@@ -187,81 +235,66 @@ def gated_delta_forward_kernel(
     states_ptr,
     changes_ptr,
     scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    heads,
+    group,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Each program walks over one document, for some columns of the values of one head.
 
     It writes the final state, and the outputs or, for backward, the states and E.
     """
     splits: tl.constexpr = (VALUES + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    pair = (program // splits).to(tl.int64)
-    document, head = pair // HEADS, pair % HEADS
-    token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
-    value = program % splits * BLOCK + tl.arange(0, BLOCK)
-    state_at = column[:, None] * VALUES + value[None, :]
-    value_at = token[:, None] * (HEADS * VALUES) + value[None, :]
-    state_mask = (column < KEYS)[:, None] & (value < VALUES)[None, :]
+    key_heads = heads // group
+    pair = (tl.program_id(0) // splits).to(tl.int64)
+    document, head = pair // heads, pair % heads
+    column = tl.arange(0, WIDTH)
+    value = tl.program_id(0) % splits * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
     scale = tl.cast(scale, tl.float32)
-    k_ptr += head // GROUP * k_head
-    q_ptr += head // GROUP * q_head
-    v_ptr += head * v_head
+    pair_at, inside = _state_at(pair, column, value, KEYS, VALUES)
     state = tl.zeros((WIDTH, BLOCK), tl.float32)
     if initial_ptr is not None:
-        initial_ptr += pair * KEYS * VALUES
-        state = tl.load(initial_ptr + state_at, mask=state_mask, other=0.0)
-    index = (begin // CHUNK + document) * HEADS + head
-    for i in range(tl.cdiv(end - begin, CHUNK)):
-        first = begin + i * CHUNK
-        inside = first + token < end
-        k = _load_rows(k_ptr, first, token, k_token, column, inside, KEYS)
-        v = _load_rows(v_ptr, first, token, v_token, value, inside, VALUES)
+        state = tl.load(initial_ptr + pair_at, mask=inside, other=0.0)
+    index = (begin // CHUNK + document) * heads + head
+    for first in range(begin, end, CHUNK):
+        k = _load_rows(k_ptr, first, head // group, end, column, key_heads, KEYS, CHUNK)
+        v = _load_rows(v_ptr, first, head, end, value, heads, VALUES, CHUNK)
         inverse = _load_square(inverse_ptr, index, CHUNK)
-        total, beta, last, own = _load_gates(gates_ptr, index, CHUNK)
-        dtype: tl.constexpr = k.dtype
-        rounded = state.to(dtype)
+        total, beta, last = _load_gates(gates_ptr, index, CHUNK)
+        rounded = state.to(k.dtype)
         grown = tl.exp(total)[:, None]
-        old = tl.dot(k, rounded, input_precision="ieee")
-        change = v.to(tl.float32) - grown * old
-        change = tl.dot(inverse, change.to(dtype), change, input_precision="ieee")
-        at = (first.to(tl.int64) * HEADS + head) * VALUES
-        mask = inside[:, None] & (value < VALUES)[None, :]
+        change = v.to(tl.float32) - grown * tl.dot(k, rounded, input_precision="ieee")
+        change = tl.dot(inverse, change.to(k.dtype), change, input_precision="ieee")
         if states_ptr is not None:
-            tl.store(states_ptr + index * KEYS * VALUES + state_at, rounded, mask=state_mask)
-            tl.store(changes_ptr + at + value_at, change.to(dtype), mask=mask)
+            at, _ = _state_at(index, column, value, KEYS, VALUES)
+            tl.store(states_ptr + at, rounded, mask=inside)
+            _store_rows(changes_ptr, change, first, head, end, value, heads, VALUES, CHUNK)
         change *= beta[:, None]
         if out_ptr is not None:
-            q = _load_rows(q_ptr, first, token, q_token, column, inside, KEYS)
+            q = _load_rows(q_ptr, first, head // group, end, column, key_heads, KEYS, CHUNK)
             scores = _load_square(scores_ptr, index, CHUNK)
-            out = tl.dot(q, rounded, input_precision="ieee")
-            out = out * (grown * scale) + own[:, None] * change
-            out = tl.dot(scores, change.to(dtype), out, input_precision="ieee")
-            tl.store(out_ptr + at + value_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+            out = tl.dot(q, rounded, input_precision="ieee") * (grown * scale)
+            out = tl.dot(scores, _rounded(change, PRECISION), out, input_precision=PRECISION)
+            _store_rows(out_ptr, out, first, head, end, value, heads, VALUES, CHUNK)
         change *= tl.exp(last - total)[:, None]
         state *= tl.exp(last)
-        state = tl.dot(tl.trans(k), change.to(dtype), state, input_precision="ieee")
-        index += HEADS
-    tl.store(final_ptr + pair * KEYS * VALUES + state_at, state, mask=state_mask)
+        state = tl.dot(tl.trans(k), change.to(k.dtype), state, input_precision="ieee")
+        index += heads
+    tl.store(final_ptr + pair_at, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def gated_delta_backward_kernel(
     q_ptr,
-    q_token,
-    q_head,
     k_ptr,
-    k_token,
-    k_head,
     grad_ptr,
     gates_ptr,
-    inverse_ptr,
+    turned_ptr,
     scores_ptr,
     cu_seqlens_ptr,
     grad_final_ptr,
@@ -269,8 +302,8 @@ def gated_delta_backward_kernel(
     after_ptr,
     u_ptr,
     scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    heads,
+    group,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -282,65 +315,50 @@ def gated_delta_backward_kernel(
     It writes the gradient of the state after each slot, and that of beta (v - exp(G) k S).
     """
     splits: tl.constexpr = (VALUES + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    pair = (program // splits).to(tl.int64)
-    document, head = pair // HEADS, pair % HEADS
-    token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
-    value = program % splits * BLOCK + tl.arange(0, BLOCK)
-    state_at = column[:, None] * VALUES + value[None, :]
-    value_at = token[:, None] * (HEADS * VALUES) + value[None, :]
-    state_mask = (column < KEYS)[:, None] & (value < VALUES)[None, :]
+    key_heads = heads // group
+    pair = (tl.program_id(0) // splits).to(tl.int64)
+    document, head = pair // heads, pair % heads
+    column = tl.arange(0, WIDTH)
+    value = tl.program_id(0) % splits * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(cu_seqlens_ptr + document), tl.load(cu_seqlens_ptr + document + 1)
     scale = tl.cast(scale, tl.float32)
-    k_ptr += head // GROUP * k_head
-    q_ptr += head // GROUP * q_head
+    pair_at, inside = _state_at(pair, column, value, KEYS, VALUES)
     later = tl.zeros((WIDTH, BLOCK), tl.float32)
     if grad_final_ptr is not None:
-        grad_final_ptr += pair * KEYS * VALUES
-        later = tl.load(grad_final_ptr + state_at, mask=state_mask, other=0.0)
+        later = tl.load(grad_final_ptr + pair_at, mask=inside, other=0.0)
     chunks = tl.cdiv(end - begin, CHUNK)
-    index = (begin // CHUNK + document + chunks - 1) * HEADS + head
+    index = (begin // CHUNK + document + chunks - 1) * heads + head
     for i in range(chunks):
         first = begin + (chunks - 1 - i) * CHUNK
-        inside = first + token < end
-        k = _load_rows(k_ptr, first, token, k_token, column, inside, KEYS)
-        q = _load_rows(q_ptr, first, token, q_token, column, inside, KEYS)
-        at = (first.to(tl.int64) * HEADS + head) * VALUES
-        mask = inside[:, None] & (value < VALUES)[None, :]
-        grad = tl.load(grad_ptr + at + value_at, mask=mask, other=0.0)
-        inverse = _load_square(inverse_ptr, index, CHUNK)
+        k = _load_rows(k_ptr, first, head // group, end, column, key_heads, KEYS, CHUNK)
+        q = _load_rows(q_ptr, first, head // group, end, column, key_heads, KEYS, CHUNK)
+        grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+        turned = _load_square(turned_ptr, index, CHUNK)
         scores = _load_square(scores_ptr, index, CHUNK)
-        total, beta, last, own = _load_gates(gates_ptr, index, CHUNK)
-        dtype: tl.constexpr = k.dtype
-        rounded = later.to(dtype)
-        tl.store(after_ptr + index * KEYS * VALUES + state_at, rounded, mask=state_mask)
+        total, beta, last = _load_gates(gates_ptr, index, CHUNK)
+        rounded = later.to(k.dtype)
+        at, _ = _state_at(index, column, value, KEYS, VALUES)
+        tl.store(after_ptr + at, rounded, mask=inside)
         grown = tl.exp(total)[:, None]
         change = tl.dot(k, rounded, input_precision="ieee") * tl.exp(last - total)[:, None]
-        change = tl.dot(tl.trans(scores), grad, change, input_precision="ieee")
-        change += own[:, None] * grad.to(tl.float32)
-        u = tl.dot(tl.trans(inverse), change.to(dtype), change, input_precision="ieee")
-        tl.store(u_ptr + at + value_at, u.to(dtype), mask=mask)
+        change = _dot(scores, grad, change)
+        u = tl.dot(tl.trans(turned), change.to(k.dtype), change, input_precision="ieee")
+        _store_rows(u_ptr, u, first, head, end, value, heads, VALUES, CHUNK)
         later *= tl.exp(last)
-        from_out = (grad.to(tl.float32) * (grown * scale)).to(dtype)
+        from_out = (grad.to(tl.float32) * (grown * scale)).to(k.dtype)
         later = tl.dot(tl.trans(q), from_out, later, input_precision="ieee")
-        from_old = (u * (-grown * beta[:, None])).to(dtype)
+        from_old = (u * (-grown * beta[:, None])).to(k.dtype)
         later = tl.dot(tl.trans(k), from_old, later, input_precision="ieee")
-        index -= HEADS
+        index -= heads
     if grad_initial_ptr is not None:
-        tl.store(grad_initial_ptr + pair * KEYS * VALUES + state_at, later, mask=state_mask)
+        tl.store(grad_initial_ptr + pair_at, later, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def gated_delta_gradients_kernel(
     q_ptr,
-    q_token,
-    q_head,
     k_ptr,
-    k_token,
-    k_head,
     v_ptr,
-    v_token,
-    v_head,
     grad_ptr,
     gates_ptr,
     cu_seqlens_ptr,
@@ -349,7 +367,6 @@ def gated_delta_gradients_kernel(
     final_ptr,
     after_ptr,
     u_ptr,
-    out_ptr,
     grad_q_ptr,
     grad_k_ptr,
     grad_v_ptr,
@@ -357,134 +374,115 @@ def gated_delta_gradients_kernel(
     grad_beta_ptr,
     documents,
     scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    heads,
+    group,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OF_KEYS: tl.constexpr,
 ):
-    """Each program handles a slot of one key head: its value heads, and blocks of their values."""
-    key_heads: tl.constexpr = HEADS // GROUP
+    """Each program handles a slot of one key head: its value heads, and blocks of their values.
+
+    One launch writes the gradients of keys, OF_KEYS, and another one all others.
+    """
+    key_heads = heads // group
     slot, key_head = tl.program_id(0) // key_heads, (tl.program_id(0) % key_heads).to(tl.int64)
     document, first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
     if first < end:
         scale = tl.cast(scale, tl.float32)
         token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
-        row = first + token
-        inside = row < end
-        q_ptr += key_head * q_head
-        k_ptr += key_head * k_head
-        q = _load_rows(q_ptr, first, token, q_token, column, inside, KEYS)
-        k = _load_rows(k_ptr, first, token, k_token, column, inside, KEYS)
+        row, other = token[:, None], token[None, :]
+        q = _load_rows(q_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
+        k = _load_rows(k_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
         dtype: tl.constexpr = k.dtype
-        before = token[:, None] > token[None, :]
-        upto = token[:, None] >= token[None, :]
-        values: tl.constexpr = HEADS * VALUES  # of a token
-        start_of_rows = first.to(tl.int64) * values
-
-        # What has no products. It comes first, because the products need all registers.
-        for member in range(GROUP):
-            head = key_head * GROUP + member
-            index = slot.to(tl.int64) * HEADS + head
-            at = start_of_rows + head * VALUES
-            state_at = index * KEYS * VALUES
-            # The state after the slot is the next one, or the last of the document.
-            next_at = states_ptr + state_at + HEADS * KEYS * VALUES
-            final_at = final_ptr + (document.to(tl.int64) * HEADS + head) * KEYS * VALUES
-            _, beta, _, _ = _load_gates(gates_ptr, index, CHUNK)
-            grad_beta = tl.zeros((CHUNK,), tl.float32)
-            grad_g = tl.zeros((CHUNK,), tl.float32)
-            at_end = 0.0
-            for start in range(0, VALUES, BLOCK):
+        none = tl.zeros((CHUNK, CHUNK), tl.float32)
+        sums = tl.zeros((CHUNK, WIDTH), tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        own = tl.sum(tl.where(row == other, scores, 0.0), 1) * scale
+        scores = tl.where(row > other, scores, 0.0)
+        for member in range(group):
+            head = key_head * group + member
+            index = slot.to(tl.int64) * heads + head
+            total, beta, last = _load_gates(gates_ptr, index, CHUNK)
+            exponent = total[:, None] - total[None, :]
+            decay = tl.exp(tl.where(row >= other, exponent, -float("inf"))) * beta[None, :]
+            grad_total, grad_beta, at_end = total * 0.0, total * 0.0, 0.0
+            for start in range(0, 0 if OF_KEYS else VALUES, BLOCK):
+                # This has a loop of its own, because the products need all registers.
                 value = start + tl.arange(0, BLOCK)
-                after = _load_state(after_ptr + state_at, column, value, KEYS, VALUES)
-                if first + CHUNK < end:
-                    state = _load_state(next_at, column, value, KEYS, VALUES).to(tl.float32)
-                else:
-                    state = _load_state(final_at, column, value, KEYS, VALUES)
-                at_end += tl.sum(tl.sum(state * after.to(tl.float32), 1), 0)
-                u = _load_rows(u_ptr + at, 0, token, values, value, inside, VALUES).to(tl.float32)
-                change = _load_rows(changes_ptr + at, 0, token, values, value, inside, VALUES)
-                grad_beta += tl.sum(u * change.to(tl.float32), 1)
+                grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                v = _load_rows(v_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What a
+                # token reads of its own cancels out, so it is left out of each of the sums.
+                read = u * (v.to(tl.float32) - change)
+                written = change * (u - own[:, None] * grad.to(tl.float32))
+                grad_total -= tl.sum(read + written, 1) * beta
+                grad_beta += tl.sum(u * change, 1)
                 u *= beta[:, None]
-                value_at = at + token[:, None] * values + value[None, :]
-                mask = inside[:, None] & (value < VALUES)[None, :]
-                tl.store(grad_v_ptr + value_at, u.to(grad_v_ptr.dtype.element_ty), mask=mask)
-                v = _load_rows(v_ptr + head * v_head, first, token, v_token, value, inside, VALUES)
-                grad_g -= tl.sum(u * v.to(tl.float32), 1)
-                grad = _load_rows(grad_ptr + at, 0, token, values, value, inside, VALUES)
-                out = _load_rows(out_ptr + at, 0, token, values, value, inside, VALUES)
-                grad_g += tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-            grad_g = tl.cumsum(grad_g, 0, reverse=True) + at_end
-            gate_at = (first.to(tl.int64) + token) * HEADS + head
-            tl.store(grad_g_ptr + gate_at, grad_g.to(grad_g_ptr.dtype.element_ty), mask=inside)
-            grad_beta = grad_beta.to(grad_beta_ptr.dtype.element_ty)
-            tl.store(grad_beta_ptr + gate_at, grad_beta, mask=inside)
-
-        key_at = ((first.to(tl.int64) + token)[:, None] * key_heads + key_head) * KEYS
-        key_at += column[None, :]
-        mask = inside[:, None] & (column < KEYS)[None, :]
-        total_of_group = tl.zeros((CHUNK, WIDTH), tl.float32)
-        for member in range(GROUP):
-            head = key_head * GROUP + member
-            index = slot.to(tl.int64) * HEADS + head
-            at = start_of_rows + head * VALUES
-            total, beta, _, _ = _load_gates(gates_ptr, index, CHUNK)
-            decay = tl.exp(tl.where(upto, total[:, None] - total[None, :], -float("inf")))
-            decay *= beta[None, :]
+                _store_rows(grad_v_ptr, u, first, head, end, value, heads, VALUES, CHUNK)
+                # The state after the slot is the next one, or the last of the document.
+                at, inside = _state_at(index, column, value, KEYS, VALUES)
+                after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                if first + CHUNK < end:
+                    at += heads * KEYS * VALUES
+                    state = tl.load(states_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                else:
+                    ended = document.to(tl.int64) * heads + head
+                    at, _ = _state_at(ended, column, value, KEYS, VALUES)
+                    state = tl.load(final_ptr + at, mask=inside, other=0.0)
+                at_end += tl.sum(tl.sum(state * after, 1), 0)
             for start in range(0, VALUES, BLOCK):
                 value = start + tl.arange(0, BLOCK)
-                grad = _load_rows(grad_ptr + at, 0, token, values, value, inside, VALUES)
-                change = _load_rows(changes_ptr + at, 0, token, values, value, inside, VALUES)
-                state_at = states_ptr + index * KEYS * VALUES
-                state = _load_state(state_at, column, value, KEYS, VALUES)
-                part = tl.dot(grad, tl.trans(state), input_precision="ieee")
-                total_of_group += part * tl.exp(total)[:, None]
-                pairs = tl.dot(grad, tl.trans(change), input_precision="ieee") * decay
-                total_of_group = tl.dot(pairs.to(dtype), k, total_of_group, input_precision="ieee")
-        grad_q = (total_of_group * scale).to(grad_q_ptr.dtype.element_ty)
-        tl.store(grad_q_ptr + key_at, grad_q, mask=mask)
-
-        total_of_group = tl.zeros((CHUNK, WIDTH), tl.float32)
-        for member in range(GROUP):
-            head = key_head * GROUP + member
-            index = slot.to(tl.int64) * HEADS + head
-            at = start_of_rows + head * VALUES
-            total, beta, last, _ = _load_gates(gates_ptr, index, CHUNK)
-            for start in range(0, VALUES, BLOCK):
-                value = start + tl.arange(0, BLOCK)
-                u = _load_rows(u_ptr + at, 0, token, values, value, inside, VALUES)
-                state_at = states_ptr + index * KEYS * VALUES
-                state = _load_state(state_at, column, value, KEYS, VALUES)
-                part = tl.dot(u, tl.trans(state), input_precision="ieee")
-                total_of_group -= part * (tl.exp(total) * beta)[:, None]
-                change = _load_rows(changes_ptr + at, 0, token, values, value, inside, VALUES)
-                state_at = after_ptr + index * KEYS * VALUES
-                state = _load_state(state_at, column, value, KEYS, VALUES)
-                part = tl.dot(change, tl.trans(state), input_precision="ieee")
-                total_of_group += part * (tl.exp(last - total) * beta)[:, None]
-                # Row i of these has the decay from token i to later ones.
-                grad = _load_rows(grad_ptr + at, 0, token, values, value, inside, VALUES)
-                ahead = tl.where(before, -float("inf"), total[None, :] - total[:, None])
-                ahead = tl.exp(ahead) * beta[:, None]
-                pairs = tl.dot(change, tl.trans(grad), input_precision="ieee") * (ahead * scale)
-                total_of_group = tl.dot(pairs.to(dtype), q, total_of_group, input_precision="ieee")
-                turned = tl.dot(change, tl.trans(u), input_precision="ieee") * ahead
-                turned = tl.where(upto, 0.0, turned) * beta[None, :]
-                pairs = tl.dot(u, tl.trans(change), input_precision="ieee") * beta[None, :]
-                decay = tl.exp(tl.where(before, total[:, None] - total[None, :], -float("inf")))
-                pairs = -pairs * decay * beta[:, None] - turned
-                total_of_group = tl.dot(pairs.to(dtype), k, total_of_group, input_precision="ieee")
-        grad_k = total_of_group.to(grad_k_ptr.dtype.element_ty)
-        tl.store(grad_k_ptr + key_at, grad_k, mask=mask)
+                grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                at, inside = _state_at(index, column, value, KEYS, VALUES)
+                state = tl.load(states_ptr + at, mask=inside, other=0.0)
+                if OF_KEYS:
+                    u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK).to(dtype)
+                    rounded = change.to(dtype)
+                    after = tl.load(after_ptr + at, mask=inside, other=0.0)
+                    part = tl.dot(u, tl.trans(state), input_precision="ieee")
+                    sums -= part * (tl.exp(total) * beta)[:, None]
+                    part = tl.dot(rounded, tl.trans(after), input_precision="ieee")
+                    sums += part * (tl.exp(last - total) * beta)[:, None]
+                    pairs = tl.dot(u, tl.trans(rounded), input_precision="ieee") * decay
+                    pairs = tl.where(row > other, pairs * -beta[:, None], 0.0)
+                    # Row i of this has the decay from token i to later ones.
+                    ahead = tl.exp(tl.where(row <= other, -exponent, -float("inf")))
+                    ahead *= beta[:, None]
+                    turned = tl.dot(rounded, tl.trans(u), input_precision="ieee") * ahead
+                    pairs += tl.where(row < other, turned * -beta[None, :], 0.0)
+                    sums = tl.dot(pairs.to(dtype), k, sums, input_precision="ieee")
+                    sums = _dot(_dot(change, tl.trans(grad), none) * ahead * scale, q, sums)
+                else:
+                    part = tl.dot(grad, tl.trans(state), input_precision="ieee")
+                    part *= (tl.exp(total) * scale)[:, None]
+                    sums += part
+                    grad_total += tl.sum(part * q.to(tl.float32), 1)
+                    pairs = _dot(grad, tl.trans(change), none) * decay * scale
+                    sums = _dot(pairs, k, sums)
+                    grad_total += tl.sum(pairs * scores, 1)
+            if not OF_KEYS:
+                grad_total += tl.where(token == CHUNK - 1, at_end, 0.0)
+                grad_g = tl.cumsum(grad_total, 0, reverse=True).to(grad_g_ptr.dtype.element_ty)
+                at, there = (first.to(tl.int64) + token) * heads + head, first + token < end
+                tl.store(grad_g_ptr + at, grad_g, mask=there)
+                grad_beta = grad_beta.to(grad_beta_ptr.dtype.element_ty)
+                tl.store(grad_beta_ptr + at, grad_beta, mask=there)
+        if OF_KEYS:
+            _store_rows(grad_k_ptr, sums, first, key_head, end, column, key_heads, KEYS, CHUNK)
+        else:
+            _store_rows(grad_q_ptr, sums, first, key_head, end, column, key_heads, KEYS, CHUNK)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """Return x (tokens, heads, columns) and its strides, with the columns of a head in order."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, x.stride(0), x.stride(1)
+def _key(k: Tensor, v: Tensor) -> int:
+    """Return the key of the launch configs: 0 for the sizes that they were compared at."""
+    tuned = k.shape[2] == v.shape[2] == TUNED_DIM and has_large_shared_memory(v.device)
+    return 0 if tuned and v.element_size() == 2 else v.element_size()
 
 
 def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
@@ -492,95 +490,93 @@ def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
         raise ValueError(
             f"gated_delta: keys have {k.shape[2]} columns; the Triton kernels take {MAX_KEY_DIM}"
         )
-    width, chunk = (
-        max(16, triton.next_power_of_2(k.shape[2])),
-        launch(CHUNKS, k.element_size()).rows,
-    )
-    return {"GROUP": v.shape[1] // k.shape[1], "KEYS": k.shape[2], "WIDTH": width, "CHUNK": chunk}
+    return {
+        "heads": v.shape[1],
+        "group": v.shape[1] // k.shape[1],
+        "KEYS": k.shape[2],
+        "WIDTH": max(16, triton.next_power_of_2(k.shape[2])),
+        "CHUNK": launch(CHUNKS, _key(k, v)).rows,
+    }
 
 
-def _setting(large: Launches, small: Launches, v: Tensor) -> tuple[Launch, int]:
-    """Return the launch config, and the columns of the values that a program handles at once."""
-    size = v.element_size()
-    is_large = size == 2 and (bool(torch.version.hip) or has_large_shared_memory(v.device))
-    setting = launch(large if is_large else small, size)
-    return setting, min(setting.block, max(16, triton.next_power_of_2(v.shape[2])))
+def _options(launches: Launches, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the launch config, with the columns of the values that a program handles at once."""
+    setting = launch(launches, _key(k, v))
+    block = min(setting.block, max(16, triton.next_power_of_2(v.shape[2])))
+    return {**keywords(setting), "VALUES": v.shape[2], "BLOCK": block}
+
+
+def _precision(v: Tensor) -> str:
+    """Return the precision of products of float32: AMD and float32 inputs have no rounding."""
+    return "tf32" if v.element_size() == 2 and not torch.version.hip else "ieee"
 
 
 def _chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
+    inputs: tuple[Tensor, ...],
     scale: float,
-    for_backward: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gates, T, P, and for backward T' of each slot: (slots, heads, ...)."""
-    heads, documents = v.shape[1], len(cu_seqlens) - 1
-    setting = launch(CHUNKS, q.element_size())
-    slots = len(v) // setting.rows + documents
-    gates = q.new_empty(slots, heads, 3, setting.rows, dtype=torch.float32)
-    inverse, scores = (q.new_empty(slots, heads, setting.rows, setting.rows) for _ in range(2))
+    sizes: dict[str, int],
+    setting: Launch,
+    for_backward: bool,
+) -> tuple[Tensor, ...]:
+    """Return the gates, T and P of each slot, (slots, heads, ...); for backward P^T, and T', too.
+
+    Args: inputs: q, k, g, beta and cu_seqlens.
+    """
+    q, cu_seqlens, heads, chunk = inputs[0], inputs[4], sizes["heads"], sizes["CHUNK"]
+    documents = len(cu_seqlens) - 1
+    slots = len(q) // chunk + documents
+    gates = q.new_empty(slots, heads, 2, chunk, dtype=torch.float32)
+    inverse = q.new_empty(slots, heads, chunk, chunk)
+    scores = torch.empty_like(inverse, dtype=torch.float32)
     turned = torch.empty_like(inverse) if for_backward else None
     gated_delta_chunk_kernel[(slots * heads,)](
-        *_rows(q),
-        *_rows(k),
-        g.contiguous(),
-        beta.contiguous(),
-        cu_seqlens,
+        *inputs,
         gates,
         inverse,
         scores,
         turned,
         documents,
-        heads,
         scale,
-        **_sizes(k, v),
-        # T is rounded to 16 bits; AMD and float32 have chunks of another length.
-        PRECISION="tf32" if setting.rows == 64 else "ieee",
+        **sizes,
+        PRECISION=_precision(q),
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
-    return gates, inverse, scores, turned
+    return (gates, inverse, scores) if turned is None else (gates, inverse, scores, turned)
 
 
 def _walk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunks: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    chunks: tuple[Tensor, ...],
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     scale: float,
+    sizes: dict[str, int],
     for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the outputs and the final states; or E, these, and the state before each slot."""
-    heads, documents = v.shape[1], len(cu_seqlens) - 1
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    size = heads, k.shape[2], v.shape[2]
-    states = k.new_empty(len(chunks[0]), *size) if for_backward else None
-    final = k.new_empty(documents, *size, dtype=torch.float32)
-    setting, block = _setting(FORWARD, FORWARD_SMALL, v)
-    gated_delta_forward_kernel[(documents * heads * cdiv(v.shape[2], block),)](
-        *_rows(q),
-        *_rows(k),
-        *_rows(v),
+    documents, heads, dv = len(cu_seqlens) - 1, *v.shape[1:]
+    out = torch.empty_like(v, dtype=torch.float32 if for_backward else v.dtype)
+    final = k.new_empty(documents, heads, k.shape[2], dv, dtype=torch.float32)
+    states = k.new_empty(len(chunks[0]), *final.shape[1:]) if for_backward else None
+    options = _options(FORWARD, k, v)
+    gated_delta_forward_kernel[(documents * heads * cdiv(dv, options["BLOCK"]),)](
+        q,
+        k,
+        v,
         *chunks[:3],
         cu_seqlens,
-        None if initial_state is None else initial_state.contiguous(),
+        initial_state,
         None if for_backward else out,
         final,
         states,
         out if for_backward else None,
         scale,
-        **_sizes(k, v),
-        HEADS=heads,
-        VALUES=v.shape[2],
-        BLOCK=block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        PRECISION=_precision(v),
+        **sizes,
+        **options,
     )
     return out, final, states
 
@@ -600,8 +596,11 @@ def gated_delta_forward(
         return torch.empty_like(v), v.new_empty(
             0, v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32
         )
-    chunks = _chunks(q, k, v, g, beta, cu_seqlens, scale)
-    return _walk(q, k, v, chunks, cu_seqlens, initial_state, scale, for_backward=False)[:2]
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    start = None if initial_state is None else initial_state.contiguous()
+    sizes = _sizes(k, v)
+    chunks = _chunks((q, k, g, beta, cu_seqlens), scale, sizes, launch(CHUNKS, _key(k, v)), False)
+    return _walk(q, k, v, chunks, cu_seqlens, start, scale, sizes, False)[:2]
 
 
 def gated_delta_backward(
@@ -613,25 +612,25 @@ def gated_delta_backward(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     scale: float,
-    out: Tensor,
     grad_out: Tensor,
     grad_final: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Launch the kernels for `reference.gated_delta_backward`."""
     if len(cu_seqlens) == 1:
         return *(torch.empty_like(x) for x in (q, k, v, g, beta)), initial_state
-    heads, documents = v.shape[1], len(cu_seqlens) - 1
-    chunks = _chunks(q, k, v, g, beta, cu_seqlens, scale, for_backward=True)
+    q, k, v, g, beta, grad_out = (x.contiguous() for x in (q, k, v, g, beta, grad_out))
+    start = None if initial_state is None else initial_state.contiguous()
+    documents, sizes = len(cu_seqlens) - 1, _sizes(k, v)
+    chunks = _chunks((q, k, g, beta, cu_seqlens), scale, sizes, launch(CHUNKS, _key(k, v)), True)
     gates, _, scores, turned = chunks
-    changes, final, states = _walk(q, k, v, chunks, cu_seqlens, initial_state, scale, True)
+    changes, final, states = _walk(q, k, v, chunks, cu_seqlens, start, scale, sizes, True)
     assert states is not None
-    out, grad_out = out.contiguous(), grad_out.contiguous()
     after, u = torch.empty_like(states), torch.empty_like(changes)
-    grad_initial = None if initial_state is None else torch.empty_like(final)
-    setting, block = _setting(BACKWARD, BACKWARD_SMALL, v)
-    gated_delta_backward_kernel[(documents * heads * cdiv(v.shape[2], block),)](
-        *_rows(q),
-        *_rows(k),
+    grad_initial = None if start is None else torch.empty_like(final)
+    options = _options(BACKWARD, k, v)
+    gated_delta_backward_kernel[(documents * v.shape[1] * cdiv(v.shape[2], options["BLOCK"]),)](
+        q,
+        k,
         grad_out,
         gates,
         turned,
@@ -642,36 +641,28 @@ def gated_delta_backward(
         after,
         u,
         scale,
-        **_sizes(k, v),
-        HEADS=heads,
-        VALUES=v.shape[2],
-        BLOCK=block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
+        **sizes,
+        **options,
     )
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta))
-    setting, block = _setting(GRADIENTS, GRADIENTS, v)
-    gated_delta_gradients_kernel[(len(states) * k.shape[1],)](
-        *_rows(q),
-        *_rows(k),
-        *_rows(v),
-        grad_out,
-        gates,
-        cu_seqlens,
-        states,
-        changes,
-        final,
-        after,
-        u,
-        out,
-        *grads,
-        documents,
-        scale,
-        **_sizes(k, v),
-        HEADS=heads,
-        VALUES=v.shape[2],
-        BLOCK=block,
-        num_warps=setting.num_warps,
-        num_stages=setting.num_stages,
-    )
+    grads = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
+    for of_keys in (False, True):
+        gated_delta_gradients_kernel[(len(states) * k.shape[1],)](
+            q,
+            k,
+            v,
+            grad_out,
+            gates,
+            cu_seqlens,
+            states,
+            changes,
+            final,
+            after,
+            u,
+            *grads,
+            documents,
+            scale,
+            OF_KEYS=of_keys,
+            **sizes,
+            **_options(GRADIENTS, k, v),
+        )
     return *grads, grad_initial

@@ -1,0 +1,50 @@
+"""Plain PyTorch: the gated delta rule of a layer, token by token, with its convolution and norm."""
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import cast
+from ligermodels.kernels.reference.gated_delta_inputs import gated_delta_inputs_forward
+from ligermodels.kernels.reference.output_gate import output_gate_forward
+
+
+def gated_delta_decode_forward(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    rows: Tensor,
+    memory: Tensor,
+    key_heads: int,
+    key_dim: int,
+    eps: float,
+) -> Tensor:
+    """Return (batch, seq, heads * dv), and write the state after the tokens into rows and memory.
+
+    The arguments are those of `kernels.gated_delta_decode`.
+    """
+    batch, seq = qkv.shape[:2]
+    past, heads = rows.shape[1], len(a_log)
+    joined = torch.cat((rows, qkv), 1)
+    rows.copy_(joined[:, seq:])
+    b, a = (torch.cat((x.new_zeros(batch, past, heads), x), 1).flatten(0, 1) for x in (b, a))
+    starts = torch.arange(batch + 1, device=qkv.device) * (past + seq)
+    made = gated_delta_inputs_forward(
+        joined.flatten(0, 1), b, a, weight, a_log, dt_bias, starts, key_heads, key_dim
+    )
+    wide = (cast(x, memory.dtype).unflatten(0, (batch, -1))[:, past:] for x in made)
+    q, k, v, g, beta = wide
+    q, k = (x.repeat_interleave(heads // key_heads, 2) for x in (q, k))
+    outs = []
+    for i in range(seq):
+        memory.mul_(g[:, i].exp()[..., None, None])
+        old = (k[:, i, :, None] @ memory)[..., 0, :]
+        change = beta[:, i, :, None] * (v[:, i] - old)
+        memory.add_(k[:, i, :, :, None] * change[..., None, :])
+        outs.append((q[:, i, :, None] @ memory)[..., 0, :] * key_dim**-0.5)
+    out = cast(torch.stack(outs, 1), qkv.dtype)
+    return output_gate_forward(out, z.view_as(out), norm_weight, "silu", eps).flatten(2)

@@ -1,0 +1,59 @@
+"""The gated delta rule at the sizes that its launch configs were chosen for, beside float64.
+
+ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper, compiles some kernels of this kind wrong, so
+each variant that a model reaches is compared: documents, states, and numbers of heads.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.kernels import gated_delta
+from ligermodels.kernels.reference import gated_delta as reference
+
+pytestmark = pytest.mark.gpu
+NAMES = ("output", "state", "q", "k", "v", "g", "beta", "initial state")
+# Of the error that the rounding of a result to 16 bits has. g, beta and states are in float32, but
+# they depend on states in 16 bits.
+MOST = {"output": 1.2, "q": 1.2, "k": 1.3, "v": 1.2}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["from zero", "with states"])
+@pytest.mark.parametrize("heads", [(1, 2), (16, 32), (4, 4)])
+@pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (65,), (700, 0, 1, 64, 130)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_128(dtype, lengths, heads, given) -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device="cuda")
+
+    tokens, (key_heads, count) = sum(lengths), heads
+    ends = torch.tensor([0, *accumulate(lengths)], device="cuda", dtype=torch.int32)
+    q, k = (F.normalize(random(1, tokens, key_heads, 128), dim=-1) for _ in "qk")
+    rows = [x.to(dtype) for x in (q, k, random(1, tokens, count, 128))]
+    g = -2 * F.softplus(random(1, tokens, count) - 3)
+    leaves = [*rows, g, random(1, tokens, count).sigmoid()]
+    states = random(len(lengths), count, 128, 128) / 3
+    leaves = [x.requires_grad_() for x in (*leaves, *([states] if given else []))]
+    grads = random(1, tokens, count, 128).to(dtype), random(*states.shape) / 3
+    out, state = gated_delta(*leaves[:5], ends, *leaves[5:])
+    outputs = (out, state) if given else (out,)
+    found = [out, state, *torch.autograd.grad(outputs, leaves, grads[: len(outputs)])]
+
+    wide = [x.detach().double() for x in leaves]
+    inputs = *(x.flatten(0, 1) for x in wide[:5]), ends, wide[5] if given else None, 128**-0.5
+    exact = list(reference.gated_delta_forward(*inputs))
+    upstream = grads[0].double().flatten(0, 1), grads[1].double() if given else None
+    exact += reference.gated_delta_backward(*inputs, *upstream)[: len(leaves)]
+    for name, ours, theirs in zip(NAMES, found, exact):
+        theirs = theirs.view(ours.shape)
+        rounding = (theirs.to(dtype) - theirs).norm() if theirs.dtype else 0
+        error = (ours.double() - theirs).norm()
+        # A state that is given, and what comes out of one, has its own rounding.
+        most = MOST.get(name, 6.0) + (0.6 if given else 0.0)
+        assert error <= most * rounding + 1e-6, f"{name}: {error / rounding} of its rounding"
