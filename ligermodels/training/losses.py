@@ -41,6 +41,7 @@ class Loss(Options):
         packed: whether it learns from documents that are packed into rows. Others compare whole
             completions.
         splits_rows: whether several processes may compute parts of a row.
+        splits_experts: whether they may each have some of the experts.
         classifies: whether the model gives each text a number, and no tokens.
         trains: the option that says what is trained, if the loss has one.
         fixed: options of the formula that the loss does not leave to the user.
@@ -50,6 +51,7 @@ class Loss(Options):
     computed_by: ClassVar[str]
     packed: ClassVar[bool] = False
     splits_rows: ClassVar[bool] = False
+    splits_experts: ClassVar[bool] = False
     classifies: ClassVar[bool] = False
     trains: ClassVar[str | None] = None
     fixed: ClassVar[dict[str, Any]] = {}
@@ -74,11 +76,14 @@ class Loss(Options):
                 f"group_by_length: {self.name} packs documents into full rows, which have no "
                 "padding to save; leave it out"
             )
-        for name in ("context_parallel", "expert_parallel"):
-            if getattr(config.parallel, name) > 1 and not self.splits_rows:
+        for name, can, needs in (
+            ("context_parallel", self.splits_rows, "rows"),
+            ("expert_parallel", self.splits_experts, "models"),
+        ):
+            if getattr(config.parallel, name) > 1 and not can:
                 raise ConfigError(
                     f"{name}: this cannot be combined with the loss {self.name}, which needs whole "
-                    "rows and whole models; leave one out"
+                    f"{needs}; leave one out"
                 )
         if getattr(self, "reference", None) == "adapters-off":
             if config.adapter.lora_r is None:
@@ -112,7 +117,7 @@ class SFT(Loss, name="sft"):
 
     computed_by = "objectives:Objective"
     packed = True
-    splits_rows = True
+    splits_rows = splits_experts = True
 
     loss_type: str = option("nll", choices=("nll", "dft", "focal"))
     label_smoothing: float = option(0.0, at_least=0, less_than=1)
@@ -143,6 +148,7 @@ class DPO(Loss, name="dpo"):
     """
 
     computed_by = "preferences:DPOObjective"
+    splits_experts = True
 
     loss_type: str = option("sigmoid", choices=DPO_TYPES)
     beta: float = option(0.1, more_than=0)
@@ -171,6 +177,7 @@ class KTO(Loss, name="kto"):
     """
 
     computed_by = "kto:KTOObjective"
+    splits_experts = True
 
     loss_type: str = option("kto", choices=("kto", "apo_zero_unpaired"))
     beta: float = option(0.1, more_than=0)
@@ -188,6 +195,7 @@ class ORPO(Loss, name="orpo"):
     """
 
     computed_by = "preferences:ORPOObjective"
+    splits_experts = True
 
     beta: float = option(0.1, at_least=0)
 
@@ -203,6 +211,7 @@ class CPO(Loss, name="cpo"):
     """
 
     computed_by = "preferences:CPOObjective"
+    splits_experts = True
 
     loss_type: str = option("sigmoid", choices=("sigmoid", "hinge", "ipo"))
     beta: float = option(0.1, more_than=0)
@@ -220,6 +229,7 @@ class SimPO(Loss, name="simpo"):
     """
 
     computed_by = "preferences:CPOObjective"
+    splits_experts = True
     fixed = {"loss_type": "simpo", "cpo_alpha": 0.0}  # noqa: RUF012 (of the class, not of a run)
 
     beta: float = option(0.1, more_than=0)

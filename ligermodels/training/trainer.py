@@ -286,6 +286,7 @@ class Trainer:
         """
         assert self.eval_rows is not None
         self.model.eval()
+        self.objective.expert_counts = None  # those of the last step
         torch.manual_seed(self.config.schedule.seed)  # an objective may sample
         number = min(len(self.eval_rows), self.config.data.max_eval_rows or len(self.eval_rows))
         size = self.objective.batch_size

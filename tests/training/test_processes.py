@@ -60,6 +60,7 @@ HEADS = {
 }
 LORA = {"lora_r": 2, "load_in": "4bit", "learning_rate": 1e-2}
 REWARDS = f"{__name__}:rewards"
+BALANCE = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 
 
 def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
@@ -157,6 +158,8 @@ def test_two_processes_of_other_losses(tmp_path: Path, subtests: pytest.Subtests
     finetune(
         pairs(tmp_path, "dpo even alone", "dpo", gradient_accumulation_steps=2), progress=False
     )
+    config = pairs_with_experts(tmp_path, "alone", gradient_accumulation_steps=2)
+    finetune(config, progress=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOObjective, "_sample", drawn)
         finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
@@ -169,7 +172,7 @@ def test_two_processes_of_other_losses(tmp_path: Path, subtests: pytest.Subtests
         config = with_heads(tmp_path, name, f"{name} alone", gradient_accumulation_steps=2)
         finetune(config, progress=False)
     check(run_ranks(__name__, 2, tmp_path, True), subtests)
-    for name in ("kto", "dpo even", "dpo copy", "grpo", "taught", *HEADS):
+    for name in ("kto", "dpo even", "dpo experts", "dpo copy", "grpo", "taught", *HEADS):
         with subtests.test(name):
             compare(tmp_path, name)
     back_to(tmp_path / "adapted again", 2)
@@ -291,14 +294,24 @@ def split_rows(number: int, folder: Path) -> dict[str, float]:
 
 def with_experts(folder: Path, name: str, count: int, **changes: Any) -> FinetuneConfig:
     """Return a run of a model with three experts, in so many micro-batches a step."""
+    config = options(folder, name, gradient_accumulation_steps=count, **BALANCE, **changes)
+    config.model.path = str(base_of_experts(folder))
+    return config
+
+
+def pairs_with_experts(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
+    """Return such a run with a loss of pairs."""
+    config = pairs(folder, f"dpo experts {name}", "dpo", **BALANCE, **changes)
+    config.model.path = str(base_of_experts(folder))
+    return config
+
+
+def base_of_experts(folder: Path) -> Path:
     base = folder / "base of experts"
     if not base.exists():
         sizes = {"num_experts": 3, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
         make_checkpoint(base, "qwen3_moe", **sizes)
-    changes |= {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
-    config = options(folder, name, gradient_accumulation_steps=count, **changes)
-    config.model.path = str(base)
-    return config
+    return base
 
 
 def split_experts(number: int, folder: Path) -> dict[str, float]:
@@ -331,6 +344,8 @@ def resumed_pairs(number: int, folder: Path, loss: str = "dpo") -> dict[str, flo
 
 def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
     """With two batches, the ranks also compute the reference's file."""
+    changes = {"expert_parallel": 2, "gradient_accumulation_steps": 1}
+    finetune(pairs_with_experts(folder.parent, "two", **changes), progress=False)
     even = pairs(folder.parent, "dpo even two", "dpo", gradient_accumulation_steps=1)
     return {
         "even steps": abs(finetune(even, progress=False).steps - 4),
