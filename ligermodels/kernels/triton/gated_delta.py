@@ -499,16 +499,16 @@ def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
+def _precision(chunk: int) -> str:
+    """Return the precision of float32 products: TF32 would round float32, and AMD may have none."""
+    return "tf32" if chunk == 64 else "ieee"
+
+
 def _options(launches: Launches, k: Tensor, v: Tensor) -> dict[str, int]:
     """Return the launch config, with the columns of the values that a program handles at once."""
     setting = launch(launches, _key(k, v))
     block = min(setting.block, max(16, triton.next_power_of_2(v.shape[2])))
     return {**keywords(setting), "VALUES": v.shape[2], "BLOCK": block}
-
-
-def _precision(v: Tensor) -> str:
-    """Return the precision of products of float32: AMD and float32 inputs have no rounding."""
-    return "tf32" if v.element_size() == 2 and not torch.version.hip else "ieee"
 
 
 def _chunks(
@@ -538,7 +538,7 @@ def _chunks(
         documents,
         scale,
         **sizes,
-        PRECISION=_precision(q),
+        PRECISION=_precision(chunk),
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
@@ -574,7 +574,7 @@ def _walk(
         states,
         out if for_backward else None,
         scale,
-        PRECISION=_precision(v),
+        PRECISION=_precision(sizes["CHUNK"]),
         **sizes,
         **options,
     )
