@@ -32,6 +32,10 @@ class Family:
         takes_head_dim: whether transformers' config has head_dim.
         norm_weight: the weight with which a norm does not scale its input.
         text_model: for a wrapper with other towers, the family of its text model.
+        composed: whether its layers are those of other families, put together in another way. The
+            default run takes fewer of its cases.
+        base: other fields of transformers' config from which every comparison starts.
+        features: name of a comparison of a composed family -> fields that it changes.
     """
 
     hf: tuple[str, str]
@@ -47,6 +51,25 @@ class Family:
     takes_head_dim: bool = True
     norm_weight: float = 1.0
     text_model: str | None = None
+    composed: bool = False
+    base: Json = field(default_factory=dict)
+    features: dict[str, Json] = field(default_factory=dict)
+
+
+_FACTORS = {
+    "embedding_multiplier": 7.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
+_OTHER_FACTORS = {
+    "embedding_multiplier": 0.5,
+    "residual_multiplier": 1.7,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 0.7,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_YARN |= {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
 
 
 FAMILIES = {
@@ -227,6 +250,135 @@ FAMILIES = {
             "router_aux_loss_coef": 0.001,
         },
     ),
+    "olmo2": Family(
+        hf=("Olmo2Config", "Olmo2ForCausalLM"),
+        vocabulary=100352,
+        biases={"attention_bias": True},
+        defaults={"num_key_value_heads": None},
+        takes_head_dim=False,
+        composed=True,
+    ),
+    "olmo3": Family(
+        hf=("Olmo3Config", "Olmo3ForCausalLM"),
+        vocabulary=100278,
+        sliding={},
+        biases={"attention_bias": True},
+        gpu={"sliding_window": 64},
+        rounded={"num_hidden_layers": 4},
+        defaults={"num_key_value_heads": None},
+        takes_head_dim=False,
+        composed=True,
+        base={"num_hidden_layers": 4},  # of which the last is full
+        features={
+            "layer_types": {
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+            "yarn of the full layers": {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "attention_factor": 1.2,
+                        "original_max_position_embeddings": 16,
+                        "rope_theta": 5e5,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                },
+            },
+        },
+    ),
+    "granite": Family(
+        hf=("GraniteConfig", "GraniteForCausalLM"),
+        vocabulary=49159,
+        own=_FACTORS,
+        biases={"attention_bias": True, "mlp_bias": True},
+        gpu=_FACTORS,
+        defaults={"num_key_value_heads": None},
+        takes_head_dim=False,
+        composed=True,
+        base=_FACTORS,
+        features={"other factors": _OTHER_FACTORS},
+    ),
+    "granitemoehybrid": Family(
+        hf=("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+        vocabulary=100352,
+        own={
+            **_FACTORS,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+        },
+        biases={"attention_bias": True},
+        gpu={
+            **_FACTORS,
+            "shared_intermediate_size": 1536,
+            "position_embedding_type": "rope",
+        },
+        takes_head_dim=False,
+        composed=True,
+        base={
+            **_FACTORS,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "mamba_n_heads": 4,
+        },
+        features={
+            "other factors": _OTHER_FACTORS,
+            "no positions": {"position_embedding_type": "nope"},
+        },
+    ),
+    "phi3": Family(
+        hf=("Phi3Config", "Phi3ForCausalLM"),
+        vocabulary=100352,
+        sliding={},
+        own={"partial_rotary_factor": 0.75},
+        gpu={"partial_rotary_factor": 0.75, "sliding_window": 64},
+        defaults={"num_key_value_heads": None},
+        takes_head_dim=False,
+        composed=True,
+        base={"partial_rotary_factor": 0.5},
+        features={"whole heads rotated": {"partial_rotary_factor": 1.0}},
+    ),
+    "smollm3": Family(
+        hf=("SmolLM3Config", "SmolLM3ForCausalLM"),
+        vocabulary=128256,
+        sliding={"use_sliding_window": True},
+        own={"no_rope_layer_interval": 2},
+        biases={"attention_bias": True, "mlp_bias": True},
+        gpu={"no_rope_layer_interval": 2},
+        takes_head_dim=False,
+        composed=True,
+        base={"no_rope_layer_interval": 2},
+        features={
+            "no_rope_layers": {"no_rope_layers": [0, 1]},
+            "windows with positions": {
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        },
+    ),
+    "ministral3": Family(
+        hf=("Ministral3Config", "Ministral3ForCausalLM"),
+        vocabulary=131072,
+        sliding={},
+        own={"rope_scaling": _YARN},
+        gpu={"rope_scaling": _YARN, "sliding_window": 64},
+        composed=True,
+        base={"rope_parameters": {**_YARN, "rope_theta": 1e4}},
+        features={
+            "factors of 1": {
+                "rope_parameters": {**_YARN, "rope_theta": 1e4, "llama_4_scaling_beta": 0.0}
+            },
+        },
+    ),
+    "mistral3": Family(
+        hf=("Mistral3Config", "Mistral3ForConditionalGeneration"),
+        vocabulary=131072,
+        composed=True,
+        text_model="ministral3",
+    ),
 }
 # The families that are not wrappers around another one.
 DECODERS = {name: family for name, family in FAMILIES.items() if family.text_model is None}
@@ -239,11 +391,14 @@ def windows(family: str, width: int) -> Json:
 
 
 def sampled(names: Iterable[str]) -> list[Any]:
-    """Return the parameters of a test that do without Mixtral by default.
+    """Return the parameters of a test that do without Mixtral and composed families by default.
 
-    Its attention is that of Mistral, and its experts are those of Qwen3-MoE.
+    Mixtral's attention is that of Mistral, and its experts are those of Qwen3-MoE.
     """
-    return [pytest.param(x, marks=pytest.mark.long) if x == "mixtral" else x for x in names]
+    return [
+        pytest.param(x, marks=pytest.mark.long) if x == "mixtral" or FAMILIES[x].composed else x
+        for x in names
+    ]
 
 
 # Each family's fields that Llama lacks, with windows of WINDOW tokens.

@@ -197,12 +197,12 @@ def is_excerpt(text: str, file: Path) -> bool:
 def test_the_example_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The excerpts occur in the files, and the block that uses the family runs."""
     *excerpts, use, entry = (b.text for b in markdown.runnable(FAMILY_PAGE, markdown.PYTHON))
-    file = ROOT / "examples" / "families" / "olmo2.py"
+    file = ROOT / "examples" / "families" / "glm4.py"
     assert [is_excerpt(each, file) for each in excerpts] == [True] * 5
     assert is_excerpt(entry, ROOT / "tests" / "families.py")
-    outside.family("olmo2")
+    outside.family("glm4")
     monkeypatch.chdir(tmp_path)
-    assert type(markdown.run_python(use)["model"]).__name__ == "LigerOlmo2"
+    assert type(markdown.run_python(use)["model"]).__name__ == "LigerGlm4"
 
 
 def anchors(page: Path) -> set[str]:

@@ -27,4 +27,6 @@ def random_model(family: str, **changes) -> DecoderModel:
     }
     cls = families()[family]
     settings |= windows(family, WINDOW) | FAMILIES[family].experts
+    if (cls.config_class.pad_token_id or 0) >= VOCAB:
+        settings["pad_token_id"] = None
     return cls(cls.config_class(**(settings | changes))).eval()

@@ -22,7 +22,7 @@ from ligermodels.models.config import ModelConfig
 # What a layer may have that this file cannot begin with -> the file to begin with.
 _ELSEWHERE = {
     r"experts\.|block_sparse_moe": "experts: ligermodels/models/qwen3_moe.py",
-    r"qkv_proj|query_key_value|c_attn|gate_up_proj": "packed tensors: examples/families/phi3.py",
+    r"qkv_proj|query_key_value|c_attn|gate_up_proj": "packed tensors: ligermodels/models/phi3.py",
     r"fc1|c_fc": "an MLP without a gate: examples/families/starcoder2.py",
 }
 # Other names of the norms' epsilon.

@@ -233,13 +233,14 @@ def _check(rope_type: str, scaling: Mapping[str, Any], raw: Mapping[str, Any], w
     def fault(name: str, what: str) -> ConfigError:
         return ConfigError(f"{where}{name}' {what}")
 
-    for name in (*ROPE_TYPES[rope_type], *_OPTIONAL_NUMBERS, *_OPTIONAL_OR_ZERO):
+    optional_or_zero = (*_OPTIONAL_OR_ZERO, "llama_4_scaling_beta")
+    for name in (*ROPE_TYPES[rope_type], *_OPTIONAL_NUMBERS, *optional_or_zero):
         value = scaling.get(name)
         if value is None:
             if name in ROPE_TYPES[rope_type]:
                 raise fault(name, f"is missing; rope type {rope_type!r} needs it")
         elif not _is_positive(value):
-            if not (is_number(value) and value == 0 and name in _OPTIONAL_OR_ZERO):
+            if not (is_number(value) and value == 0 and name in optional_or_zero):
                 raise fault(name, f"is {short_repr(value)}, expected a positive number")
     if not isinstance(scaling.get("truncate", True), bool):
         raise fault("truncate", f"is {short_repr(scaling['truncate'])}, expected true or false")

@@ -39,6 +39,7 @@ class AttentionContext:
         experts: (batch, seq, top_k), the experts of each token that `Experts` of this layer take
             as their second argument, or None if the router chooses.
         layer_input: (batch, seq, size), a further input of this layer, or None.
+        query_factors: (batch or 1, seq), float32, factors on the rotated queries, or None.
 
     It is a plain class, not separate tensors or a dataclass. FSDP2's mixed precision casts every
     floating point tensor that it finds in a module's arguments and in dataclasses, so it would
@@ -56,6 +57,7 @@ class AttentionContext:
         memory_mask: AttentionMask | None = None,
         experts: Tensor | None = None,
         layer_input: Tensor | None = None,
+        query_factors: Tensor | None = None,
     ) -> None:
         self.cos = cos
         self.sin = sin
@@ -70,6 +72,7 @@ class AttentionContext:
         self.memory_mask = memory_mask
         self.experts = experts
         self.layer_input = layer_input
+        self.query_factors = query_factors
         self._on_device: dict[torch.device, AttentionContext] = {}
 
     def to(
@@ -86,13 +89,14 @@ class AttentionContext:
         if device not in self._on_device:
             cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
             mask = self.mask.to(device, non_blocking)
-            memory, hides = self.memory, self.memory_mask
+            memory, hides, factors = self.memory, self.memory_mask, self.query_factors
             self._on_device[device] = AttentionContext(
                 *(cos, sin, mask, self.cache, self.shared),
                 memory=None if memory is None else memory.to(device, non_blocking=non_blocking),
                 memory_mask=None if hides is None else hides.to(device, non_blocking),
                 experts=None if self.experts is None else self.experts.to(device),
                 layer_input=None if self.layer_input is None else self.layer_input.to(device),
+                query_factors=None if factors is None else factors.to(device),
             )
         return self._on_device[device]
 
@@ -275,6 +279,8 @@ class Attention(Planned, CachedLayer, nn.Module):
         """
         q, k, v, gate, total = self._project(x, context)
         v = v if self.v_norm is None else self.v_norm(v)
+        if context.query_factors is not None:
+            q = q * context.query_factors.to(q.dtype)[..., None, None]
         if context.mask.shard is not None and self.kv_from is None:
             k, v = context.mask.shard.whole(k), context.mask.shard.whole(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

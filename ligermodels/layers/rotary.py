@@ -22,6 +22,7 @@ class RotaryEmbedding(nn.Module):
         theta: base of the frequencies theta^(-2i / head_dim).
         max_position_embeddings: the sequence length that the model was made for.
         scaling: HF's `rope_scaling` dict, which must contain "rope_type"; None means no scaling.
+            With "llama_4_scaling_beta", rotated queries have the factors of `query_factors`.
 
     The frequencies stay float32 in every dtype of the model, because they are computed again from
     the arguments whenever the module is moved or converted. They are a buffer that is not in the
@@ -92,6 +93,19 @@ class RotaryEmbedding(nn.Module):
             inv_freq = self._frequencies_at(positions.max() + 1 if length is None else length)
         angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def query_factors(self, positions: Tensor) -> Tensor | None:
+        """Return the factors on rotated queries at `positions`, or None if they have none.
+
+        Source: Llama 4 and Ministral 3, 1 + beta * ln(1 + floor(position / original length)).
+
+        Args: positions (batch or 1, seq), integer.
+        Returns: (batch or 1, seq), float32.
+        """
+        beta = self.scaling.get("llama_4_scaling_beta")
+        if not beta:
+            return None
+        return 1 + beta * torch.log(1 + (positions / self.original_length).floor())
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
         """Return the frequencies of "dynamic" or "longrope" for a sequence of this length."""

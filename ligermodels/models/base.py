@@ -563,10 +563,15 @@ class DecoderModel(HFModel, PlannedModel):
         contexts = {}
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for name in sorted(set(self.ropes)):
-            cos, sin = getattr(self, name)(position_ids, length)
+            rope = getattr(self, name)
+            cos, sin = rope(position_ids, length)
+            factors = rope.query_factors(position_ids)
             if shard is not None:
                 cos, sin = shard.split(cos), shard.split(sin)
-            contexts[name] = AttentionContext(cos, sin, mask, cache, shared, memory, keys)
+                factors = None if factors is None else shard.split(factors)
+            contexts[name] = AttentionContext(
+                cos, sin, mask, cache, shared, memory, keys, query_factors=factors
+            )
         return DecoderContext([contexts[name] for name in self.ropes], document_ids)
 
     def _step_context(self, seq: int, cache: KVCache, step: DecodeStep) -> DecoderContext:
@@ -579,8 +584,10 @@ class DecoderModel(HFModel, PlannedModel):
         length = (lengths if step.firsts is None else lengths.amax(0)).unsqueeze(-1)
         mask, contexts = AttentionMask(seq), {}
         for name in sorted(set(self.ropes)):
-            cos, sin = getattr(self, name)(positions, length)
-            contexts[name] = AttentionContext(cos, sin, mask, cache)
+            rope = getattr(self, name)
+            cos, sin = rope(positions, length)
+            factors = rope.query_factors(positions)
+            contexts[name] = AttentionContext(cos, sin, mask, cache, query_factors=factors)
         return DecoderContext([contexts[name] for name in self.ropes], None)
 
     def _memory_keys(

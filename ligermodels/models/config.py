@@ -71,6 +71,8 @@ class ModelConfig(hf_config.HFConfig):
     }
     # Numbers that must be positive, unless their field is None.
     positive: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "rope_theta")
+    # The values of layer_types that the family has layers of.
+    layer_type_names: ClassVar[tuple[str, ...]] = hf_rope.LAYER_TYPES
     # The fields of a small model of the family where `small` would choose other values.
     small_fields: ClassVar[dict[str, Any]] = {}
 
@@ -275,8 +277,9 @@ def _layer_faults(config: ModelConfig) -> Iterator[str]:
     full, sliding = hf_rope.LAYER_TYPES
     types = getattr(config, "layer_types", None)
     if types is not None:
-        if any(kind not in hf_rope.LAYER_TYPES for kind in types):
-            yield f"layer_types is {short_repr(types)}; expected a list of {full!r} and {sliding!r}"
+        if any(kind not in config.layer_type_names for kind in types):
+            expected = " and ".join(map(repr, config.layer_type_names))
+            yield f"layer_types is {short_repr(types)}; expected a list of {expected}"
         layers = config.num_hidden_layers
         if len(types) != layers:
             yield f"layer_types has {len(types)} entries, expected num_hidden_layers = {layers}"

@@ -66,6 +66,37 @@ def mlp_entries(
     ]
 
 
+def packed_attention_entries(config: ModelConfig, name: str, hf: str) -> list[Entry]:
+    """Return the entries of an `Attention` whose HF tensors are qkv_proj and o_proj, as in Phi-3.
+
+    Args: name, hf: the names of the module in the model and in the checkpoint.
+    """
+    hidden, head = config.hidden_size, config.head_dim
+    q_rows = config.num_attention_heads * head
+    rows = q_rows + 2 * config.num_key_value_heads * head
+    return [
+        *linear_entries(f"{name}.qkv_proj", hidden, (f"{hf}.qkv_proj", rows)),
+        *linear_entries(f"{name}.o_proj", q_rows, (f"{hf}.o_proj", hidden)),
+    ]
+
+
+def packed_mlp_entries(
+    config: ModelConfig, name: str, gate_up: str, down: str, inner: int
+) -> list[Entry]:
+    """Return the entries of a `GatedMLP` whose HF tensors are two, gate and up together in one.
+
+    Args:
+        name: the name of the module in the model.
+        gate_up, down: the names of the linears in the checkpoint.
+        inner: width of gate and up.
+    """
+    hidden = config.hidden_size
+    return [
+        *linear_entries(f"{name}.gate_up_proj", hidden, (gate_up, 2 * inner)),
+        *linear_entries(f"{name}.down_proj", inner, (down, hidden)),
+    ]
+
+
 def experts_entries(
     config: ModelConfig,
     name: str,

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels import DecoderModel, LigerLlama, LlamaConfig
+from ligermodels import DecoderModel, LigerLlama, LlamaConfig, Phi3Config
 from ligermodels.checks import check_family as module
 from ligermodels.checks.check_family import BOUNDS, check_family, shrunk
 from ligermodels.layers import RMSNorm
 from ligermodels.models.gemma3 import Gemma3Config
-from tests import outside
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +137,8 @@ def test_the_config_of_a_checkpoint_gets_small_sizes() -> None:
     gemma = shrunk(Gemma3Config.preset("gemma-3-4b", num_hidden_layers=12, layer_types=layers * 2))
     assert gemma.layer_types == layers and gemma.sliding_window == 7
 
-    phi3 = outside.family("phi3").config_class
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    published = phi3(
+    published = Phi3Config(
         num_attention_heads=24,
         partial_rotary_factor=0.75,
         rope_scaling={"rope_type": "longrope", **factors},

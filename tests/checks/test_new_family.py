@@ -67,7 +67,7 @@ def test_the_file_computes_what_transformers_does(kind, more, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("phi3", "gate_up_proj.weight: the family has packed tensors: examples/families/phi3.py"),
+        ("phi3", "gate_up_proj.weight: the family has packed tensors: ligermodels/models/phi3.py"),
         ("starcoder2", "an MLP without a gate: examples/families/starcoder2.py"),
     ],
 )

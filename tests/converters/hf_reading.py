@@ -18,9 +18,12 @@ OWN = (
     *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "decoder_sparse_step"),
     *("output_router_logits", "router_aux_loss_coef", "hidden_size_per_layer_input"),
     *("num_kv_shared_layers", "attention_k_eq_v", "enable_moe_block", "top_k_experts"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    *("shared_intermediate_size", "position_embedding_type"),
 )
+OF_EXPERTS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
-NO_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+NO_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "max_position_embeddings"}
 
 
 def reading(raw: Json) -> Json:
@@ -31,17 +34,22 @@ def reading(raw: Json) -> Json:
     found = {name: getattr(config, name) for name in SAME}
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
     found["experts"] = getattr(config, "num_local_experts", None)  # also called num_experts
+    if kind == "granitemoehybrid":  # without experts
+        found = {name: value for name, value in found.items() if name not in OF_EXPERTS}
+        found["experts"] = found["experts"] or None
     found["mlp_only_layers"] = getattr(config, "mlp_only_layers", None) or []
     head_dim = getattr(config, "head_dim", None)
     found["head_dim"] = head_dim or config.hidden_size // config.num_attention_heads
     default = type(config)()  # this lacks keys of `raw` that are not the family's
     name = config.hidden_act if hasattr(default, "hidden_act") else config.hidden_activation
     found["activation"] = ACTIVATIONS.get(name, name)
+    if kind == "gpt_oss":  # whatever its config says
+        found["activation"] = "clamped SwiGLU"
     if hasattr(config, "attn_logit_softcapping") and kind != "gemma3_text":  # Gemma 3 ignores it
         found["attn_logit_softcapping"] = config.attn_logit_softcapping
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
-    if kind in ("mistral", "mixtral", "qwen3_moe"):
+    if kind in ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3"):
         types = ["sliding_attention"] * config.num_hidden_layers
     found["sliding_windows"] = [
         window if layer == "sliding_attention" else None for layer in types

@@ -145,20 +145,69 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "balance": {"output_router_logits": True, "router_aux_loss_coef": 0.01},
     },
 }
+FACTORS = {
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+OLMO3_ROPES = {
+    "full_attention": {**YARN, "rope_theta": 9e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
+OWN |= {
+    "olmo2": {"attention_bias": {"attention_bias": True}},
+    "olmo3": {
+        "window": {"sliding_window": 12},
+        "layer_types": {"num_hidden_layers": 3, "layer_types": LAYERS},
+        "theta inside": {"rope_scaling": {**YARN, "rope_theta": 7e5}},
+        "new rope": {"rope_parameters": OLMO3_ROPES},
+        "new rope, one null": {
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": None}
+        },
+        "both ropes": {"rope_parameters": OLMO3_ROPES, "rope_scaling": YARN},
+    },
+    "granite": {"factors": FACTORS, "biases": {"attention_bias": True, "mlp_bias": True}},
+    "granitemoehybrid": {
+        "factors": FACTORS,
+        "positions": {"position_embedding_type": "rope"},
+        "no positions": {"position_embedding_type": "nope"},
+        "new layer types": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+        "mlp": {"shared_intermediate_size": 24},
+    },
+    "phi3": {
+        "window": {"sliding_window": 12},
+        "longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
+        "longrope, length left out": {"rope_scaling": LONGROPE, "max_position_embeddings": 8192},
+    },
+    "smollm3": {
+        "window unused": {"sliding_window": 7},
+        "window used": {"use_sliding_window": True, "sliding_window": 7},
+        "layer_types": {"use_sliding_window": True, "sliding_window": 7}
+        | {"num_hidden_layers": 3, "layer_types": LAYERS},
+        "interval": {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 7},
+        "kv heads null": {"num_key_value_heads": None},
+    },
+    "ministral3": {
+        "window": {"sliding_window": 12},
+        "rope": {"rope_parameters": {**YARN, "rope_theta": 7e5, "llama_4_scaling_beta": 0.2}},
+    },
+}
 OWN = {family: {} for family in DECODERS} | OWN
+# transformers reads no old spelling of Gemma 4's rope, and takes yarn for longrope in Phi-3.
+LEFT_OUT = {"gemma4_text": {n for n in EVERY if "rope_scaling" in EVERY[n]}, "phi3": {"yarn"}}
 CASES = {
-    family: [
-        name
-        for name, keys in (EVERY | own).items()
-        # transformers reads no old spelling of Gemma 4's rope
-        if family != "gemma4_text" or "rope_scaling" not in keys
-    ]
+    family: [name for name in EVERY | own if name not in LEFT_OUT.get(family, ())]
     for family, own in OWN.items()
 }
+# transformers' defaults describe Mamba and experts.
+DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 32}
+BASE = {"granitemoehybrid": DENSE}
 
 
 def raw_of(family: str, name: str) -> dict[str, Any]:
-    return {"model_type": family, **(EVERY | OWN[family])[name]}
+    return {"model_type": family, **BASE.get(family, {}), **(EVERY | OWN[family])[name]}
 
 
 def read(raw: dict[str, Any]) -> ModelConfig:
@@ -225,11 +274,15 @@ def test_null_is_refused_where_transformers_refuses_it(family: str) -> None:
     theirs = transformers.AutoConfig.for_model(family).to_dict()
     names = {field.name for field in dataclasses.fields(families()[family].config_class)}
     names = names & theirs.keys() - {"rope_scaling", "dtype", "attention_dropout"}
-    if family.startswith(("gemma", "gpt_oss")):  # Its layers use the window, so it may not be null.
+    if family.startswith(
+        ("gemma", "gpt_oss", "olmo3")
+    ):  # Its layers use the window, so it may not be null.
         names -= {"sliding_window"}
+    if family == "granitemoehybrid":  # transformers reads nulls with which it cannot compute
+        names -= {*FACTORS, "num_local_experts", "layer_types"}
     differing = []
     for name in sorted(names):
-        raw = {"model_type": family, name: None}
+        raw = {"model_type": family, **BASE.get(family, {}), name: None}
         try:
             expected: Any = reading(raw)
         except Exception:
@@ -270,6 +323,21 @@ def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
         ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1, expected a"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention' is 5; this"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "is not implemented"),
+        ("phi3", {"rope_scaling": YARN}, "rope_scaling has rope_type 'yarn', expected 'longrope'"),
+        (
+            "phi3",
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 8}},
+            "has 8 numbers, expected half of the rotated part",
+        ),
+        ("granitemoehybrid", {"num_local_experts": 8}, "with experts is not implemented"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"] * 32},
+            "expected a list of 'attention' and 'full_attention'",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, expected 36"),
+        ("ministral3", {"rope_scaling": {**YARN, "llama_4_scaling_beta": "x"}}, "llama_4_scaling"),
+        ("llama", {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "no rope here reads"),
         ("qwen2", {"max_window_layers": "2"}, "'max_window_layers' is '2', expected an integer"),
         (
             "mixtral",

@@ -28,7 +28,7 @@ from tests.tiny_models import random_model
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     "name",
-    [x if x == "olmo2" else pytest.param(x, marks=pytest.mark.long) for x in outside.NAMES],
+    [x if x == "glm4" else pytest.param(x, marks=pytest.mark.long) for x in outside.NAMES],
 )
 def test_a_family_from_outside(name: str, tmp_path: Path) -> None:
     cls = outside.family(name)

@@ -17,10 +17,12 @@ from tests.families import DECODERS, sampled
 from tests.models import hf_models, zoo
 from tests.tiny_models import VOCAB, random_model
 
+# transformers' Phi-3 and Granite 4 have packed projections, too.
+SPLIT = [name for name in families() if name not in ("phi3", "granitemoehybrid")]
 IDS = torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("family", sampled(families()))
+@pytest.mark.parametrize("family", sampled(SPLIT))
 def test_splitting_changes_nothing(family: str) -> None:
     wrapper = LigerForCausalLM.from_native(random_model(family))
     before, logits = copy.deepcopy(wrapper.state_dict()), wrapper(IDS).logits
@@ -44,7 +46,9 @@ def test_splitting_changes_nothing(family: str) -> None:
 
 
 # The experts of transformers' model have other names than those of its files.
-@pytest.mark.parametrize("family", [name for name, it in DECODERS.items() if not it.experts])
+@pytest.mark.parametrize(
+    "family", sampled(name for name in SPLIT if name in DECODERS and not DECODERS[name].experts)
+)
 def test_a_checkpoint_is_loaded_into_split_projections(family: str, tmp_path: Path) -> None:
     hf = hf_models.build(family, zoo.Feature())
     hf.save_pretrained(tmp_path)

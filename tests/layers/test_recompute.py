@@ -91,7 +91,7 @@ def fits(inputs: str, model_is: Any) -> bool:
 
 @pairwise(
     fits,
-    family=OWN,
+    family=sampled(OWN),
     inputs=INPUTS,
     model_is=[plain, lora_with_dropout, *(partial(frozen, part) for part in PARTS)],
     autocast=[False, True],

@@ -15,7 +15,7 @@ from ligermodels.memory.simulate import Step, run_step, simulate
 from ligermodels.memory.torch_private import Sharding, plain
 from ligermodels.memory.tracker import Tracker
 from ligermodels.models.auto import families
-from tests.families import DECODERS, OWN
+from tests.families import DECODERS, OWN, sampled
 from tests.memory.step_bytes import error_of_prediction
 from tests.pairwise import pairwise
 from tests.tiny_models import VOCAB, random_model
@@ -204,7 +204,7 @@ def test_bytes_that_a_layer_keeps_here_or_on_the_host(triton) -> None:
 
 
 @pairwise(
-    family=DECODERS,
+    family=sampled(DECODERS),
     options=[
         {"packed": True},
         {"packed": True, "max_seqlen": 8},

@@ -53,17 +53,26 @@ _TOWERS: dict[str, Json] = {
         "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
         "audio_config": {**_TOWER, "subsampling_conv_channels": [4, 4], "output_proj_dims": 16},
     },
+    "mistral3": {
+        "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 8}
+        | {"image_size": 28, "patch_size": 14},
+    },
 }
 
 
 def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
     """Make a random model with transformers."""
-    values = {**zoo.sizes(family, scale), **copy.deepcopy(feature.config)}
+    values = {**copy.deepcopy(zoo.sizes(family, scale)), **copy.deepcopy(feature.config)}
+    if family == "granitemoehybrid":  # by default its layers are those of Mamba
+        values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     if FAMILIES[family].text_model:
-        tied = values.get("tie_word_embeddings", True)
+        tied = values.get("tie_word_embeddings", family != "mistral3")
         values = {"text_config": values, **_TOWERS[family], "tie_word_embeddings": tied}
+        vocab = values["text_config"]["vocab_size"]
+        if family == "mistral3":
+            values["text_config"]["model_type"] = "ministral3"
+            values["image_token_index"] = vocab - 1
         if family == "gemma3":
-            vocab = values["text_config"]["vocab_size"]
             names = "image_token_index", "boi_token_index", "eoi_token_index"
             values |= {name: vocab - 1 - i for i, name in enumerate(names)}
     config = zoo.config_class(family)(**values)

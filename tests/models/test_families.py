@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
-from tests.families import FAMILIES, OWN
+from tests.families import FAMILIES, OWN, sampled
 from tests.models.pairs import gradients, randomize, relative, tokens
 
 SIZES: dict[str, Any] = {
@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 2,
 }
 each_family = pytest.mark.parametrize("family", OWN)
+most_families = pytest.mark.parametrize("family", sampled(OWN))
 
 
 def make(family: str, **changes: Any) -> DecoderModel:
@@ -56,7 +57,7 @@ def test_packed_and_padded(family: str) -> None:
         assert relative(together[:, start:end], model(ids[:, start:end])) <= 1e-13
 
 
-@each_family
+@most_families
 def test_autocast_stays_near_float32(family: str) -> None:
     model = make(family, **FAMILIES[family].rounded)
     ids, labels = batch()
@@ -69,7 +70,7 @@ def test_autocast_stays_near_float32(family: str) -> None:
     assert relative(hidden.float(), exact) < 0.05
 
 
-@each_family
+@most_families
 def test_copies_are_independent(family: str) -> None:
     model = make(family)
     ids, _ = batch()
@@ -82,7 +83,7 @@ def test_copies_are_independent(family: str) -> None:
         assert not torch.equal(copied(ids), model(ids))
 
 
-@each_family
+@most_families
 def test_meta_device_allocates_nothing(family: str) -> None:
     cls = families()[family]
     for tied in (False, True):
@@ -92,7 +93,7 @@ def test_meta_device_allocates_nothing(family: str) -> None:
         assert ("head.proj.weight" in model.state_dict()) == (not tied)
 
 
-@each_family
+@most_families
 def test_packed_documents_equal_separate_runs(family: str) -> None:
     model = make(family)
     ids, labels = (x[:1] for x in batch())

@@ -67,6 +67,23 @@ PUBLISHED = {
     "mixtral-8x22b-v0.1": 140_620_634_112,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
+    "granite-4.0-micro": 3_402_836_480,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "smollm3-3b": 3_075_098_624,
+    # Of these, the cards say 3.4B and 8.4B without the vision tower.
+    "ministral-3-3b": 3_429_006_336,
+    "ministral-3-8b": 8_489_553_920,
 }
 VISION_TOWER, VISION_HIDDEN = 416_866_032, 1152
 

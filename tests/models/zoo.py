@@ -88,7 +88,7 @@ def _config_class(family: str) -> Any:
 
 def _always_slides(family: str) -> bool:
     """Return whether some layers have a window by default, as in Gemma 2, 4 and gpt-oss."""
-    names = "query_pre_attn_scalar", "swiglu_limit", "global_head_dim"
+    names = "query_pre_attn_scalar", "swiglu_limit", "global_head_dim", "rope_local_base_freq"
     return any(has(family, name) for name in names)
 
 
@@ -128,7 +128,8 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
         config |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     if has(family, "norm_topk_prob"):
         config |= {"moe_intermediate_size": scale.inner // 2, "norm_topk_prob": True}
-    return config
+    tested = families.FAMILIES[family]
+    return config | families.FAMILIES[tested.text_model or family].base
 
 
 def experts_field(family: str) -> str | None:
@@ -141,6 +142,7 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
     beyond = {"original_max_position_embeddings": scale.trained}
     takes_head_dim = families.FAMILIES[family].takes_head_dim
     pairs = (scale.head_dim if takes_head_dim else scale.hidden // scale.heads) // 2
+    pairs = int(pairs * families.FAMILIES[family].base.get("partial_rotary_factor", 1))
     yarn = {"rope_type": "yarn", "factor": 4.0, **beyond}
     options = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.1}
     if not has(family, "rope_local_base_freq"):
@@ -313,6 +315,8 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         )
     if has(family, "global_head_dim"):
         found = {name: x for name, x in found.items() if name in _OF_GEMMA4} | _gemma4(scale)
+    if families.FAMILIES[family].composed:
+        return _composed(family, found, scale)
     if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
             *("basic", "bfloat16 file", "shards", "defaults left out", "untied"),
@@ -365,6 +369,33 @@ def _as_published(raw: Json) -> None:
     raw["num_global_key_value_heads"] = sizes["num_key_value_heads"]
 
 
+# The features of a composed family, besides those of its own. "old spelling" keeps its rope.
+COMPOSED = (
+    *("basic", "bfloat16 file", "tied", "untied", "old spelling", "defaults left out"),
+    *("packed", "left padding", "right padding", "odd sizes", "attention_bias", "all biases"),
+    *("window", "window, packed", "layer_types"),
+)
+
+
+LONGROPE = ("rope_type", "short_factor", "long_factor")
+
+
+def _composed(family: str, found: dict[str, Feature], scale: Scale) -> dict[str, Feature]:
+    """Return the features of a composed family, out of those of any family."""
+    tested = families.FAMILIES[family]
+    found = found | {"old spelling": Feature("file", rewrite=old_spelling)}
+    left_out = {"packed", "defaults left out"} if family == "granitemoehybrid" else set()
+    names = COMPOSED[:9] if tested.text_model else COMPOSED
+    kept = {name: found[name] for name in names if name in found.keys() - left_out}
+    if family == "phi3":
+        factors = {name: found["longrope"].config["rope_parameters"][name] for name in LONGROPE}
+        # A generation does not cross these lengths: transformers would compute its cache again.
+        for name, length in (("longrope", 22), ("longrope, short", 2 * scale.seq)):
+            fields = {"rope_parameters": factors, "original_max_position_embeddings": length}
+            kept[name] = Feature(config=fields)
+    return kept | {name: Feature(config=fields) for name, fields in tested.features.items()}
+
+
 def _rope(theta: float, parameters: Json) -> Json:
     return {"rope_parameters": {"rope_type": "default", **parameters, "rope_theta": theta}}
 
@@ -386,6 +417,8 @@ def old_spelling(raw: Json) -> None:
         raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     # Gemma 3 came after the rename of "type", and does not read that key.
     key = "rope_type" if "rope_local_base_freq" in raw else "type"
     scaling = {key: rope.pop("rope_type"), **rope}

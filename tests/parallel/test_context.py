@@ -17,7 +17,7 @@ from ligermodels import ConfigError, KVCache, MemoryPlan, shard
 from ligermodels.layers import Attention
 from ligermodels.models.base import DecoderModel
 from tests import outside
-from tests.families import OWN, WINDOW
+from tests.families import FAMILIES, OWN, WINDOW
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.parallel.steps import (
     SIZES,
@@ -34,7 +34,7 @@ from tests.parallel.test_shard import classifier, clipping, load, save, step
 
 BATCH, SEQ = 2, 16
 # Of the families from outside, one has parallel blocks.
-OUTSIDE = ("cohere", "olmo2")
+OUTSIDE = ("cohere", "glm4")
 
 
 @pytest.mark.usefixtures("rows_at_once")
@@ -60,7 +60,11 @@ def cases(ranks: int) -> dict[str, Case]:
         layouts = {"cp": mesh_of(cp=2)}
     found: dict[str, Case] = {"refused": partial(refused, layouts["cp"])}
     for layout, mesh in layouts.items():
-        for number, family in enumerate(sorted(OWN)):
+        # Of composed families, queries of Ministral 3 have factors that depend on their position.
+        names = sorted(OWN)
+        if ranks == 2:
+            names = [x for x in names if x == "ministral3" or not FAMILIES[x].composed]
+        for number, family in enumerate(names):
             found[f"{layout}, {family}"] = partial(rows, mesh, family, number % 2 == 0)
         for name, inputs in INPUTS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "mistral", False, inputs=inputs)

@@ -5,17 +5,22 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-import ligermodels as lm
-from ligermodels.layers import Attention, DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.errors import ConfigError
+from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.models.auto import register
+from ligermodels.models.base import DecoderModel, attention_of
+from ligermodels.models.config import sizes
+from ligermodels.models.llama import LlamaConfig, weight_map
 
 
 @dataclass(kw_only=True)
-class SmolLM3Config(lm.LlamaConfig):
+class SmolLM3Config(LlamaConfig):
     """Fields of a SmolLM3 `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "smollm3"
     architecture: ClassVar[str | None] = "SmolLM3ForCausalLM"
-    largest = lm.LlamaConfig.largest | {"no_rope_layer_interval": 2**14}
+    null_is_derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
+    largest = LlamaConfig.largest | {"no_rope_layer_interval": 2**14}
     small_fields: ClassVar[dict[str, Any]] = {"sliding_window": 7, "no_rope_layer_interval": 2}
 
     vocab_size: int = 128256
@@ -35,20 +40,20 @@ class SmolLM3Config(lm.LlamaConfig):
     sliding_window: int | None = None
     layer_types: list[str] | None = None  # None: the layers without positions slide
 
-    def uses_positions(self, layer: int) -> bool:
+    def uses_positions(self, layer_index: int) -> bool:
         """Return whether rope rotates the queries and keys of a layer."""
         if self.no_rope_layers is None:
-            return (layer + 1) % self.no_rope_layer_interval != 0
-        return bool(self.no_rope_layers[layer])
+            return (layer_index + 1) % self.no_rope_layer_interval != 0
+        return bool(self.no_rope_layers[layer_index])
 
     def validate(self) -> None:
         """Check every field as `ModelConfig` does, and the length of no_rope_layers."""
-        super().validate()
         given, layers = self.no_rope_layers, self.num_hidden_layers
-        if given is not None and len(given) != layers:
-            raise lm.ConfigError(
+        if isinstance(given, list) and len(given) < layers:
+            raise ConfigError(
                 f"config: no_rope_layers has {len(given)} entries, expected {layers}: one a layer"
             )
+        super().validate()
 
     @property
     def sliding_windows(self) -> list[int | None]:
@@ -61,23 +66,40 @@ class SmolLM3Config(lm.LlamaConfig):
         return [window if each else None for each in slides]
 
 
-@lm.register
-class LigerSmolLM3(lm.LigerLlama):
-    """The SmolLM3 model, built from fused layers."""
+SmolLM3Config.presets = {
+    "smollm3-3b": sizes(2048, 11008, 36, 16, 4)
+    | {"rope_theta": 5e6, "max_position_embeddings": 65536}
+}
+
+
+@register
+class LigerSmolLM3(DecoderModel):
+    """The SmolLM3 model, built from fused layers.
+
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
+    """
 
     config_class = SmolLM3Config
     config: SmolLM3Config
+    weight_map = staticmethod(weight_map)
+
+    def __init__(self, config: SmolLM3Config) -> None:
+        super().__init__(config)
+        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
-        """Return a block of Llama, whose layer may ignore positions, and may have a window."""
-        config, hidden, eps = self.config, self.config.hidden_size, self.config.rms_norm_eps
-        attention = Attention(
-            *(hidden, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
-            bias=config.attention_bias,
-            sliding_window=config.sliding_windows[layer_index],
-            rotary_dim=config.head_dim if config.uses_positions(layer_index) else 0,
-            layer_index=layer_index,
+        """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
+        config, hidden = self.config, self.config.hidden_size
+        return DecoderBlock(
+            attention_of(
+                config,
+                layer_index,
+                bias=config.attention_bias,
+                rotary_dim=config.head_dim if config.uses_positions(layer_index) else 0,
+            ),
+            GatedMLP(
+                hidden, config.intermediate_size, bias=config.mlp_bias, activation=config.activation
+            ),
+            RMSNorm(hidden, config.rms_norm_eps),
+            RMSNorm(hidden, config.rms_norm_eps),
         )
-        inner, bias = config.intermediate_size, config.mlp_bias
-        mlp = GatedMLP(hidden, inner, bias=bias, activation=config.activation)
-        return DecoderBlock(attention, mlp, RMSNorm(hidden, eps), RMSNorm(hidden, eps))

@@ -1,0 +1,151 @@
+"""Granite 3: Llama with a factor on the embeddings, the scores, the sub-layers and the logits."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ligermodels.converters.weight_map import WeightMap
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
+from ligermodels.models.auto import register
+from ligermodels.models.base import DecoderModel, attention_of
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
+
+
+@dataclass(kw_only=True)
+class FactorsConfig(ModelConfig):
+    """The fields that Granite 3 and Granite 4 have in common, with HF's defaults."""
+
+    positive = (
+        *ModelConfig.positive,
+        *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    )
+    small_fields: ClassVar[dict[str, Any]] = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    }
+
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0  # the scale of the scores
+    logits_scaling: float = 1.0  # the logits are divided by it
+
+
+@dataclass(kw_only=True)
+class GraniteConfig(FactorsConfig):
+    """Fields of a Granite `config.json`, under HF's names and with HF's defaults."""
+
+    model_type: ClassVar[str] = "granite"
+
+    mlp_bias: bool = False
+
+
+PUBLISHED: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e7,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+}
+_GRANITE3 = {"vocab_size": 49159, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+
+GraniteConfig.presets = {
+    "granite-3.3-2b": PUBLISHED
+    | _GRANITE3
+    | sizes(2048, 8192, 40, 32, 8, attention_multiplier=1 / 64, logits_scaling=8.0),
+    "granite-3.3-8b": PUBLISHED
+    | _GRANITE3
+    | sizes(4096, 12800, 40, 32, 8, attention_multiplier=1 / 128, logits_scaling=16.0),
+}
+
+
+def weight_map(config: GraniteConfig) -> WeightMap:
+    """Return the map from parameters to the tensors of a Granite checkpoint."""
+    bias = config.attention_bias
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
+
+
+class ScaledBlock(nn.Module):
+    """h = x + factor * attention(norm(x)); the output is h + factor * mlp(norm(h))."""
+
+    def __init__(
+        self,
+        self_attn: Attention,
+        mlp: GatedMLP,
+        input_layernorm: RMSNorm,
+        post_attention_layernorm: RMSNorm,
+        factor: float,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+        self.factor = factor
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the output. See `DecoderBlock` for the arguments."""
+        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        normed = pre_norm(self.post_attention_layernorm, self.factor * x, residual)
+        x, residual = self.mlp(normed)
+        return self.factor * x, residual
+
+
+class FactorsModel(DecoderModel):
+    """What the models of Granite 3 and Granite 4 have in common."""
+
+    config: FactorsConfig
+
+    def __init__(self, config: FactorsConfig) -> None:
+        super().__init__(config)
+        self.build(
+            norm=RMSNorm(config.hidden_size, config.rms_norm_eps),
+            embedding_scale=config.embedding_multiplier,
+            logit_scale=1 / config.logits_scaling,
+        )
+
+    def scaled_block(self, layer_index: int, mlp: GatedMLP, rotary_dim: int) -> ScaledBlock:
+        """Return a layer with this MLP, where rope rotates so many elements of a head."""
+        config, hidden = self.config, self.config.hidden_size
+        return ScaledBlock(
+            attention_of(
+                config,
+                layer_index,
+                bias=config.attention_bias,
+                scale=config.attention_multiplier,
+                rotary_dim=rotary_dim,
+            ),
+            mlp,
+            RMSNorm(hidden, config.rms_norm_eps),
+            RMSNorm(hidden, config.rms_norm_eps),
+            config.residual_multiplier,
+        )
+
+
+@register
+class LigerGranite(FactorsModel):
+    """The Granite model, built from fused layers.
+
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
+    """
+
+    config_class = GraniteConfig
+    config: GraniteConfig
+    weight_map = staticmethod(weight_map)
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a layer: h = x + factor * attention(norm(x)), then h + factor * mlp(norm(h))."""
+        config = self.config
+        inner, bias = config.intermediate_size, config.mlp_bias
+        mlp = GatedMLP(config.hidden_size, inner, bias=bias, activation=config.activation)
+        return self.scaled_block(layer_index, mlp, config.head_dim)

@@ -1,0 +1,97 @@
+"""Granite 4, dense models: Granite 3 with gate and up in one tensor, and optional positions."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from ligermodels.converters.weight_map import Entry, WeightMap
+from ligermodels.errors import ConfigError
+from ligermodels.layers import GatedMLP
+from ligermodels.models.auto import register
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map, packed_mlp_entries
+from ligermodels.models.granite import PUBLISHED, FactorsConfig, FactorsModel
+
+
+@dataclass(kw_only=True)
+class Granite4Config(FactorsConfig):
+    """Fields of a dense Granite 4 `config.json`, under HF's names.
+
+    The architecture also has layers of Mamba-2 and experts, which are not implemented. HF's
+    defaults of `layer_types` and `num_local_experts` describe those, so an export writes both.
+    """
+
+    model_type: ClassVar[str] = "granitemoehybrid"
+    architecture: ClassVar[str | None] = "GraniteMoeHybridForCausalLM"
+    largest = ModelConfig.largest | {"shared_intermediate_size": 2**22}
+    written: ClassVar[tuple[str, ...]] = ("layer_types", "num_local_experts")
+    layer_type_names: ClassVar[tuple[str, ...]] = ("attention", "full_attention")
+    # transformers divides twice the hidden size among 128 heads of Mamba, used or not.
+    small_fields = FactorsConfig.small_fields | {
+        "hidden_size": 64,
+        "shared_intermediate_size": 56,
+        "position_embedding_type": "rope",
+    }
+
+    shared_intermediate_size: int = 1024  # of the MLP; intermediate_size is that of experts
+    position_embedding_type: str | None = None  # "rope"; with any other, no layer has positions
+    num_local_experts: int = 0
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer_types is None:
+            self.layer_types = ["attention"] * self.num_hidden_layers
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """Check every field as `ModelConfig` does, and that there are no experts."""
+        if self.num_local_experts:
+            raise ConfigError(
+                f"config: num_local_experts is {self.num_local_experts}; Granite 4 with experts "
+                "is not implemented; choose a dense model, which has 0"
+            )
+        super().validate()
+
+
+Granite4Config.presets = {
+    "granite-4.0-micro": PUBLISHED
+    | sizes(2560, 8192, 40, 40, 8, attention_multiplier=1 / 64, logits_scaling=10.0)
+    | {"vocab_size": 100352, "shared_intermediate_size": 8192, "position_embedding_type": "rope"}
+    | {"pad_token_id": 100256, "bos_token_id": 100257, "eos_token_id": 100257},
+}
+
+
+def weight_map(config: Granite4Config) -> WeightMap:
+    """Return the map from parameters to the tensors of a Granite 4 checkpoint."""
+    bias = config.attention_bias
+
+    def mlp(index: int, name: str, hf: str) -> Iterable[Entry]:
+        hf = f"{hf.removesuffix('mlp')}shared_mlp"
+        inner = config.shared_intermediate_size
+        return packed_mlp_entries(config, name, f"{hf}.input_linear", f"{hf}.output_linear", inner)
+
+    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp=mlp)
+
+
+@register
+class LigerGranite4(FactorsModel):
+    """The dense Granite 4 model, built from fused layers.
+
+    `model(input_ids)` returns hidden states. With labels it returns the head's output. In a
+    `LigerForCausalLM`, PEFT finds the linears of the MLP as gate_up_proj and down_proj; adapters of
+    `ligermodels.adapters` have HF's names, input_linear and output_linear.
+    """
+
+    config_class = Granite4Config
+    config: Granite4Config
+    weight_map = staticmethod(weight_map)
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a layer: h = x + factor * attention(norm(x)), then h + factor * mlp(norm(h))."""
+        config = self.config
+        inner = config.shared_intermediate_size
+        mlp = GatedMLP(config.hidden_size, inner, activation=config.activation)
+        rotated = config.head_dim if config.position_embedding_type == "rope" else 0
+        return self.scaled_block(layer_index, mlp, rotated)

@@ -1,0 +1,119 @@
+"""Ministral 3: Llama with yarn, and queries that grow with the logarithm of their position."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ligermodels.converters.weight_map import Towers, WeightMap
+from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.models.auto import register
+from ligermodels.models.base import DecoderModel, attention_of
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import decoder_weight_map
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+@dataclass(kw_only=True)
+class Ministral3Config(ModelConfig):
+    """Fields of a Ministral 3 text `config.json`, under HF's names and with HF's defaults.
+
+    `rope_scaling["llama_4_scaling_beta"]` is beta in the factor of rotated queries, 1 + beta *
+    ln(1 + floor(position / original_max_position_embeddings)).
+    """
+
+    model_type: ClassVar[str] = "ministral3"
+    wrapper_type: ClassVar[str | None] = "mistral3"
+    keeps_wrapper: ClassVar[bool] = True
+    default_rope: ClassVar[dict[str, Any]] = _YARN | {"rope_theta": 1e6}
+    # `RotaryEmbedding` reads the second one, which other families do not have.
+    unread_rope_keys: ClassVar[tuple[str, ...]] = (
+        *ModelConfig.unread_rope_keys,
+        *("max_position_embeddings", "llama_4_scaling_beta"),
+    )
+    small_fields: ClassVar[dict[str, Any]] = {
+        "rope_scaling": _YARN | {"original_max_position_embeddings": 8},
+        "sliding_window": 7,
+    }
+
+    vocab_size: int = 131072
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 34
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    rope_scaling: dict[str, Any] | None = field(default_factory=lambda: dict(_YARN))
+    pad_token_id: int | None = 11
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+
+    @property
+    def sliding_windows(self) -> list[int | None]:
+        """The same window for every layer."""
+        return [self.sliding_window] * self.num_hidden_layers
+
+
+Ministral3Config.presets = {
+    "ministral-3-3b": sizes(3072, 9216, 26, 32, 8, tie_word_embeddings=True),
+    "ministral-3-8b": sizes(4096, 14336, 34, 32, 8),
+}
+
+
+# The text model's tensor names in multimodal checkpoints (published ones and those of transformers
+# in memory), and the prefixes of tensors that are not part of the text model.
+_TOWERS = Towers(
+    spellings=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
+    kept=(
+        *("vision_tower.", "multi_modal_projector."),
+        *("model.vision_tower.", "model.multi_modal_projector."),
+    ),
+)
+
+
+def weight_map(config: Ministral3Config) -> WeightMap:
+    """Return the map from parameters to the tensors of a Ministral 3 checkpoint."""
+    return decoder_weight_map(config, towers=_TOWERS)
+
+
+@register
+class LigerMinistral3(DecoderModel):
+    """The text model of Ministral 3, built from fused layers.
+
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
+    """
+
+    config_class = Ministral3Config
+    config: Ministral3Config
+    weight_map = staticmethod(weight_map)
+
+    def __init__(self, config: Ministral3Config) -> None:
+        super().__init__(config)
+        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
+        config, hidden = self.config, self.config.hidden_size
+        return DecoderBlock(
+            attention_of(config, layer_index),
+            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
+            RMSNorm(hidden, config.rms_norm_eps),
+            RMSNorm(hidden, config.rms_norm_eps),
+        )

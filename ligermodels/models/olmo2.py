@@ -1,0 +1,132 @@
+"""OLMo 2: norms after attention and MLP instead of before, and norms of all query heads at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ligermodels.converters.weight_map import Entry, WeightMap, norm_entries
+from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm
+from ligermodels.models.auto import register
+from ligermodels.models.base import DecoderModel, attention_of
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.decoder_weight_map import attention_entries, decoder_weight_map
+
+
+@dataclass(kw_only=True)
+class Olmo2Config(ModelConfig):
+    """Fields of an OLMo 2 `config.json`, under HF's names and with HF's defaults."""
+
+    model_type: ClassVar[str] = "olmo2"
+
+    vocab_size: int = 50304
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 50279
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+
+
+_OLMO2 = {
+    "vocab_size": 100352,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "pad_token_id": 100277,
+    "eos_token_id": 100257,
+}
+
+Olmo2Config.presets = {
+    "olmo-2-1b": _OLMO2 | sizes(2048, 8192, 16, 16),
+    "olmo-2-7b": _OLMO2 | sizes(4096, 11008, 32, 32),
+    "olmo-2-13b": _OLMO2 | sizes(5120, 13824, 40, 40),
+    "olmo-2-32b": _OLMO2 | sizes(5120, 27648, 64, 40, 8),
+}
+
+
+def weight_map(config: Olmo2Config) -> WeightMap:
+    """Return the map from parameters to the tensors of an OLMo 2 checkpoint."""
+    bias = config.attention_bias
+
+    def attention(index: int, name: str, hf: str) -> Iterator[Entry]:
+        yield from attention_entries(config, name, hf, qkv_bias=bias, out_bias=bias)
+        heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
+        for norm, count in heads.items():
+            yield from norm_entries(f"{name}.{norm}", f"{hf}.{norm}", count * config.head_dim)
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return decoder_weight_map(config, norms=norms, attention=attention)
+
+
+class AllHeadsNorm(RMSNorm):
+    """An RMS norm over all heads of a token at once."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalise x (batch, seq, heads, head_dim)."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class PostNormBlock(nn.Module):
+    """h = x + norm(attention(x)); the output is h + norm(mlp(h))."""
+
+    def __init__(
+        self,
+        self_attn: Attention,
+        mlp: GatedMLP,
+        post_attention_layernorm: RMSNorm,
+        post_feedforward_layernorm: RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+        self.post_feedforward_layernorm = post_feedforward_layernorm
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual), whose sum is the output. The input is also the sum of such a pair.
+
+        No norm comes before attention to compute the sum, so it is computed here.
+        """
+        x = x if residual is None else x + residual
+        x = x + self.post_attention_layernorm(self.self_attn(x, context))
+        return self.post_feedforward_layernorm(self.mlp(x)), x
+
+
+@register
+class LigerOlmo2(DecoderModel):
+    """The OLMo 2 model, built from fused layers.
+
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
+    """
+
+    config_class = Olmo2Config
+    config: Olmo2Config
+    weight_map = staticmethod(weight_map)
+
+    def __init__(self, config: Olmo2Config) -> None:
+        super().__init__(config)
+        self.build(norm=self._norm())
+
+    def _norm(self) -> RMSNorm:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, casting_mode="gemma")
+
+    def make_block(self, layer_index: int) -> nn.Module:
+        """Return a layer: h = x + norm(attention(x)), then h + norm(mlp(h))."""
+        config, eps = self.config, self.config.rms_norm_eps
+        q_size = config.num_attention_heads * config.head_dim
+        k_size = config.num_key_value_heads * config.head_dim
+        return PostNormBlock(
+            attention_of(
+                config,
+                layer_index,
+                bias=config.attention_bias,
+                q_norm=AllHeadsNorm(q_size, eps, casting_mode="gemma"),
+                k_norm=AllHeadsNorm(k_size, eps, casting_mode="gemma"),
+            ),
+            GatedMLP(config.hidden_size, config.intermediate_size, activation=config.activation),
+            self._norm(),
+            self._norm(),
+        )

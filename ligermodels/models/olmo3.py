@@ -1,0 +1,81 @@
+"""OLMo 3: OLMo 2 with windows in three of four layers, whose rope stays plain when it is scaled."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ligermodels.layers import RotaryEmbedding
+from ligermodels.models.auto import register
+from ligermodels.models.config import sizes, windows_from_types
+from ligermodels.models.olmo2 import LigerOlmo2, Olmo2Config, weight_map
+
+
+@dataclass(kw_only=True)
+class Olmo3Config(Olmo2Config):
+    """The fields of OLMo 2, and the types of the layers."""
+
+    model_type: ClassVar[str] = "olmo3"
+    positive = (*Olmo2Config.positive, "rope_local_base_freq")
+    small_fields: ClassVar[dict[str, Any]] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 7,
+    }
+
+    rope_theta: float = 500000.0  # theta of the full layers; rope_scaling is also theirs
+    rope_local_base_freq: float = 500000.0  # theta of the sliding layers
+    sliding_window: int | None = 4096
+    layer_types: list[str] | None = None  # None: every fourth layer is full
+
+    @property
+    def sliding_windows(self) -> list[int | None]:
+        """The window of each sliding layer, and None for each other layer."""
+        types = self.layer_types or [
+            "sliding_attention" if (index + 1) % 4 else "full_attention"
+            for index in range(self.num_hidden_layers)
+        ]
+        return windows_from_types(types, self.sliding_window)
+
+
+_OLMO3 = {
+    "vocab_size": 100278,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "pad_token_id": 100277,
+    "eos_token_id": 100257,
+}
+
+Olmo3Config.presets = {
+    "olmo-3-7b": _OLMO3 | sizes(4096, 11008, 32, 32),
+    "olmo-3-32b": _OLMO3 | sizes(5120, 27648, 64, 40, 8),
+}
+
+
+@register
+class LigerOlmo3(LigerOlmo2):
+    """The OLMo 3 model, built from fused layers.
+
+    `model(input_ids)` returns hidden states. With labels it returns the head's output.
+    """
+
+    config_class = Olmo3Config
+    config: Olmo3Config
+    weight_map = staticmethod(weight_map)
+
+    def __init__(self, config: Olmo3Config) -> None:
+        super().__init__(config)
+        self.rotary_emb_local = RotaryEmbedding(
+            config.head_dim, config.rope_local_base_freq, config.max_position_embeddings
+        )
+
+    @property
+    def ropes(self) -> list[str]:
+        """For each layer, the attribute of its rope; that of sliding layers has no rope_scaling."""
+        windows = self.built_from.sliding_windows
+        return ["rotary_emb" if window is None else "rotary_emb_local" for window in windows]
