@@ -378,10 +378,12 @@ def adapter_of_hf(
         other, and an export does not train.
     """
     weights = {}
-    experts = {p.hf: p.projection for each in expert_linears(weight_map).values() for p in each}
+    fused = row_orders(weight_map)
+    natives = {name: each for name, each in expert_linears(weight_map).items() if name not in fused}
+    experts = {part.hf: part.projection for each in natives.values() for part in each}
     left, parameters = _of_all_experts(factors, weight_map)
-    # PEFT takes a module that is called as experts' projections for experts. It finds a dense
-    # one, whose tensors have the same names, as a parameter.
+    # PEFT takes a module that is called as projections of single experts for experts. It finds a
+    # dense one, whose tensors have the same names, as a parameter.
     dense = {name for name in left if _last(name) in experts.values()} - experts.keys()
     parameters += [f"{name}.weight" for name in sorted(dense)]
     modules = left.keys() & factors.keys()

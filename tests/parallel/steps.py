@@ -29,8 +29,22 @@ SIZES: dict[str, Any] = {
 }
 
 
+# Gemma 4 with embeddings for each layer, and with keys of earlier layers, as its smallest models.
+SMALL_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+}
+
+
 def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
     torch.manual_seed(7)
+    if family == "small gemma4":
+        family, changes = "gemma4_text", SMALL_GEMMA4 | changes
     cls = families()[family]
     sizes = {"initializer_range": 0.3, **SIZES, **OWN.get(family, {}), **changes}
     return cls(cls.config_class(tie_word_embeddings=tied, **sizes))

@@ -81,6 +81,9 @@ def cases(ranks: int) -> dict[str, Case]:
                 found[f"{layout}, {build.__name__}, keeps {policy}"] = partial(
                     rows, mesh, build, True, inputs=padding, plan=MemoryPlan.uniform(2, policy)
                 )
+        small = partial(rows, mesh, "small gemma4", True, plan=MemoryPlan.uniform(4, "input"))
+        if "tp" not in layout:
+            found[f"{layout}, small gemma4"] = small
         found[f"{layout}, load"] = partial(load, mesh, False)
         if mesh["cp"].size() == 2:  # rows of 12 tokens
             found[f"{layout}, micro-batches"] = partial(step, mesh, tied=True, steps=2)

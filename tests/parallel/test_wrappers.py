@@ -192,6 +192,8 @@ def cases(ranks: int) -> dict[str, Case]:
         found[f"{name}, {family}"] = partial(
             compare, wrap, tied, family=family, plan=plan, steps=1 + number % 2
         )
+    small = {"family": "small gemma4", "plan": MemoryPlan.uniform(4, "attention")}
+    found["fsdp, small gemma4"] = partial(compare, wrappers["fsdp"], True, **small)
     for tied in (False, True):
         head = "tied" if tied else "untied"
         packed = partial(compare, wrappers["fsdp"], tied, position_ids=positions)
