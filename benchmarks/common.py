@@ -15,18 +15,6 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-# The colour of each library in all plots. Okabe and Ito chose them for colour-blind readers, too.
-COLOURS = {
-    "transformers": "#999999",
-    "eager": "#999999",
-    "torch.compile": "#56B4E9",
-    "F.rms_norm": "#000000",
-    "torch": "#000000",
-    "liger": "#E69F00",
-    "trl": "#009E73",
-    "cce": "#CC79A7",
-    "ligermodels": "#0072B2",
-}
 
 
 def environment() -> dict[str, str]:

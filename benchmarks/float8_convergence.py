@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.common import RESULTS, environment, table, write
 from benchmarks.convergence import TEXT
+from ligermodels.pictures import INK, ORDER, picture
 
 BF16, FLOAT32, TF32, TORCHAO = "bf16", "float32", "tf32", "torchao"
 
@@ -217,27 +218,25 @@ def collect(out: Path) -> list[dict[str, Any]]:
 
 def draw(out: Path, path: Path) -> None:
     """Draw the mean curve of each arm, and its difference from bf16, over 20 steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
     curves: dict[str, list[np.ndarray]] = {}
     for file in sorted(out.glob("*-[0-9].json")):
         run = json.loads(file.read_text())
         curve = np.convolve(run["losses"], np.ones(20) / 20, "valid")
         curves.setdefault(run["arm"], []).append(curve)
-    for number, (arm, found) in enumerate(curves.items()):
-        length, colour = min(map(len, found)), f"C{number}"
-        mean = np.mean([curve[:length] for curve in found], axis=0)
-        left.plot(mean, color=colour, label=f"{arm} ({len(found)})")
-        if arm != BF16 and BF16 in curves:
-            pairs = [a[:length] - b[:length] for a, b in zip(found, curves[BF16])]
-            right.plot(np.mean(pairs, axis=0), color=colour)
-    left.set(xlabel="step", ylabel="training loss, mean of 20 steps")
-    right.set(xlabel="step", ylabel="difference from bf16", ylim=(-0.04, 0.04))
-    left.legend()
-    right.axhline(0, color="black", linewidth=0.5)
-    figure.savefig(path, dpi=120)
+    with picture(10, 4) as figure:
+        left, right = figure.subplots(1, 2)
+        for colour, (arm, found) in zip(ORDER, curves.items()):
+            length = min(map(len, found))
+            mean = np.mean([curve[:length] for curve in found], axis=0)
+            left.plot(mean, color=colour, label=f"{arm} ({len(found)})")
+            if arm != BF16 and BF16 in curves:
+                pairs = [a[:length] - b[:length] for a, b in zip(found, curves[BF16])]
+                right.plot(np.mean(pairs, axis=0), color=colour)
+        left.set(xlabel="step", ylabel="training loss, mean of 20 steps")
+        right.set(xlabel="step", ylabel="difference from bf16", ylim=(-0.04, 0.04))
+        left.legend()
+        right.axhline(0, color=INK, linewidth=0.5)
+        figure.savefig(path, dpi=120)
 
 
 def main() -> None:

@@ -8,21 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import COLOURS, RESULTS, table
+from benchmarks.common import RESULTS, table
 from benchmarks.memory_works import GIB, HF, LIGER, OURS
+from ligermodels.pictures import COLOURS, picture
 
 Row = dict[str, Any]
 
 STYLES = {HF: (COLOURS[HF], "s"), LIGER: (COLOURS["liger"], "D"), OURS: (COLOURS[OURS], "o")}
-# Where a label may be: its offset from the point, and which of its sides is there. The best first.
-PLACES = [
-    ((8, 0), "left", "center"),
-    ((-8, 0), "right", "center"),
-    ((0, 8), "center", "bottom"),
-    ((0, -8), "center", "top"),
-    *(((8, y), "left", "center") for y in (11, -11, 22, -22, 33, -33)),
-    *(((-8, y), "right", "center") for y in (11, -11, 22, -22, 33, -33)),
-]
 
 
 def groups(rows: list[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -154,87 +146,68 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def short(row: Row) -> str:
-    """Return the label of a point: what is computed again, or what the plan may take."""
-    name, _, how = row["setting"].partition(": ")
-    attention = name.rpartition(", ")[2]
-    for full, brief in (
-        ("every block checkpointed, without attention", "all but attention recomputed"),
-        ("every block checkpointed, but every second product", "half of the products kept"),
-        ("every block checkpointed", "all recomputed"),
-        ("checkpointed", "recomputed"),
-        (" and ", " + "),
-        (" of host memory", " host"),
-        ("plan for auto", "plan for all memory"),
-    ):
-        how = how.replace(full, brief)
-    return how + f" ({attention})" * (attention in ("eager", "flex_attention"))
+# The work of memory.png, and a label of each setting, with its offset from the point.
+WORK, GPU = "llama-3-8b, 8 x 2048, AdamW", "NVIDIA H200"
+LABELS: dict[str, tuple[str, tuple[int, int]]] = {
+    f"{HF}: every block checkpointed": ("every block recomputed", (9, 0)),
+    f"{LIGER}: every block checkpointed": ("every block recomputed", (9, 3)),
+    f"{LIGER}: 16 blocks checkpointed": ("16 of 32 blocks recomputed", (9, 3)),
+    f"{LIGER}: nothing recomputed": ("nothing recomputed", (-4, -16)),
+    f"{OURS}: plan for 61.5 GiB": ("plan for 61.5 GiB", (9, 5)),
+    f"{OURS}: plan for 70 GiB": ("70 GiB", (-8, -13)),
+    f"{OURS}: plan for 80 GiB": ("80 GiB", (-8, -13)),
+    f"{OURS}: plan for 90 GiB": ("90 GiB", (-8, -13)),
+    f"{OURS}: plan for auto": ("all memory", (-4, -15)),
+    f"{OURS}: plan for 61.5 GiB and 32 GiB of host memory": (
+        "61.5 GiB + 32 GiB host",
+        (9, -4),
+    ),
+}
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw tokens/s against the measured peak: one panel for each work and GPU.
+    """Draw the time of a step against its peak of memory: one work, whose settings are named.
 
-    Every point has its setting beside it. A work with less than three points has no panel.
+    Lines connect the settings of a library that need no host memory.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    measured = [row for row in result.get("rows", []) if "error" not in row]
-    panels = {key: rows for key, rows in groups(measured, "work", "gpu").items() if len(rows) > 2}
-    if not panels:
+    found = {
+        row["setting"]: row
+        for row in result.get("rows", [])
+        if (row["work"], row["gpu"]) == (WORK, GPU) and "error" not in row
+    }
+    if not LABELS.keys() <= found.keys():
         return
-    panels = dict(sorted(panels.items(), reverse=True))  # the same model on two GPUs, side by side
-    lines = -(-len(panels) // 2)
-    figure = Figure(figsize=(13, 4.6 * lines + 1), layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, ((work, gpu), rows) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(lines, 2, place)
-        for row in rows:
-            color, marker = STYLES[row["implementation"]]
-            axes.plot(row["peak GiB"], row["tokens/s"], marker, color=color, markersize=8)
-        axes.set_title(f"{work}\none {gpu}", fontsize=11)
-        axes.set(xlabel="peak of allocated memory, GiB", ylabel="tokens/s")
-        axes.margins(x=0.25, y=0.15)
-        axes.grid(alpha=0.3)
-    figure.suptitle("Higher is faster. Further left takes less memory.", fontsize=12)
-    entries = [
-        Line2D([], [], color=color, marker=marker, linestyle="none", markersize=8, label=name)
-        for name, (color, marker) in STYLES.items()
-    ]
-    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
-    figure.draw_without_rendering()  # the labels need the final places of the points
-    for axes, rows in zip(figure.axes, panels.values()):
-        label_points(axes, rows)
-    figure.savefig(file, dpi=110)
-
-
-def label_points(axes: Any, rows: list[Row]) -> None:
-    """Write the setting of each row beside its point, where it covers no point and no label."""
-    from matplotlib.transforms import Bbox
-
-    points = axes.transData.transform([(row["peak GiB"], row["tokens/s"]) for row in rows])
-    taken = [Bbox.from_extents(x - 7, y - 7, x + 7, y + 7) for x, y in points]
-    inside = axes.get_window_extent()
-    for row in rows:
-        for offset, side, height in PLACES:
-            label = axes.annotate(
-                short(row),
-                (row["peak GiB"], row["tokens/s"]),
+    with picture(9.5, 5.4) as figure:
+        axes = figure.add_subplot()
+        for name, (colour, marker) in STYLES.items():
+            rows = [
+                found[setting] for setting in LABELS if found[setting]["implementation"] == name
+            ]
+            rows.sort(key=lambda row: row["peak GiB"])
+            line = [row for row in rows if "host memory" not in row["setting"]]
+            for those, style in ((line, "-"), (rows, marker)):
+                points = [(row["peak GiB"], row["ms"] / 1000) for row in those]
+                axes.plot(*zip(*points), style, color=colour, markersize=9)
+            axes.plot([], [], marker, color=colour, label=name, markersize=9)
+        for setting, (text, (right, up)) in LABELS.items():
+            row = found[setting]
+            axes.annotate(
+                text,
+                (row["peak GiB"], row["ms"] / 1000),
                 textcoords="offset points",
-                xytext=offset,
-                ha=side,
-                va=height,
-                fontsize=9,
+                xytext=(right, up),
+                ha="left" if right > 0 else "right" if right < -4 else "center",
+                va="center",
+                size=9,
+                color=STYLES[row["implementation"]][0],
             )
-            box = label.get_window_extent()
-            fits = inside.contains(*box.min) and inside.contains(*box.max)
-            if fits and not box.count_overlaps(taken):
-                taken.append(box)
-                break
-            label.remove()
-        else:
-            raise ValueError(f"no room for the label of {row['setting']} in {axes.get_title()!r}")
+        axes.set(xlabel="peak of allocated memory, GiB", ylabel="seconds of a training step")
+        axes.margins(x=0.16, y=0.1)
+        axes.grid()
+        axes.legend()
+        axes.set_title("A plan takes less time in the same memory", weight="bold")
+        figure.supxlabel(f"{WORK}, on one {GPU}. Lower is faster, further left is leaner.", size=9)
+        figure.savefig(file, dpi=110)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,11 +1,10 @@
 """Draw and tabulate ops.json, without a GPU: python -m benchmarks.plots [--results FOLDER]
 
-This writes ops.md, ops_time.png and linear_ce.png beside ops.json. From step.json
+This writes ops.md, ops.png and linear_ce.png beside ops.json. From step.json
 and families.json it draws step.png, the picture of the README.
 """
 
 import argparse
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -13,51 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import OPS
-from benchmarks.common import COLOURS, RESULTS, table
+from benchmarks.common import RESULTS, table
+from ligermodels.pictures import COLOURS, INK, picture
 
 Row = dict[str, Any]
 Value = Callable[[Row], float]
 
 OURS = "ligermodels"
 BOTH, FORWARD = "forward + backward", "forward"
-# The dashes and the marker of each line. Variants of one library have its colour and marker.
-STYLES = {
-    "eager": ("-", "s"),
-    "F.rms_norm": ("--", "x"),
-    "torch.compile": ("-", "^"),
-    "torch linear_cross_entropy": ("--", "x"),
-    "liger": ("-", "D"),
-    "liger (in place)": (":", "D"),
-    "liger (copying)": ("-", "D"),
-    "liger (norm, then rope)": ("-", "D"),
-    "liger (bf16 sum)": (":", "D"),
-    "liger (float32 sum)": ("-", "D"),
-    "liger (kernel)": ("-", "D"),
-    "liger (chunked)": (":", "D"),
-    "trl": ("-", "P"),
-    "cce (filtered)": (":", "v"),
-    "cce (exact)": ("-", "v"),
-    OURS: ("-", "o"),
-    "ligermodels (in place)": (":", "o"),
-    "ligermodels (skip_ignored)": ("--", "o"),
-}
-
-
-def style_of(name: str) -> tuple[str, str, str]:
-    """Return the colour, the dashes and the marker of an implementation."""
-    return COLOURS[name.partition(" ")[0]], *STYLES[name]
-
-
-def select(result: Row, op: str, x: str, fixed: dict[str, Any]) -> list[Row]:
-    """Return the op's rows of device times that have the `fixed` sizes, sorted by size `x`."""
-    rows = [
-        row
-        for row in result["rows"]
-        if row["op"] == op
-        and not row.get("host")
-        and all(row["sizes"][name] == value for name, value in fixed.items())
-    ]
-    return sorted(rows, key=lambda row: row["sizes"][x])
 
 
 def size_text(sizes: dict[str, Any]) -> str:
@@ -192,231 +154,118 @@ def markdown(result: Row) -> str:
     )
 
 
-def _figure(rows: int, columns: int) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.4 * columns, 3.1 * rows + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _lines(axes: Any, rows: list[Row], x: str, value: Value) -> None:
-    """Plot one line per implementation; ours is thicker and on top."""
-    by_name: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if "error" not in row:
-            by_name.setdefault(row["implementation"], []).append((row["sizes"][x], value(row)))
-    for name, points in by_name.items():
-        colour, dashes, marker = style_of(name)
-        ours = name.startswith(OURS)
-        axes.plot(
-            *zip(*points),
-            color=colour,
-            linestyle=dashes,
-            marker=marker,
-            label=name,
-            linewidth=2.6 if ours else 1.3,
-            markersize=6 if ours else 4,
-            zorder=3 if ours else 2,
-        )
+# The ops of ops.png with the sizes of each: of Llama-3-8B, unless the op is of another model.
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "add_rms_norm": ("add + RMSNorm, 16384 x 4096", {"rows": 16384, "width": 4096}),
+    "layer_norm": ("LayerNorm, 16384 x 4096", {"rows": 16384, "width": 4096}),
+    "swiglu": ("SwiGLU, 8192 x 14336", {"rows": 8192, "width": 14336}),
+    "geglu": ("GeGLU, 8192 x 9216", {"rows": 8192, "width": 9216}),
+    "rope": ("RoPE, 2 x 8192 tokens", {"batch": 2, "seq": 8192}),
+    "qk_norm_rope": ("q/k norm + RoPE, 8192 tokens", {"batch": 1, "seq": 8192, "heads": 8}),
+    "glu_linear": ("SwiGLU + linear, 8192 tokens", {"rows": 8192, "width": 14336}),
+    "norm_qkv_rope": ("norm + qkv + RoPE, 8192 tokens", {"seq": 8192, "width": 4096}),
+    "cross_entropy": ("cross entropy, 8192 x 128256", {"rows": 8192, "vocab": 128256}),
+    "linear_cross_entropy": (
+        "linear CE, 8192 x 4096 x 128256",
+        {"rows": 8192, "width": 4096, "vocab": 128256},
+    ),
+}
+PEERS = {"torch.compile": "torch.compile", "liger": "Liger, its fastest variant"}
 
 
-def _floor(axes: Any, rows: list[Row], x: str, mode: str) -> None:
-    """Plot the floor: the time of the fewest bytes at copy speed, or of the products alone."""
-    points = {
-        row["sizes"][x]: row[mode]["floor ms"]
-        for row in rows
-        if row["implementation"] == OURS and mode in row
-    }
-    if points:
-        axes.plot(
-            list(points),
-            list(points.values()),
-            color="#D55E00",
-            linewidth=1,
-            linestyle=(0, (6, 2)),
-            label="ceiling",
-            zorder=1,
-        )
-
-
-def _finish(axes: Any, title: str, x: str, y: str, ticks: list[float], log_x: bool = True) -> None:
-    from matplotlib.ticker import NullFormatter, NullLocator
-
-    if log_x:
-        axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    ticks = sorted(set(ticks))
-    labels = [
-        f"{tick / 1024:g}k" if tick >= 1024 and tick % 1024 == 0 else f"{tick:g}" for tick in ticks
-    ]
-    crowded = any(b < 1.3 * a for a, b in itertools.pairwise(ticks)) and log_x
-    if crowded or len(ticks) > 4:
-        axes.set_xticks(ticks, labels, rotation=40 if crowded else 30, ha="right")
-    else:
-        axes.set_xticks(ticks, labels)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25, linewidth=0.6)
-
-
-def _legend(figure: Any) -> None:
-    """Draw one legend for all panels, with one entry for lines that look the same."""
-    entries: dict[Any, tuple[Any, str]] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels()):
-            entries.setdefault(style_of(label) if label in STYLES else label, (handle, label))
-    order = sorted(
-        entries.values(), key=lambda entry: (not entry[1].startswith(OURS), entry[1] == "ceiling")
-    )
-    figure.legend(
-        *zip(*order),
-        loc="outside lower center",
-        ncols=min(len(order), 6),
-        fontsize=9,
-        frameon=False,
-    )
-
-
-# Op, the size that varies, the sizes that are fixed, title.
-PANELS: list[tuple[str, str, dict[str, Any], str]] = [
-    ("rms_norm", "width", {"rows": 16384}, "RMSNorm, 16384 rows"),
-    ("rms_norm", "rows", {"width": 4096}, "RMSNorm, width 4096"),
-    ("add_rms_norm", "width", {"rows": 16384}, "add + RMSNorm, 16384 rows"),
-    ("add_rms_norm", "rows", {"width": 4096}, "add + RMSNorm, width 4096"),
-    ("layer_norm", "width", {"rows": 16384}, "LayerNorm, 16384 rows"),
-    ("layer_norm", "rows", {"width": 4096}, "LayerNorm, width 4096"),
-    ("add_layer_norm", "width", {"rows": 16384}, "add + LayerNorm, 16384 rows"),
-    ("add_layer_norm", "rows", {"width": 4096}, "add + LayerNorm, width 4096"),
-    ("swiglu", "rows", {"width": 14336}, "SwiGLU, width 14336"),
-    ("geglu", "rows", {"width": 9216}, "GeGLU (tanh), width 9216"),
-    ("geglu_erf", "rows", {"width": 9216}, "GeGLU (erf), width 9216"),
-    ("rope", "seq", {"batch": 1, "heads": 32}, "RoPE, 32 + 8 heads of 128"),
-    ("qk_norm_rope", "seq", {"batch": 1, "heads": 32}, "q/k norm + RoPE, 32 + 8 heads of 128"),
-    ("norm_linear", "rows", {"width": 4096}, "add + RMSNorm + linear, 4096 to 28672"),
-    ("norm_qkv_rope", "seq", {"width": 4096}, "add + RMSNorm + qkv + RoPE, 4096"),
-    ("glu_linear", "rows", {"width": 14336}, "SwiGLU + linear, 14336 to 4096"),
-    ("cross_entropy", "vocab", {"rows": 8192}, "cross entropy, 8192 rows"),
-    ("cross_entropy", "rows", {"vocab": 128256}, "cross entropy, vocabulary 128256"),
-]
-AXES = {"rows": "rows", "width": "width", "seq": "tokens in a row", "vocab": "vocabulary"}
+def times_of(result: Row, op: str, sizes: dict[str, Any]) -> dict[str, float]:
+    """Return the least milliseconds of each library for an op at these sizes."""
+    found: dict[str, float] = {}
+    for row in result["rows"]:
+        if row["op"] == op and sizes.items() <= row["sizes"].items() and BOTH in row:
+            name = row["implementation"].partition(" ")[0]
+            found[name] = min(row[BOTH]["ms"], found.get(name, math.inf))
+    return found
 
 
 def draw_ops(result: Row, path: Path) -> None:
-    """Draw the time of every op except the heads, with one panel per varying size.
-
-    A panel needs at least two sizes. If there is no panel, no file is written.
-    """
-    panels = []
-    for op, x, fixed, title in PANELS:
-        rows = select(result, op, x, fixed)
-        ticks = sorted({row["sizes"][x] for row in rows if BOTH in row})
-        if len(ticks) > 1:
-            panels.append((rows, x, title, ticks))
-    if not panels:
+    """Draw how many times as fast as eager PyTorch each op is, at the sizes of real models."""
+    timed = {label: times_of(result, op, sizes) for op, (label, sizes) in REAL.items()}
+    timed = {label: times for label, times in timed.items() if {OURS, "eager"} <= times.keys()}
+    if not timed:
         return
-    columns = min(len(panels), 4)
-    lines = -(-len(panels) // columns)
-    figure = _figure(lines, columns)
-    for place, (rows, x, title, ticks) in enumerate(panels, 1):
-        axes = figure.add_subplot(lines, columns, place)
-        _lines(axes, rows, x, lambda row: row[BOTH]["ms"])
-        _floor(axes, rows, x, BOTH)
-        _finish(axes, title, AXES[x], "ms", ticks)
-    _legend(figure)
-    environment = result["environment"]
-    figure.suptitle(
-        f"Forward + backward, bf16: time ({environment['gpu']}, torch {environment['torch']})"
-    )
-    figure.savefig(path, dpi=110)
+    names = {**PEERS, OURS: OURS}
+    with picture(9, 0.62 * len(timed) + 1.3) as figure:
+        axes = figure.add_subplot()
+        for place, times in enumerate(timed.values()):
+            for bar, name in enumerate(names):
+                if name not in times:
+                    continue
+                speed, at = times["eager"] / times[name], 4 * place + bar
+                axes.barh(at, speed, height=0.88, color=COLOURS[name])
+                bold = "bold" if name == OURS else "normal"
+                axes.text(
+                    max(speed, 1) + 0.1, at, f"{speed:.1f}", va="center", fontsize=8, weight=bold
+                )
+        axes.set_yticks([4 * place + 1 for place in range(len(timed))], list(timed), fontsize=9)
+        axes.invert_yaxis()
+        axes.axvline(1, color=INK, linewidth=1)
+        axes.spines[["bottom", "left"]].set_visible(False)
+        axes.tick_params(left=False, bottom=False, labelbottom=False)
+        gpu, torch = (result["environment"][name] for name in ("gpu", "torch"))
+        axes.set_title("Times as fast as eager PyTorch, forward + backward", weight="bold")
+        figure.supxlabel(
+            f"Longer is faster; the line is eager. {gpu}, torch {torch}, bf16.", size=9
+        )
+        for name, label in names.items():
+            axes.barh(0, 0, color=COLOURS[name], label=label)
+        axes.legend(loc="lower right")
+        figure.savefig(path, dpi=110)
 
 
 def draw_linear_cross_entropy(result: Row, path: Path) -> None:
-    """Draw the head's time and scratch over tokens, vocabulary, ignored share and budget."""
-    if not any(
-        row["op"].startswith("linear_cross_entropy") and BOTH in row for row in result["rows"]
-    ):
-        return
-    columns: list[tuple[str, dict[str, Any], str, str]] = [
-        ("rows", {"width": 2048, "vocab": 128256}, BOTH, "width 2048, vocabulary 128256"),
-        ("vocab", {"rows": 8192, "width": 2048}, BOTH, "8192 tokens, width 2048"),
-        ("width", {"rows": 8192, "vocab": 128256}, BOTH, "8192 tokens, vocabulary 128256"),
-        ("rows", {"width": 2048, "vocab": 128256}, FORWARD, "forward only (evaluation)"),
-    ]
-    figure = _figure(2, len(columns) + 1)
-    for line, quantity in enumerate(("ms", "scratch GB")):
-        for column, (x, fixed, mode, title) in enumerate(columns, 1):
-            axes = figure.add_subplot(2, len(columns) + 1, line * (len(columns) + 1) + column)
-            rows = select(result, "linear_cross_entropy", x, fixed)
-            rows = [row for row in rows if mode in row]
-            _lines(axes, rows, x, lambda row, m=mode, q=quantity: row[m][q])
-            if quantity == "ms":
-                _floor(axes, rows, x, mode)
-            name = "tokens" if x == "rows" else AXES[x]
-            _finish(axes, title, name, quantity, [row["sizes"][x] for row in rows])
-    _draw_ignored(figure.add_subplot(2, len(columns) + 1, len(columns) + 1), result)
-    _draw_budget(figure.add_subplot(2, len(columns) + 1, 2 * (len(columns) + 1)), result)
-    _legend(figure)
-    environment = result["environment"]
-    figure.suptitle(
-        "Linear cross entropy, bf16, forward + backward unless noted: time, and scratch beyond "
-        f"inputs, outputs and gradients ({environment['gpu']}, torch {environment['torch']})"
-    )
-    figure.savefig(path, dpi=110)
-
-
-def _draw_ignored(axes: Any, result: Row) -> None:
-    rows = select(result, "linear_cross_entropy_ignored", "ignored", {})
-    _lines(axes, rows, "ignored", lambda row: row[BOTH]["ms"])
-    _floor(axes, rows, "ignored", BOTH)
-    shares = [row["sizes"]["ignored"] for row in rows]
-    _finish(axes, "8192 x 4096 x 128256", "share of ignored targets", "ms", shares, log_x=False)
-
-
-def _draw_budget(axes: Any, result: Row) -> None:
-    """Plot time over measured scratch: one point per budget, and one per peer."""
+    """Draw the head's time against its scratch: ours by budget, and one point for each peer."""
     sizes = {"rows": 8192, "width": 4096, "vocab": 128256}
-    for row in result["rows"]:
-        if (
-            row["op"] == "linear_cross_entropy"
-            and row["sizes"] == sizes
-            and BOTH in row
-            and row["implementation"] != OURS
-        ):
-            colour, _, marker = style_of(row["implementation"])
-            axes.plot(row[BOTH]["scratch GB"], row[BOTH]["ms"], marker, color=colour, markersize=5)
-    ours = [
-        row for row in result["rows"] if row["op"] == "linear_cross_entropy_budget" and BOTH in row
-    ]
+    rows = [row for row in result["rows"] if BOTH in row]
+    peers = [row for row in rows if row["op"] == "linear_cross_entropy" and row["sizes"] == sizes]
+    ours = [row for row in rows if row["op"] == "linear_cross_entropy_budget"]
     ours.sort(key=lambda row: row[BOTH]["scratch GB"])
-    points = [(row[BOTH]["scratch GB"], row[BOTH]["ms"]) for row in ours]
-    if points:
-        colour, dashes, marker = style_of(OURS)
-        axes.plot(*zip(*points), color=colour, linestyle=dashes, marker=marker, linewidth=2.6)
-    for place, (row, point) in enumerate(zip(ours, points)):
-        budget = row["sizes"]["max_scratch_bytes"]
-        name = "default" if budget is None else f"{budget >> 20} MiB"
-        offset = (-14, -14) if budget is None else (-10, 8) if place % 2 == 0 else (-34, -12)
-        axes.annotate(name, point, textcoords="offset points", xytext=offset, fontsize=7)
-    axes.set_xscale("log")
-    axes.margins(x=0.12)
-    axes.set_ylim(bottom=0)
-    axes.set_title("8192 x 4096 x 128256, by budget", fontsize=10)
-    axes.set_xlabel("scratch GB, measured", fontsize=9)
-    axes.set_ylabel("ms", fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25, linewidth=0.6)
+    if not ours:
+        return
+    with picture(8.5, 4.8) as figure:
+        axes = figure.add_subplot()
+        for row in peers:
+            name, _, variant = row["implementation"].partition(" ")
+            if name == OURS:
+                continue
+            point = row[BOTH]["scratch GB"], row[BOTH]["ms"]
+            axes.plot(*point, "D", color=COLOURS[name], markersize=8)
+            text = f"{name} {variant}".strip().replace("liger", "Liger").replace("cce", "CCE")
+            left = variant == "(bf16 sum)"
+            place = {"xytext": (-9, 0) if left else (9, 0), "ha": "right" if left else "left"}
+            axes.annotate(text, point, textcoords="offset points", va="center", size=9, **place)
+        points = [(row[BOTH]["scratch GB"], row[BOTH]["ms"]) for row in ours]
+        axes.plot(*zip(*points), "o-", color=COLOURS[OURS], linewidth=2.6, markersize=8)
+        for row, point in zip(ours, points):
+            budget = row["sizes"]["max_scratch_bytes"]
+            name = "default" if budget is None else f"{budget >> 20} MiB"
+            below = budget is None or budget >> 20 == 512
+            place = {"xytext": (-4, -17) if below else (0, 9), "ha": "right" if below else "left"}
+            color = COLOURS[OURS]
+            axes.annotate(name, point, textcoords="offset points", color=color, size=9, **place)
+        axes.set(xscale="log", xlabel="scratch beside inputs, outputs and gradients, GB (measured)")
+        axes.set(ylabel="ms, forward + backward", ylim=(0, None))
+        axes.margins(x=0.16)
+        axes.grid()
+        environment = result["environment"]
+        axes.set_title("Linear cross entropy: choose its memory, and pay in time", weight="bold")
+        figure.supxlabel(
+            f"8192 tokens x 4096 x vocabulary 128256, bf16. The line is {OURS} by budget. "
+            f"{environment['gpu']}, torch {environment['torch']}.",
+            size=9,
+        )
+        figure.savefig(path, dpi=110)
 
 
 def write_all(result: Row, folder: Path) -> None:
-    """Write ops.md, and the plots of the ops that were measured at several sizes."""
+    """Write ops.md, and the pictures of the ops and of the head."""
     (folder / "ops.md").write_text(markdown(result))
-    draw_ops(result, folder / "ops_time.png")
+    draw_ops(result, folder / "ops.png")
     draw_linear_cross_entropy(result, folder / "linear_ce.png")
     print(markdown(result))
 
@@ -451,49 +300,38 @@ def draw_steps(folder: Path, path: Path) -> None:
 
     The bars of a workload are relative to transformers, so that workloads of any size fit.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     workloads = step_bars(folder)
-    figure = Figure(figsize=(10, 1.2 * len(workloads) + 0.9), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
     quantities = (
         ("ms", "Time of a training step", "{:.0f} ms"),
         ("peak GiB", "Peak GPU memory", "{:.1f} GiB"),
     )
     places = [5 * number + bar for number in range(len(workloads)) for bar in range(len(BARS))]
-    for axes, (quantity, title, text) in zip(panels, quantities):
-        for number, (workload, rows) in enumerate(workloads):
-            for bar, row in enumerate(rows):
-                name, place = row["implementation"], 5 * number + bar
-                share = row[quantity] / rows[0][quantity]
-                axes.barh(place, share, height=0.86, color=BARS[name])
-                weight = "bold" if name == OURS else "normal"
-                axes.text(
-                    share + 0.02,
-                    place,
-                    text.format(row[quantity]),
-                    va="center",
-                    fontsize=10,
-                    fontweight=weight,
-                )
-            if axes is panels[0]:
-                axes.text(0, 5 * number - 0.75, workload, fontsize=11, va="bottom")
-        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=14)
-        axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-        axes.set_xticks([])
-        axes.tick_params(left=False)
-        axes.margins(x=0.16)
-        axes.set_xlim(left=0)
-    panels[0].set_yticks(places, list(BARS) * len(workloads), fontsize=10)
-    panels[0].invert_yaxis()
-    for label in panels[0].get_yticklabels():
-        if label.get_text() == OURS:
-            label.set_fontweight("bold")
-    gpu = json.loads((folder / STEPS[0][0]).read_text())["environment"]["gpu"]
-    figure.supxlabel(f"Shorter is better. One {gpu}, bf16, AdamW.", fontsize=10, color="#444444")
-    figure.savefig(path, dpi=110)
+    with picture(10, 1.2 * len(workloads) + 0.9) as figure:
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, (quantity, title, text) in zip(panels, quantities):
+            for number, (workload, rows) in enumerate(workloads):
+                for bar, row in enumerate(rows):
+                    name, place = row["implementation"], 5 * number + bar
+                    share, bold = row[quantity] / rows[0][quantity], name == OURS
+                    axes.barh(place, share, height=0.86, color=BARS[name])
+                    words, weight = text.format(row[quantity]), "bold" if bold else "normal"
+                    axes.text(share + 0.02, place, words, va="center", weight=weight)
+                if axes is panels[0]:
+                    axes.text(0, 5 * number - 0.75, workload, fontsize=11, va="bottom")
+            axes.set_title(title, fontsize=13, weight="bold", pad=14)
+            axes.spines[["bottom", "left"]].set_visible(False)
+            axes.set_xticks([])
+            axes.tick_params(left=False)
+            axes.margins(x=0.16)
+            axes.set_xlim(left=0)
+        panels[0].set_yticks(places, list(BARS) * len(workloads), fontsize=10)
+        panels[0].invert_yaxis()
+        for label in panels[0].get_yticklabels():
+            if label.get_text() == OURS:
+                label.set_fontweight("bold")
+        gpu = json.loads((folder / STEPS[0][0]).read_text())["environment"]["gpu"]
+        figure.supxlabel(f"Shorter is better. One {gpu}, bf16, AdamW.", fontsize=10)
+        figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -17,9 +17,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 # Room -> the rooms directly below it. A room may import these, and every room below them.
 STANDS_ON: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "pictures": ("errors",),
     "kernels": ("errors",),
     "layers": ("kernels",),
-    "memory": ("layers",),
+    "memory": ("layers", "pictures"),
     "converters": ("errors",),
     "float8": ("layers",),
     "losses": ("layers",),
@@ -39,7 +40,7 @@ EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
     ("models/hf_model.py", "parallel"): "the layout of a model that PyTorch's fully_shard divided",
     ("models/auto.py", "adapters"): "AutoLiger.from_hf on the folder of an adapter",
-    ("training/reports.py", "integrations"): "loggers by name",
+    ("training/reports.py", "integrations"): "loggers by name, tasks of lm-eval",
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.
 FINDERS = {

@@ -64,6 +64,11 @@ def listing(names: Iterable[str], limit: int = 10) -> str:
     return "\n".join(lines)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 row" or "2,000 rows"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's class if there is no message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -14,10 +14,11 @@ import torch
 
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers import AttentionContext
+from ligermodels.pictures import COLOURS
 
 HERE = Path(__file__).parent
 HIDDEN, TOKENS = 512, 16
-INK, BOX, KEPT, PAPER = "#1f2937", "#e0e7ff", "#f59e0b", "#ffffff"
+INK, BOX, KEPT, PAPER = "#1f2937", "#dbe9f6", COLOURS["liger"], "#ffffff"
 # A node of the graph, and whether it has rope's angles -> what it computes.
 OPS = {
     ("_NormLinearBackward", True): (

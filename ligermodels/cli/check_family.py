@@ -60,9 +60,9 @@ def run(given: Arguments) -> None:
     if given.json:
         print(json.dumps({**asdict(report), "ok": report.ok}, indent=2))
     else:
-        print(report)
-        print("\nrelative errors in float32, or counts:")
+        print("relative errors in float32, or counts:")
         for check, meaning in MEANINGS.items():
             print(f"  {check:<12}{meaning}")
+        print(f"\n{report}")
     if not report.ok:
         raise SystemExit(1)

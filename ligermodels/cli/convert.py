@@ -110,8 +110,8 @@ def run(given: Arguments) -> None:
         kept = {name for name, weight in model.named_parameters() if not weight.requires_grad}
         dtype = given.loading()["dtype"]
         report = compare(source, target, family_of(source), dtype=dtype, kept=kept)
-    print(report)
     print(f"compared: {source} with {'its own export' if target is None else target}")
+    print(report)
     if not report.ok:
         raise SystemExit(1)
 

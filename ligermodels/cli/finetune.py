@@ -162,6 +162,8 @@ def run(given: Arguments) -> None:
         measured = [x[key] for x in (result.eval_before, result.eval_after) if key in x]
         change = " -> ".join(map(shown, measured))
         print(f"held-out {name} {change} in {result.exported_step} steps")
+    elif key != "eval_loss" and result.last_shown is not None:
+        print(f"{name} {result.last_shown:.4f} in training, after {result.steps} steps")
     elif result.loss is not None:
         print(f"training loss {result.loss:.4f} after {result.steps} steps")
     print(f"exported to {result.model_dir}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.interrupts import raise_on_interrupt
 from ligermodels.cli.options import LoadingOptions, data_library
-from ligermodels.errors import LigerError
+from ligermodels.errors import LigerError, counted
 from ligermodels.training.options import option
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _answer_file(
     made_by["weights"] = [[file.st_size, file.st_mtime_ns] for file in weights]
     done = count_answered(output, groups, made_by)
     if done:
-        print(f"{output}: {done:,} of {len(groups):,} prompts are answered", file=sys.stderr)
+        print(f"{output}: {done:,} of {counted(len(groups), 'prompt')} answered", file=sys.stderr)
     if not (left := groups[done:]):
         return
     model = AutoLiger.from_hf(folder, device=device, **given.loading()).eval()
@@ -207,8 +207,8 @@ def _answer_file(
         tokens, cut = tokens + answer.tokens, cut + answer.cut
     seconds = time.perf_counter() - started
     print(
-        f"{len(left):,} prompts, {tokens:,} tokens, {tokens / seconds:,.0f} a second; "
-        f"{cut:,} texts reached --max-new-tokens"
+        f"{counted(len(left), 'prompt')}, {counted(tokens, 'token')}, "
+        f"{tokens / seconds:,.0f} a second; {cut:,} texts reached --max-new-tokens"
     )
 
 

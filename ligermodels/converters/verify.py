@@ -18,7 +18,7 @@ from ligermodels.converters.files import ADDED_WEIGHTS, CONFIG_NAME, copied_file
 from ligermodels.converters.hf_config import QUANTIZER, kept_config, read_config, to_hf
 from ligermodels.converters.safetensors_file import DTYPES, SafetensorsFile
 from ligermodels.converters.weight_map import Entry, Family
-from ligermodels.errors import listing
+from ligermodels.errors import counted, listing
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Report:
             )
         if self.ok:
             return f"bitwise equal: {what}"
-        return f"{len(self.differences)} differences in {what}\n{listing(self.differences)}"
+        count = counted(len(self.differences), "difference")
+        return f"{count} in {what}\n{listing(self.differences)}"
 
 
 def verify(

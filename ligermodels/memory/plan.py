@@ -9,6 +9,7 @@ from typing_extensions import Self
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers.recompute import POLICIES, CheckpointingPolicy
 from ligermodels.memory.byte_sizes import integer
+from ligermodels.pictures import ORDER, picture
 
 NO_LIMIT = 2**62  # bytes
 
@@ -62,6 +63,7 @@ class Prediction:
         host_bytes: bytes in pinned host memory.
         seconds: of forward and backward.
         gains: (further bytes, seconds) for larger budgets that make the step faster.
+        layer_bytes: what each layer keeps, on the GPU or in host memory.
     """
 
     batch: int
@@ -76,6 +78,7 @@ class Prediction:
     host_bytes: int
     seconds: float
     gains: tuple[tuple[int, float], ...] = ()
+    layer_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ class MemoryPlan:
         for index, layer in enumerate(self.layers):
             groups.setdefault(layer, []).append(index)
         lines = [f"{len(at):4} {keeping(len(at))} {x}: {ranges(at)}" for x, at in groups.items()]
+        if self.recomputes or self.uses_host:
+            lines.append(f"what each layer keeps: {self.bars()}")
         if self.head_chunk is not None:
             lines.append(f"the loss head handles {self.head_chunk} tokens at once")
         if (said := self.prediction) is not None:
@@ -175,6 +180,48 @@ class MemoryPlan:
             ]
         return "\n".join(lines)
 
+    def bars(self) -> str:
+        """Return a bar for each layer, as high as what it keeps; ▒ is in host memory."""
+        sizes = self._sizes()
+        top = max(sizes, default=0) or 1
+        bars = ("▁▂▃▄▅▆▇█"[round(7 * size / top)] for size in sizes)
+        return "".join("▒" if layer.host else bar for layer, bar in zip(self.layers, bars))
+
+    def plot(self) -> Any:
+        """Return a figure of matplotlib: what each layer keeps, in the colour of its plan.
+
+        `figure.savefig("plan.png")` writes it. A plan without a prediction has no bytes, and shows
+        the place of its policies from the one that keeps least to the one that keeps all.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        said, names = self.prediction, list(dict.fromkeys(map(str, self.layers)))
+        sizes = [size / 2**30 if said else size for size in self._sizes()]
+        with picture(8, 3.4) as figure:
+            axes = figure.add_subplot()
+            for number, name in enumerate(names):
+                at = [i for i, layer in enumerate(self.layers) if str(layer) == name]
+                label = f"{name} ({len(at)})"
+                heights = [sizes[i] for i in at]
+                axes.bar(at, heights, color=ORDER[number % len(ORDER)], label=label)
+            axes.set(xlabel="layer", ylabel="GiB kept for backward" if said else "policy")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.margins(x=0.01)
+            if said is not None:
+                axes.set_title(
+                    f"{said.batch} x {said.seq} tokens: predicted peak "
+                    f"{said.peak_bytes / 2**30:.1f} of {said.budget / 2**30:.1f} GiB"
+                )
+            figure.legend(loc="outside lower center", ncols=2)
+        return figure
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Return what each layer keeps, in bytes, or without a prediction as a rank."""
+        if self.prediction is not None and self.prediction.layer_bytes:
+            return self.prediction.layer_bytes
+        return tuple(len(POLICIES) - POLICIES.index(layer.policy) for layer in self.layers)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values. `from_dict` reads them."""
         return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
@@ -191,7 +238,8 @@ class MemoryPlan:
             prediction = values.get("prediction")
             if prediction is not None:
                 gains = tuple(map(tuple, prediction["gains"]))
-                prediction = Prediction(**(prediction | {"gains": gains}))
+                kept = tuple(prediction.get("layer_bytes", ()))
+                prediction = Prediction(**(prediction | {"gains": gains, "layer_bytes": kept}))
             return cls(**(values | {"layers": layers, "prediction": prediction}))
         except (AttributeError, KeyError, TypeError, ValueError) as fault:
             raise ConfigError(f"memory plan: not the values of a plan: {fault}") from None

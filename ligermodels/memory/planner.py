@@ -104,6 +104,11 @@ class Choices:
         }
         return replace(self, plans=plans, **costs)
 
+    def kept_by(self, layers: Sequence[LayerPlan]) -> tuple[int, ...]:
+        """Return the bytes that each layer keeps."""
+        at = [self.plans.index(replace(layer, host=False)) for layer in layers]
+        return tuple(self.kept[at, np.arange(len(at))].tolist())
+
     def step(self, layers: Sequence[LayerPlan]) -> tuple[float, int]:
         """Return the seconds of a step and its peak in bytes, as a search counts them."""
         choices = self.only(list(dict.fromkeys(layers)))
@@ -503,6 +508,7 @@ def find_plan(*spaces: Space, budget: Budget, batch: int, seq: int) -> MemoryPla
         host_bytes=simulation.host_bytes,
         seconds=space.time(plan),
         gains=tuple(space.gains(plan)),
+        layer_bytes=space.task.kept_by(plan.layers),
     )
     return replace(plan, prediction=prediction)
 

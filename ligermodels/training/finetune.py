@@ -26,7 +26,15 @@ from ligermodels import __version__, float8
 from ligermodels.adapters.adapted_model import export_adapter, merged
 from ligermodels.converters.files import GENERATION_CONFIG_NAME
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, DataError, LigerError, SaveError, first_line, short_repr
+from ligermodels.errors import (
+    ConfigError,
+    DataError,
+    LigerError,
+    SaveError,
+    counted,
+    first_line,
+    short_repr,
+)
 from ligermodels.heads.medusa_file import HEADS_NAME
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
@@ -193,9 +201,11 @@ class Run:
                 self._check_settings(saved["settings"])
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
+            stage = reports.Stage(self.progress)
             files = file_hashes(source)
             tokenizer = tokenizer_of(source, config)
-            rows, eval_rows = self._rows(tokenizer)
+            with stage("reading the data"):
+                rows, eval_rows = self._rows(tokenizer)
             self.model, weights = self._model(source, tokenizer, rows, eval_rows)
             sampler = reports.Sampler(output, tokenizer, self.run_dir, self.progress)
         if self.shards:
@@ -205,7 +215,8 @@ class Run:
         weights = weights or weights_hash(self.model)
         base, others = from_rank_0(({**files, "weights": weights}, self.objective.hashes()))
         every = [each for each in (rows, eval_rows) if each is not None]
-        self._plan_memory(trained, every, saved, held)
+        with stage("planning the memory"):
+            self._plan_memory(trained, every, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]
         objective, ranks = self.objective, self.ranks
@@ -364,6 +375,9 @@ class Run:
                     "evaluation files (--eval-files), or hold out nothing (--eval-fraction 0)"
                 )
         rows = self._made("training", sources)
+        names = [file.name for file in self.train_files]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self.learned = f"{names[0]}{more}, {counted(rows.num_tokens, 'token')}"
         for file, size in zip(self.train_files, rows.sources if options.data_weights else ()):
             if not size:
                 raise LigerError(f"{file}: no row is left to train on; leave the file out")
@@ -374,18 +388,18 @@ class Run:
         rows = self.objective.rows(sources)
         noun = "document" if self.config.loss.packed else "example"
         self._note(
-            f"{what} data: {_count(sum(map(len, sources)), noun)}, "
-            f"{_count(rows.num_tokens, 'token')}, "
-            f"{_count(len(rows), 'row')} of {rows.width:,} tokens"
+            f"{what} data: {counted(sum(map(len, sources)), noun)}, "
+            f"{counted(rows.num_tokens, 'token')}, "
+            f"{counted(len(rows), 'row')} of {rows.width:,} tokens"
         )
         if rows.num_untargeted:
             self._note(
-                f"{what} data: left out {_count(rows.num_untargeted, 'document')} without a target "
-                "(an empty text, or no token that is learned); look at these records"
+                f"{what} data: left out {counted(rows.num_untargeted, 'document')} without a "
+                "target (an empty text, or no token that is learned); look at these records"
             )
         if rows.num_truncated:
             self._note(
-                f"{what} data: cut {_count(rows.num_truncated, 'example')} to "
+                f"{what} data: cut {counted(rows.num_truncated, 'example')} to "
                 f"{self.config.data.seq_len} tokens; dropped {rows.num_dropped:,} of these because "
                 "no target is left"
             )
@@ -418,7 +432,7 @@ class Run:
         if not all(p.requires_grad for p in model.parameters()):
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             what = "the others are" if self.config.adapter.lora_r is None else "the model is"
-            self._note(f"{_count(trained, 'trained parameter')}; {what} frozen")
+            self._note(f"{counted(trained, 'trained parameter')}; {what} frozen")
         if not self.objective.trains_heads and os.path.lexists(source / HEADS_NAME):
             self._note(
                 f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
@@ -562,7 +576,8 @@ class Run:
         metrics = from_rank_0(self.run_dir.metrics.read() if rank() == 0 else [])
         with error_on_all_ranks():
             if rank() == 0:
-                if not plot_losses(metrics, self.run_dir.path / "loss.png"):
+                title = f"{Path(str(self.config.model.path)).name}: {self.learned}"
+                if not plot_losses(metrics, self.run_dir.path / "loss.png", title):
                     self._note(
                         "loss.png was not drawn, because matplotlib is not installed "
                         "(pip install 'ligermodels[plot]')"
@@ -650,7 +665,3 @@ class Run:
         self.notes.append(text)
         if self.progress:
             tqdm.write(text, file=sys.stderr)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -6,6 +6,7 @@ fresh optimizer that state, so that a checkpoint can be copied into it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ligermodels.adapters import LoraLinear
 from ligermodels.adapters.adapted_model import module_at
 from ligermodels.adapters.peft_format import expert_linears, linears
-from ligermodels.errors import ConfigError, did_you_mean, listing
+from ligermodels.errors import ConfigError, did_you_mean
 from ligermodels.kernels.adamw import AdamW
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
@@ -60,8 +61,9 @@ def _matching(model: nn.Module, pattern: str, option: str) -> set[str]:
     found = {n for n, around in names.items() if any(fnmatchcase(x, pattern) for x in around)}
     if not found:
         hint = did_you_mean(pattern, {*chain.from_iterable(names.values())})
+        known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
         raise ConfigError(
-            f"{option}: {pattern!r} matches no parameter of the model{hint}\n" + listing(names)
+            f"{option}: {pattern!r} matches no parameter of the model{hint}; it has {known}"
         )
     return found
 

@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from ligermodels import float8
-from ligermodels.errors import ConfigError, LigerError, SaveError, first_line
+from ligermodels.errors import ConfigError, LigerError, SaveError, counted, first_line
 from ligermodels.heads.classifier import SequenceClassifier
 from ligermodels.kernels import dispatch
 from ligermodels.models.base import DecoderModel
@@ -119,6 +120,34 @@ class Sampler:
                 tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
 
 
+class Stage:
+    """Shows in a terminal what a run does before its steps, and for how long."""
+
+    def __init__(self, shows: bool) -> None:
+        self.shows = shows and sys.stderr.isatty()
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Show these words in the place of the bar, within the context."""
+        form = "{desc} [{elapsed}]"
+        with tqdm(desc=what, bar_format=form, leave=False, disable=not self.shows) as bar:
+            is_over = Event()
+
+            def tick() -> None:
+                while not is_over.wait(1):
+                    bar.refresh()
+
+            ticking = Thread(target=tick, daemon=True)
+            if self.shows:
+                ticking.start()
+            try:
+                yield
+            finally:
+                is_over.set()
+                if self.shows:
+                    ticking.join()
+
+
 @dataclass(kw_only=True)
 class FinetuneResult:
     """The result of a run. Losses are per token, in nats; perplexity is their exponential.
@@ -142,6 +171,12 @@ class FinetuneResult:
     metrics: list[dict[str, Any]] = field(repr=False)
     model: DecoderModel = field(repr=False)
     notes: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def last_shown(self) -> float | None:
+        """What `shown` names, in the last training step that has it: a mean reward, for example."""
+        key = self.shown[0].removeprefix("eval_")
+        return next((entry[key] for entry in reversed(self.metrics) if key in entry), None)
 
     @property
     def eval_loss_before(self) -> float | None:
@@ -185,9 +220,10 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
         "device": f"{where}, {trainer.precision}",
         "loss": f"{config.loss.name}, {config.optimizer.name}, "
         f"learning rate {config.schedule.learning_rate:g}",
-        "data": f"{len(rows):,} rows, {rows.num_tokens:,} tokens",
+        "data": f"{counted(len(rows), 'row')}, {counted(rows.num_tokens, 'token')}",
         "steps": steps,
         "memory": "everything is kept for backward" if plan is None else summary(plan),
+        **({} if plan is None else {"kept by layer": plan.bars()}),
         "kernels": float8.report(model) or f"{name} ({reason})",
         "folder": str(config.output.output_dir),
     }
@@ -204,6 +240,8 @@ def end(result: FinetuneResult, device: torch.device) -> dict[str, str]:
             rows[f"held-out {label}"] = " -> ".join(map(text, found))
     if result.loss is not None:
         rows["training loss"] = f"{result.loss:.4f}"
+    if (last := result.last_shown) is not None:
+        rows[f"{name} in training"] = f"{last:.4f}"
     for each, label, text in (
         ("tokens_per_second", "tokens per second", "{:,.0f}".format),
         ("mfu", "of the GPU's peak", "{:.1%}".format),

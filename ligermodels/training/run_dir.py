@@ -23,12 +23,14 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 
 from ligermodels.converters.files import (
@@ -41,6 +43,7 @@ from ligermodels.converters.files import (
 from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
 from ligermodels.parallel.ranks import error_on_all_ranks, rank
+from ligermodels.pictures import COLOURS, INK, OURS, picture
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -207,24 +210,41 @@ class RunDir:
                 self.listener(entry)
 
 
-def plot_losses(metrics: list[Metrics], file: Path) -> bool:
-    """Draw the loss of every step and evaluation; without matplotlib, only return False."""
+def plot_losses(metrics: list[Metrics], file: Path, title: str = "") -> bool:
+    """Draw the losses and the learning rate; without matplotlib, only return False.
+
+    The loss of each step is faint, and its mean over a twentieth of the steps is not.
+    """
+    nan = math.nan
+    points = [(e["step"], e["loss"], e.get("learning_rate", nan)) for e in metrics if "loss" in e]
+    held = [(e["step"], e["eval_loss"]) for e in metrics if "eval_loss" in e]
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+        with picture(8, 5) as figure:
+            upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
+            if points:
+                steps, losses, rates = zip(*points)
+                window = max(1, len(steps) // 20)
+                sums = np.cumsum([0.0, *losses])
+                ends = np.arange(1, len(steps) + 1)
+                starts = np.maximum(0, ends - window)
+                means = (sums[ends] - sums[starts]) / (ends - starts)
+                upper.plot(steps, losses, color=OURS, alpha=0.4, linewidth=1)
+                label = "training" + f", mean of {window} steps" * (window > 1)
+                upper.plot(steps, means, color=OURS, label=f"{label}: {means[-1]:.3f}")
+                lower.plot(steps, rates, color=INK)
+            if held:
+                label = f"held out: {held[-1][1]:.3f}"
+                upper.plot(*zip(*held), color=COLOURS["liger"], marker="o", label=label)
+            upper.set(title=title, ylabel="loss (nats per token)" if held else "loss")
+            lower.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+            lower.xaxis.get_major_locator().set_params(integer=True)
+            lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+            upper.grid()
+            if points or held:
+                upper.legend()
+            atomic_write(file, lambda path: figure.savefig(path, format="png", dpi=120))
+    except ModuleNotFoundError:
         return False
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for key, label in (("loss", "training"), ("eval_loss", "held out")):
-        if points := [(entry["step"], entry[key]) for entry in metrics if key in entry]:
-            axes.plot(*zip(*points), label=label, marker="o" if key == "eval_loss" else None)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss per token (nats)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    atomic_write(file, lambda path: figure.savefig(path, format="png", dpi=120))
     return True
 
 

@@ -445,12 +445,14 @@ class Trainer:
             if found := sample(self.done):
                 run_dir.log({"step": self.done, **found})
             return
-        number = 0
+        number, size = 0, self.objective.batch_size * num_row_ranks()
+        most = self.config.data.max_eval_rows or len(self.eval_rows)
+        count = math.ceil(min(len(self.eval_rows), most) / size)
 
         def each() -> None:
             nonlocal number
             number += 1
-            bar.set_description(f"evaluating, batch {number}", refresh=sys.stderr.isatty())
+            bar.set_description(f"evaluating {number}/{count}", refresh=sys.stderr.isatty())
             check()
 
         found = self.evaluate(each)

@@ -175,7 +175,7 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
         output.write_bytes(whole[:size])
         code, _, err = call(*command)
         assert code == 0 and output.read_bytes() == whole
-        assert err == (f"{output}: {said} of 3 prompts are answered\n" if said else "")
+        assert err == (f"{output}: {said} of 3 prompts answered\n" if said else "")
     others = "answers in it were made with {'seed': None}, and not with {'seed': 5}"
     assert_one_line(call(*command, "--seed", "5"), f"{output}: ", others)
     other_model = make_checkpoint(tmp_path / "other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ligermodels import ConfigError, LayerPlan, MemoryPlan
+from ligermodels.memory.plan import Prediction
 from tests.models.pairs import tiny_model
 
 
@@ -37,7 +39,27 @@ def test_the_printed_plan_shows_the_tiles_of_layers() -> None:
         "   1 layer keeps input, MLP in tiles of 64 tokens: 0",
         "   2 layers keep input: 1, 3",
         "   2 layers keep all: 2, 4",
+        "what each layer keeps: ▃▃█▃█",
     ]
+
+
+def test_a_plan_has_a_bar_for_each_layer() -> None:
+    plan = MemoryPlan.of(["all", "input", LayerPlan("attention", host=True)])
+    assert plan.bars() == "█▃▒" and "what each layer keeps: █▃▒" in str(plan)
+    sizes = {
+        "batch": 1,
+        "seq": 8,
+        "seconds": 1.0,
+        "budget": 2**30,
+        "layer_bytes": (2**30, 0, 2**29),
+    }
+    others = dict.fromkeys({x.name for x in fields(Prediction)} - sizes.keys() - {"gains"}, 0)
+    plan = replace(plan, prediction=Prediction(**sizes, **others))
+    assert plan.bars() == "█▁▒" and MemoryPlan.from_dict(plan.to_dict()) == plan
+    pytest.importorskip("matplotlib")
+    (axes,) = plan.plot().axes
+    assert [bar.get_height() for bar in axes.patches] == [1.0, 0.0, 0.5]
+    assert "predicted peak 0.0 of 1.0 GiB" in axes.get_title("left")
 
 
 def test_a_model_takes_a_plan_for_its_number_of_layers() -> None:

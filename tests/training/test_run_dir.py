@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -119,6 +120,27 @@ def test_a_folder_in_which_no_run_began_is_left_as_it_was(tmp_path, is_new):
     with run.locked():
         run.write_settings(SETTINGS, "")
     assert sorted(os.listdir(run.path)) == [".lock", "run.json", "run.yaml"]
+
+
+def test_the_curve_has_whole_steps_and_can_be_read_on_dark_pages(folder, monkeypatch):
+    """The background is transparent; the last values are in the legend."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    save = figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
+    )
+    metrics = [{"step": i, "loss": 3.0 - i / 100, "learning_rate": 1e-3} for i in range(1, 41)]
+    metrics.insert(20, {"step": 20, "eval_loss": 2.75})
+    assert plot_losses(metrics, folder.path / "loss.png", "tiny: words.txt, 9 tokens")
+    upper, lower = drawn[0].axes
+    labels = [text.get_text() for text in upper.get_legend().get_texts()]
+    assert labels == ["training, mean of 2 steps: 2.605", "held out: 2.750"]
+    assert upper.get_title("left") == "tiny: words.txt, 9 tokens"
+    assert all(tick == int(tick) for tick in lower.get_xticks())
+    assert lower.get_ylabel() == "learning rate"
+    image = importlib.import_module("matplotlib.image").imread(folder.path / "loss.png")
+    assert image[0, 0, 3] == 0 and image[..., 3].max() > 0.9
 
 
 def test_without_matplotlib_there_is_no_curve(folder, monkeypatch):

@@ -63,7 +63,7 @@ def make_text(file: Path, paragraphs: int = 60, seed: int = 0) -> Path:
     return file
 
 
-def draw_nothing(metrics, file: Path) -> bool:
+def draw_nothing(metrics, file: Path, title: str) -> bool:
     """Write a picture without content where a run draws its losses: drawing takes longer than a
     tiny run's steps."""
     from ligermodels.training.run_dir import atomic_write
