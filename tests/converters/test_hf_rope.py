@@ -238,8 +238,6 @@ def test_a_part_that_cannot_be_rotated_is_refused(subtests):
                 part({"partial_rotary_factor": value})
     with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.3 of head_dim 10 is 3"):
         PartConfig(head_dim=10, partial_rotary_factor=0.3)
-    with pytest.raises(ConfigError, match=r"'rope_parameters.partial_rotary_factor' is 0.5"):
-        part({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5}})
 
 
 def test_longrope_has_a_factor_for_each_pair_of_the_rotated_part():
