@@ -36,7 +36,11 @@ PATH_BOUND, ONE_PATH_BOUND = 3e-5, 5e-4  # distance over path length: of all par
 
 # Bytes are tokens. Windows are a quarter of the row, and the caps change the logits and scores.
 SCALE = zoo.Scale(256, 48, 96, 4, 2, 16, 48, 12, 24, 9, 12)
-OWN = {name: windows(name, SCALE.window) | family.training for name, family in DECODERS.items()}
+OWN = {
+    name: windows(name, SCALE.window) | family.training
+    for name, family in DECODERS.items()
+    if not family.composed
+}
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from ligermodels import AutoLiger, LigerLlama, LlamaConfig
+from tests.families import FAMILIES
 from tests.models import parity, zoo
 from tests.models.pairs import relative
 
@@ -40,8 +41,21 @@ for folder in folders:
         print(folder, repr(error), file=sys.stderr)
 save_file(found, out)
 """
-# This longrope has no factor: transformers 5 derives it, 4 stops with an error.
-REFUSED = "longrope, short"
+# This longrope has no factor: transformers 5 derives it, 4 stops with an error. And the theta of
+# OLMo 3's sliding layers is that of the others in 4.
+REFUSED = ("longrope, short", "yarn of the full layers")
+
+
+def known(family: str) -> bool:
+    """Return whether the old version has the family, and its text model.
+
+    Of Granite 4, it does not know the names of layer types that transformers 5 writes.
+    """
+    if family == "granitemoehybrid":
+        return False
+    text = FAMILIES[family].text_model or family
+    modules = [zoo.config_class(name).__module__.split(".")[2] for name in (family, text)]
+    return all((OLD / "transformers" / "models" / name).is_dir() for name in modules)
 
 
 @pytest.mark.long
@@ -61,10 +75,13 @@ def test_exports_compute_the_same_in_transformers_4(smollm2: Path, tmp_path: Pat
     export(AutoLiger.from_hf(smollm2, dtype=torch.float32), "smollm2")
     # This theta is far from 10000, the default of a reader that ignores the key.
     export(LigerLlama(LlamaConfig.small(rope_theta=500.0, initializer_range=0.3)), "python")
-    for family in zoo.FAMILIES:
+    for family in filter(known, zoo.FAMILIES):
         for name, feature in zoo.features(family).items():
-            if parity.applies("round trip", feature) and name != REFUSED:
-                model = AutoLiger.from_hf(parity.Case(family, name).folder, dtype=torch.float32)
+            # The old Phi-3 refuses any fourth key in rope_scaling.
+            refused = name in REFUSED or (family, name) == ("phi3", "longrope")
+            if parity.applies("round trip", feature) and not refused:
+                case = parity.Case(family, name)  # which keeps its folder
+                model = AutoLiger.from_hf(case.folder, dtype=torch.float32)
                 export(model, f"{family}, {name}")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(zoo.TINY.seq), str(tmp_path / "out"), *ours],
