@@ -278,15 +278,18 @@ class Gemma4Router(Router):
         super().__init__(
             config.hidden_size, config.num_experts, config.top_k_experts, normalize=True
         )
-        self.norm = UnitRMSNorm(config.rms_norm_eps)
+        self.eps = config.rms_norm_eps
         self.input_scale = nn.Parameter(torch.ones(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights, experts and logits, as `Router` does."""
-        x = self.norm(x) * self.input_scale * x.shape[-1] ** -0.5
+        scale = self.input_scale * x.shape[-1] ** -0.5
+        x = kernels.rms_norm(x, scale, self.eps, casting_mode="gemma")
         weights, experts, logits = super().forward(x, experts)
-        return weights * self.per_expert_scale[experts.long()], experts, logits
+        # Backward of an index would add the tokens of an expert one after the other.
+        factors = self.per_expert_scale.expand_as(logits).gather(-1, experts.long())
+        return weights * factors, experts, logits
 
 
 class Gemma4Block(nn.Module):
@@ -389,7 +392,9 @@ class LigerGemma4(DecoderModel):
                 scale=size**0.5,
             )
             self.per_layer_model_projection = nn.Linear(hidden, rows, bias=False)
-            self.per_layer_projection_norm = gemma4_norm(config, size)
+            # HF divides the projection by the root of hidden_size before; the norm undoes that.
+            eps = config.rms_norm_eps * hidden
+            self.per_layer_projection_norm = RMSNorm(size, eps, casting_mode="gemma")
         self.build(
             norm=gemma4_norm(config, hidden),
             embedding_scale=hidden**0.5,
@@ -434,8 +439,8 @@ class LigerGemma4(DecoderModel):
                     "inputs_embeds: the layers have embeddings of their own, which need the "
                     "tokens; pass input_ids"
                 )
-            projected = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
-            projected = self.per_layer_projection_norm(projected.unflatten(-1, (-1, size)))
+            projected = self.per_layer_model_projection(x).unflatten(-1, (-1, size))
+            projected = self.per_layer_projection_norm(projected)
             inputs = (projected + context.layer_embeddings) * 2**-0.5
             pairs = zip(context.layers, inputs.unbind(2), strict=True)
             context = context._replace(layers=[each.with_input(own) for each, own in pairs])

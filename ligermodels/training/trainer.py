@@ -26,7 +26,7 @@ from tqdm import tqdm
 from ligermodels import float8
 from ligermodels.adapters import LoraLinear
 from ligermodels.errors import LigerError, SaveError
-from ligermodels.layers import Experts, HeadOutput, Routing
+from ligermodels.layers import Attention, Experts, HeadOutput, Routing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
@@ -531,14 +531,13 @@ class StepFlops:
 
     Attributes:
         per_token, per_target: of the linears of the layers, and of the head.
-        per_pair: of the attention of one layer, for a query and a key.
-        windows: how far each layer looks back, in tokens; None is all the way.
+        pairs: of the attention of each layer, for a query and a key, and how far the layer looks
+            back, in tokens; None is all the way.
     """
 
     per_token: int
     per_target: int
-    per_pair: int
-    windows: tuple[int | None, ...]
+    pairs: tuple[tuple[int, int | None], ...]
 
     @classmethod
     def of(cls, model: DecoderModel) -> StepFlops:
@@ -561,11 +560,11 @@ class StepFlops:
                 learns = isinstance(weight, nn.Parameter) and weight.requires_grad
                 size = module.in_features * module.out_features * share.get(module, 1.0)
                 per_token += (6 if learns else 4) * size
-        config = model.config
         head: Any = getattr(model.head, "weight", None)  # also if it is tied to the embedding
         per_target = 0 if head is None else (6 if head.requires_grad else 4) * head.numel()
-        heads = config.num_attention_heads * config.head_dim
-        return cls(int(per_token), per_target, 12 * heads, tuple(config.sliding_windows))
+        found = (x for x in model.layers.modules() if isinstance(x, Attention))
+        pairs = tuple((12 * x.num_heads * x.head_dim, x.sliding_window) for x in found)
+        return cls(int(per_token), per_target, pairs)
 
     def count(self, batch: Batch) -> int:
         """Return the operations of a batch."""
@@ -576,6 +575,8 @@ class StepFlops:
         # Padding is a document that has no target.
         counts = (torch.bincount(document, targets) > 0)[document]
         seen = batch.position_ids.flatten()[counts] + 1  # by each token, without a window
-        pairs = sum(int(seen.clamp(max=window or len(document)).sum()) for window in self.windows)
+        pairs = sum(
+            each * int(seen.clamp(max=window or len(document)).sum()) for each, window in self.pairs
+        )
         linears = self.per_token * batch.num_tokens + self.per_target * batch.num_targets
-        return linears + self.per_pair * pairs
+        return linears + pairs

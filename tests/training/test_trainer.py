@@ -329,9 +329,9 @@ def test_linears_and_head_are_those_that_torch_counts(model, frozen):
 def test_attention_counts_the_pairs_of_each_document():
     batch = rows(10, 20, 5, seq_len=32).batch([0, 1])
     pairs = 10 * 11 // 2 + 20 * 21 // 2 + 5 * 6 // 2
-    assert StepFlops(0, 0, 1, (None, None)).count(batch) == 2 * pairs
+    assert StepFlops(0, 0, ((1, None), (1, None))).count(batch) == 2 * pairs
     near = 10 * 11 // 2 + (55 + 10 * 10) + 5 * 6 // 2
-    assert StepFlops(0, 0, 1, (None, 10)).count(batch) == pairs + near
-    assert StepFlops(1, 0, 0, ()).count(batch) == 35
-    assert StepFlops(0, 1, 0, ()).count(batch) == 32
-    assert StepFlops(1, 1, 1, (None,)).count(batch.uncounted()) == 0
+    assert StepFlops(0, 0, ((1, None), (1, 10))).count(batch) == pairs + near
+    assert StepFlops(1, 0, ()).count(batch) == 35
+    assert StepFlops(0, 1, ()).count(batch) == 32
+    assert StepFlops(1, 1, ((1, None),)).count(batch.uncounted()) == 0
