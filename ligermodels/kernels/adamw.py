@@ -37,7 +37,9 @@ class AdamW(torch.optim.AdamW):
         rest, steps = [], []
         for tensors in zip(*filled):
             local = [getattr(each, "_local_tensor", each) for each in tensors]  # of a DTensor
-            if all(map(_is_large, local[:4])) and getattr(self, "found_inf", None) is None:
+            placements = {getattr(each, "placements", None) for each in tensors[:4]}
+            alike = len(placements) == 1 and getattr(self, "found_inf", None) is None
+            if alike and all(map(_is_large, local[:4])):
                 select("adamw", local[0]).adamw(*local, *options)
                 steps.append(tensors[-1])
             else:
@@ -50,4 +52,5 @@ class AdamW(torch.optim.AdamW):
 
 
 def _is_large(x: Tensor) -> bool:
-    return x.numel() >= LARGE and x.is_contiguous() and choose(x.device, x.dtype)[0] == "triton"
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_contiguous()
+    return plain and x.numel() >= LARGE and choose(x.device, x.dtype)[0] == "triton"
