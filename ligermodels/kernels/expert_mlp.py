@@ -135,7 +135,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 def _owner(experts: Tensor, count: int, *biases: Tensor | None) -> Tensor | None:
     """Return the expert of each pair for biases: no kernel may read another one."""
-    return None if biases == (None, None) else experts.clamp(0, count - 1)
+    return None if all(x is None for x in biases) else experts.clamp(0, count - 1)
 
 
 def _of_few(

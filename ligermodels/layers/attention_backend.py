@@ -33,7 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from ligermodels.kernels.dispatch import autocast_dtype, real_device, simulator_of, without_autocast
+from ligermodels.kernels.dispatch import (
+    autocast_dtype,
+    cast,
+    real_device,
+    simulator_of,
+    without_autocast,
+)
 from ligermodels.kernels.wide_attention import LARGEST, wide_attention
 from ligermodels.layers.attention_mask import AttentionMask, compiled
 
@@ -443,6 +449,15 @@ _sunk.register_autograd(
 )
 
 
+def _scaled(out: Tensor, share: Tensor) -> Tensor:
+    """Return out * share, written into out in eager mode.
+
+    A function that torch 2.11 compiles gets no gradients through an output that an autograd
+    function has changed in place.
+    """
+    return cast(out * share, out.dtype) if torch.compiler.is_compiling() else out.mul_(share)
+
+
 def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of sinks, which have one more dimension than the rows of out and lse.
 
@@ -477,7 +492,7 @@ class _VarlenWithSinks(torch.autograd.Function):
             q, k, v, queries, keys, *ctx.sizes, 0.0, False, False, **ctx.options
         )
         logits = sinks.to(lse.dtype)[:, None]
-        out.mul_(torch.sigmoid(lse - logits).t().unsqueeze(-1))
+        out = _scaled(out, torch.sigmoid(lse - logits).t().unsqueeze(-1))
         lse = torch.logaddexp(lse, logits)
         ctx.save_for_backward(q, k, v, sinks, queries, keys, out, lse, *state)
         return out
@@ -529,7 +544,7 @@ class _RawAttention(torch.autograd.Function):
             state += more
         if sinks is not None:
             logits = sinks.to(lse.dtype)[:, None, None]
-            out.mul_(torch.sigmoid(lse - logits))
+            out = _scaled(out, torch.sigmoid(lse - logits))
             lse = torch.logaddexp(lse, logits)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *state)
         ctx.options, ctx.past = (causal, scale), past
