@@ -123,7 +123,8 @@ def step(model: nn.Module, rows: int, context: int) -> dict[str, Any]:
     cache = KVCache.of(model, rows, context + 64)
     model(ids, cache=cache)
     for buffer in (*cache.keys, *cache.values):
-        buffer.normal_()
+        if buffer is not None:
+            buffer.normal_()
     cache.advance(context - 1)
     decoder = StepDecoder(model, cache)
     found: dict[str, Any] = {"step": statistics.median(device_times(lambda: decoder(ids)))}

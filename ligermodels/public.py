@@ -71,6 +71,10 @@ from ligermodels.models.qwen2 import LigerQwen2 as LigerQwen2
 from ligermodels.models.qwen2 import Qwen2Config as Qwen2Config
 from ligermodels.models.qwen3 import LigerQwen3 as LigerQwen3
 from ligermodels.models.qwen3 import Qwen3Config as Qwen3Config
+from ligermodels.models.qwen3_5 import LigerQwen3_5 as LigerQwen3_5
+from ligermodels.models.qwen3_5 import Qwen3_5Config as Qwen3_5Config
+from ligermodels.models.qwen3_5_moe import LigerQwen3_5Moe as LigerQwen3_5Moe
+from ligermodels.models.qwen3_5_moe import Qwen3_5MoeConfig as Qwen3_5MoeConfig
 from ligermodels.models.qwen3_moe import LigerQwen3Moe as LigerQwen3Moe
 from ligermodels.models.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from ligermodels.models.smollm3 import LigerSmolLM3 as LigerSmolLM3

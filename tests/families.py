@@ -12,6 +12,17 @@ Json = dict[str, Any]
 WINDOW = 5  # the window in tests of a few tokens
 
 
+# A gated delta net of few and small heads in every second layer.
+DELTA: Json = {
+    "head_dim": 8,  # of which rope rotates a quarter
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """The facts about a family that tests need; `Json` holds fields of its config.
@@ -23,6 +34,7 @@ class Family:
             can have one.
         own: other fields that Llama lacks, with values that matter within a few tokens.
         experts: fields that make experts few and small.
+        mixers: fields that make gated delta nets few and small.
         biases: the fields that give every projection that can have a bias one.
         training: other fields for training beside transformers.
         gpu: other fields on a GPU, where windows have 64 tokens.
@@ -43,6 +55,7 @@ class Family:
     sliding: Json | None = None
     own: Json = field(default_factory=dict)
     experts: Json = field(default_factory=dict)
+    mixers: Json = field(default_factory=dict)
     biases: Json = field(default_factory=dict)
     training: Json = field(default_factory=dict)
     gpu: Json = field(default_factory=dict)
@@ -212,6 +225,69 @@ FAMILIES = {
             "router_aux_loss_coef": 0.001,
         },
         takes_head_dim=False,
+    ),
+    "qwen3_5_text": Family(
+        hf=("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+        vocabulary=248320,
+        mixers=DELTA,
+        biases={"attention_bias": True},
+        gpu=DELTA | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256},
+        defaults={
+            "num_hidden_layers": 4,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        norm_weight=0.0,
+    ),
+    "qwen3_5": Family(
+        hf=("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+        vocabulary=248320,
+        norm_weight=0.0,
+        text_model="qwen3_5_text",
+    ),
+    "qwen3_5_moe_text": Family(
+        hf=("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+        vocabulary=248320,
+        mixers=DELTA,
+        experts={
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
+        biases={"attention_bias": True},
+        gpu=DELTA
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+        | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+        rounded={"num_experts_per_tok": 5},
+        defaults={
+            "num_hidden_layers": 4,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.001,
+        },
+        norm_weight=0.0,
+    ),
+    "qwen3_5_moe": Family(
+        hf=("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+        vocabulary=248320,
+        norm_weight=0.0,
+        rounded={"num_experts_per_tok": 5},
+        text_model="qwen3_5_moe_text",
     ),
     "mixtral": Family(
         hf=("MixtralConfig", "MixtralForCausalLM"),
@@ -403,5 +479,6 @@ def sampled(names: Iterable[str]) -> list[Any]:
 
 # Each family's fields that Llama lacks, with windows of WINDOW tokens.
 OWN = {
-    name: windows(name, WINDOW) | family.own | family.experts for name, family in DECODERS.items()
+    name: windows(name, WINDOW) | family.own | family.experts | family.mixers
+    for name, family in DECODERS.items()
 }

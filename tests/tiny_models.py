@@ -13,6 +13,7 @@ VOCAB = 97
 
 def random_model(family: str, **changes) -> DecoderModel:
     """Make a model of three layers, with weights spread so that greedy choices vary."""
+    family = FAMILIES[family].text_model or family
     torch.manual_seed(0)
     settings = {
         "vocab_size": VOCAB,
@@ -26,7 +27,7 @@ def random_model(family: str, **changes) -> DecoderModel:
         "initializer_range": 0.3,
     }
     cls = families()[family]
-    settings |= windows(family, WINDOW) | FAMILIES[family].experts
+    settings |= windows(family, WINDOW) | FAMILIES[family].experts | FAMILIES[family].mixers
     if (cls.config_class.pad_token_id or 0) >= VOCAB:
         settings["pad_token_id"] = None
     return cls(cls.config_class(**(settings | changes))).eval()

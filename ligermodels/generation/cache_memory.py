@@ -10,6 +10,7 @@ from torch import nn
 
 from ligermodels.generation.models import LanguageModel
 from ligermodels.layers.attention import Attention
+from ligermodels.layers.gated_delta import LinearAttention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import kept_for_generation
 
@@ -17,13 +18,19 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def row_bytes(model: LanguageModel, cache: KVCache) -> int:
-    """Return the bytes of a row: its keys and values, and float32 logits with their filters."""
+    """Return the bytes of a row: keys, values and states, and float32 logits with their filters."""
     each = sum(
         2 * layer.num_kv_heads * layer.head_dim * cache.sizes[layer.layer_index]
         for layer in cast(nn.Module, model).modules()
         if isinstance(layer, Attention) and layer.causal and layer.kv_from is None
     )
-    return each * cache.uses * model.head.weight.element_size() + 4 * 4 * model.config.vocab_size
+    size = model.head.weight.element_size()
+    states = sum(
+        layer.state_bytes(size)
+        for layer in cast(nn.Module, model).modules()
+        if isinstance(layer, LinearAttention)
+    )
+    return cache.uses * (each * size + states) + 4 * 4 * model.config.vocab_size
 
 
 def check_room(model: LanguageModel, rows: int, tokens: int) -> None:
@@ -31,6 +38,8 @@ def check_room(model: LanguageModel, rows: int, tokens: int) -> None:
     need = rows * row_bytes(model, KVCache.of(cast(nn.Module, model), 1, tokens))
     kept = kept_for_generation.get(cast(nn.Module, model))  # The new cache takes its place.
     buffers = [] if kept is None else [*kept.cache.keys, *kept.cache.values]
+    for states in [] if kept is None else kept.cache.states:
+        buffers += states or ()
     free = free_bytes(model.head.weight.device) + sum(x.nbytes for x in buffers if x is not None)
     if need > free:
         raise ValueError(

@@ -24,6 +24,9 @@ def read_prompts(
 ) -> None:
     """Write the tokens of prompts into rows of a cache, without padding.
 
+    The next step computes the last token again. Layers with a state would count it twice, so that
+    with such layers, all but the last token are written.
+
     Prompts share a pass as documents of one packed row if a kernel computes all layers document by
     document. Otherwise each has a pass of its own. Longer prompts than `PASS_TOKENS` are read in
     chunks.
@@ -31,6 +34,10 @@ def read_prompts(
     Args: rows: the row for each prompt; prompts: (tokens,) int64, on the model's device.
     """
     packs = _can_pack(model)
+    single: list[int] = []
+    if model.is_recurrent:
+        single = [row for row, prompt in zip(rows, prompts) if len(prompt) == 1]
+        prompts = [prompt[:-1] if len(prompt) > 1 else prompt for prompt in prompts]
     for part in _parts([len(prompt) for prompt in prompts], PASS_TOKENS if packs else 0):
         some, ids = [rows[i] for i in part], [prompts[i] for i in part]
         if len(part) == 1:
@@ -51,6 +58,8 @@ def read_prompts(
         for each in context.layers:
             each.cache = into
         model.run_layers(model.embed_tokens(inputs), context)
+    for index in single:
+        cache.clear_states(index)
 
 
 def chunks(model: DecoderModel, ids_BS: Tensor) -> list[slice]:

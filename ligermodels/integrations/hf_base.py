@@ -179,6 +179,14 @@ class HFCache(KVCache):
         self._found[layer_index] = keys.shape[2], keys.device
         return keys, values
 
+    def state(self, layer_index: int) -> tuple[Tensor, ...] | None:
+        """Raise ValueError: a recurrent layer has no place in transformers' caches."""
+        raise ValueError(
+            f"past_key_values: layer {layer_index} is recurrent, and its state has no place in "
+            "transformers' caches; generate without beams, assistants or a cache of your own, "
+            "which takes the native model, or with use_cache=False"
+        )
+
     def key_positions(self, layer_index: int, new: int) -> Tensor | None:
         """Return the positions of the keys, or None if they are all tokens so far."""
         count, device = self._found[layer_index]

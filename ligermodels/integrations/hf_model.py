@@ -286,7 +286,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
                 num_items_in_batch.
             use_cache: whether to return a cache if none is given. It is never returned with labels.
                 The default is config.use_cache in evaluation without position_ids; with them, the
-                rows may be packed documents, which a cache would join.
+                rows may be packed documents, which a cache would join. A model with recurrent
+                layers takes none.
             skip_logits: whether to leave out the logits. By default they are left out in training
                 with labels, unless `trains_with_logits` is set.
             others: the other arguments are those of transformers' models.
@@ -306,7 +307,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             balances = scores and getattr(self.config, "output_router_logits", False)
         if use_cache is None:
             packed = position_ids is not None or others.get("cu_seq_lens_q") is not None
-            use_cache = not (self.training or packed) and getattr(self.config, "use_cache", True)
+            use_cache = not (self.training or packed or self.native.is_recurrent)
+            use_cache = use_cache and getattr(self.config, "use_cache", True)
         made = self.model(
             input_ids,
             attention_mask=attention_mask,

@@ -20,6 +20,7 @@ from ligermodels.integrations.hf_weights import wrapper_name
 from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight
 from ligermodels.layers.experts import STACKS, Experts
 from ligermodels.layers.fusion import is_plain
+from ligermodels.layers.gated_delta import GatedDeltaNet
 
 # Methods of PEFT that take the insides of transformers' models, and what stops them.
 REFUSED = {
@@ -152,7 +153,7 @@ def split_projections(model: Any) -> None:
         _put(owner, made, [name])
         setattr(owner, name, Concatenated(owner, [part for part, _ in parts]))
     for module in model.base_model.layers.modules():  # HF's modules have their norms last
-        if type(module).__module__.startswith("peft."):
+        if type(module).__module__.startswith("peft.") or isinstance(module, GatedDeltaNet):
             continue
         children = sorted(module._modules.items(), key=lambda child: _is_norm(child[1]))
         module._modules.clear()

@@ -3,7 +3,7 @@
 from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.layers.attention import Attention, AttentionContext
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.block import DecoderBlock, SandwichBlock
+from ligermodels.layers.block import DecoderBlock, LinearBlock, SandwichBlock
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import ScaledEmbedding
 from ligermodels.layers.experts import (
@@ -11,12 +11,13 @@ from ligermodels.layers.experts import (
     Router,
     Routes,
     Routing,
+    SharedExperts,
     expert_counts,
     load_balancing_loss,
     router_z_loss,
 )
 from ligermodels.layers.fusion import PreNormed, pre_norm
-from ligermodels.layers.gated_delta import DeltaState, GatedDeltaNet
+from ligermodels.layers.gated_delta import DeltaState, GatedDeltaNet, LinearAttention
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.loss_head import HeadOutput, LossHead
 from ligermodels.layers.mlp import GatedMLP
@@ -37,6 +38,8 @@ __all__ = [
     "HeadOutput",
     "KVCache",
     "LayerNorm",
+    "LinearAttention",
+    "LinearBlock",
     "LossHead",
     "PreNormed",
     "RMSNorm",
@@ -46,6 +49,7 @@ __all__ = [
     "Routing",
     "SandwichBlock",
     "ScaledEmbedding",
+    "SharedExperts",
     "UnitRMSNorm",
     "expert_counts",
     "load_balancing_loss",

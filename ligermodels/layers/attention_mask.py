@@ -360,6 +360,11 @@ class AttentionMask:
             if self.padding_mask is None:
                 return None
             return self.varlen_seqlens(batch, device).queries
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "position_ids: in a compiled model, a gated delta net cannot find the documents; "
+                "pass cu_seqlens and max_seqlen instead"
+            )
         if self._document_starts is None:
             ids = self.document_ids.expand(batch, -1)
             begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)

@@ -3,14 +3,17 @@
 from torch import Tensor, nn
 
 from ligermodels.layers.attention import Attention, AttentionContext
-from ligermodels.layers.experts import Experts
+from ligermodels.layers.experts import Experts, SharedExperts
 from ligermodels.layers.fusion import pre_norm
+from ligermodels.layers.gated_delta import LinearAttention
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 
 
 class DecoderBlock(nn.Module):
     """h = x + attention(norm(x)); the output is h + mlp(norm(h)).
+
+    The MLP may be `Experts`.
 
     For backward the block saves, per token: both sums, q, k and v after rope, attention's output
     and gate_up. Backward recomputes the outputs of the norms and the activation product.
@@ -19,7 +22,7 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         self_attn: Attention,
-        mlp: GatedMLP | Experts,
+        mlp: GatedMLP | Experts | SharedExperts,
         input_layernorm: RMSNorm,
         post_attention_layernorm: RMSNorm,
     ) -> None:
@@ -38,6 +41,31 @@ class DecoderBlock(nn.Module):
             means zero.
         """
         x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        normed = pre_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp(normed) if context.experts is None else self.mlp(normed, context.experts)
+
+
+class LinearBlock(nn.Module):
+    """A `DecoderBlock` with a `LinearAttention`, under HF's name of it."""
+
+    def __init__(
+        self,
+        linear_attn: LinearAttention,
+        mlp: GatedMLP | Experts | SharedExperts,
+        input_layernorm: RMSNorm,
+        post_attention_layernorm: RMSNorm,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.linear_attn = linear_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: AttentionContext
+    ) -> tuple[Tensor, ...]:
+        """Return what `DecoderBlock.forward` does for the same arguments."""
+        x, residual = self.linear_attn(pre_norm(self.input_layernorm, x, residual), context)
         normed = pre_norm(self.post_attention_layernorm, x, residual)
         return self.mlp(normed) if context.experts is None else self.mlp(normed, context.experts)
 

@@ -269,6 +269,32 @@ class Experts(Planned, nn.Module):
         return f"{self.hidden_size}, {self.intermediate_size}, activation={self.activation}"
 
 
+class SharedExperts(nn.Module):
+    """experts(x) + sigmoid(gate(x)) * shared(x), in the place of an `Experts`.
+
+    Source: arXiv:2401.06066, whose shared experts have no gate; arXiv:2407.10671.
+
+    Args:
+        experts: those that a router chooses from.
+        shared: an MLP that every token gets, such as a `GatedMLP`.
+        gate: a linear from the hidden size to 1. Without it, the factor is 1.
+    """
+
+    def __init__(self, experts: Experts, shared: nn.Module, gate: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.experts, self.shared, self.gate = experts, shared, gate
+
+    def forward(
+        self, x: Tensor | PreNormed, experts: Tensor | None = None
+    ) -> tuple[Tensor, Routes] | tuple[Tensor, Tensor, Routes]:
+        """Return what `Experts.forward` does for the same arguments."""
+        rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
+        out, routes = self.experts(rows, experts)
+        shared = self.shared(rows)
+        out = out + (shared if self.gate is None else self.gate(rows).sigmoid() * shared)
+        return (out, routes) if total is None else (out, total, routes)
+
+
 def expert_weight(weight: Any) -> ExpertWeight:
     """Return what a product of experts takes for a weight, or for the module in its place.
 

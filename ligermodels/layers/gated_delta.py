@@ -1,6 +1,6 @@
 """The gated delta net: a layer of linear attention, as in Qwen3-Next and Qwen3.5."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from ligermodels import kernels
 from ligermodels.kernels.checks import check_count, check_number
 from ligermodels.kernels.gated_delta_decode import gated_delta_decode
-from ligermodels.layers.fusion import PreNormed, gate_then_linear, norm_then_linear
+from ligermodels.layers.attention import AttentionContext
+from ligermodels.layers.fusion import (
+    AppliedNorm,
+    PreNormed,
+    gate_then_linear,
+    has_plain_call,
+    norm_then_linear,
+)
+from ligermodels.layers.kv_cache import CachedLayer, KVCache
+from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.recompute import Planned, attend_once
 
 
@@ -73,22 +82,34 @@ class GatedDeltaNet(Planned, nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        out = sum(self.widths)
-        self.in_proj = nn.Linear(hidden_size, out, bias=False, device=device, dtype=dtype)
-        self.conv_weight = parameter(channels, taps)
-        self.a_log = parameter(num_value_heads)
-        self.dt_bias = parameter(num_value_heads)
-        self.norm_weight = parameter(value_dim)
-        self.out_proj = nn.Linear(values, hidden_size, bias=False, device=device, dtype=dtype)
+        options: Any = {"bias": False, "device": device, "dtype": dtype}
+        # Names and order are HF's. The layer reads the weights of conv1d and norm.
+        self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels, **options)
+        self.dt_bias, self.A_log = parameter(num_value_heads), parameter(num_value_heads)
+        self.norm = RMSNorm(value_dim, eps, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(values, hidden_size, **options)
+        self.in_proj = nn.Linear(hidden_size, sum(self.widths), **options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the decays as the paper does, and the convolution as nn.Conv1d does."""
-        nn.init.uniform_(self.conv_weight, -(self.taps**-0.5), self.taps**-0.5)
+        """Draw the decays as the paper does."""
         with torch.no_grad():
-            self.a_log.uniform_(0.01, 16).log_()
+            self.A_log.uniform_(0.01, 16).log_()
         nn.init.ones_(self.dt_bias)
-        nn.init.ones_(self.norm_weight)
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the convolution and the gates compute with.
+
+        Raises: ValueError if the convolution or the norm was replaced or has hooks.
+        """
+        for child, kind in ((self.conv1d, nn.Conv1d), (self.norm, RMSNorm)):
+            if not has_plain_call(child, kind):
+                raise ValueError(
+                    f"GatedDeltaNet: a {type(child).__name__} stands for its {kind.__name__}, or "
+                    "has hooks; the layer reads the weight and does not call it, so leave "
+                    "conv1d and norm as they are"
+                )
+        return self.conv1d.weight[:, 0], self.A_log, self.dt_bias
 
     def forward(
         self,
@@ -117,7 +138,7 @@ class GatedDeltaNet(Planned, nn.Module):
         projected, total = norm_then_linear(x, self.in_proj)
         seq = projected.shape[1]
         qkv, z, b, a = projected.split(self.widths, -1)
-        weights = self.conv_weight, self.a_log, self.dt_bias
+        weights = self._weights()
         sizes = self.num_key_heads, self.key_dim, cu_seqlens
         memory: Tensor | None = None
 
@@ -137,7 +158,7 @@ class GatedDeltaNet(Planned, nn.Module):
         else:
             out = run(qkv, b, a)
         z = z.unflatten(-1, (self.num_value_heads, self.value_dim))
-        out = gate_then_linear(out, z, self.norm_weight, self.out_proj, "silu", self.eps)
+        out = gate_then_linear(out, z, self.norm.weight, self.out_proj, "silu", self.eps)
         if state is None and not returns_state:
             return out, total, None
         assert memory is not None
@@ -164,7 +185,81 @@ class GatedDeltaNet(Planned, nn.Module):
         projected, total = norm_then_linear(x, self.in_proj)
         qkv, z, b, a = projected.split(self.widths, -1)
         out = gated_delta_decode(
-            *(qkv, z, b, a, self.conv_weight, self.a_log, self.dt_bias, self.norm_weight),
+            *(qkv, z, b, a, *self._weights(), self.norm.weight),
             *(state.rows, state.memory, self.num_key_heads, self.key_dim, self.eps),
         )
         return self.out_proj(out), total
+
+
+class LinearAttention(CachedLayer, GatedDeltaNet):
+    """A gated delta net in the place of an `Attention`, which knows documents, padding and cache.
+
+    Args: those of `GatedDeltaNet`; layer_index: index of this layer in a cache.
+    """
+
+    recurrent = True
+    sliding_window = None
+
+    def __init__(self, *args: Any, layer_index: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.layer_index = check_count("LinearAttention", "layer_index", layer_index, 0)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor | PreNormed, context: AttentionContext
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return what `Attention.forward` does for the same arguments.
+
+        Raises: ValueError if a token is to see later ones, as those of a prefix do, or the cache is
+            no `KVCache`.
+        """
+        mask, cache = context.mask, context.cache
+        if mask.prefix_lengths is not None or mask.mask is not None:
+            raise ValueError(
+                "LinearAttention: a token sees the tokens before it and no others; call the model "
+                "without prefix_lengths, and without a mask of pairs"
+            )
+        if cache is None:
+            rows = x if isinstance(x, Tensor) else x[0]
+            starts = mask.document_starts(len(rows), rows.device)
+            out, total, _ = GatedDeltaNet.forward(self, x, starts)
+        elif not isinstance(cache, KVCache):
+            raise ValueError(
+                f"LinearAttention: the cache is a {type(cache).__name__}, which holds no states; "
+                "use ligermodels.KVCache.of(model, batch, max_length)"
+            )
+        elif getattr(cache, "step", None) is not None:
+            state = cache.state(self.layer_index)
+            assert state is not None, "a pass has written the prompt"
+            out, total = self.decode(x, DeltaState(*state))
+        else:
+            out, total = self._continue(x, context)
+        return out if isinstance(x, Tensor) else (out, total)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a row's state, whose convolution's rows have elements of a size."""
+        rows = (self.taps - 1) * self.widths[0]
+        return itemsize * rows + 4 * self.num_value_heads * self.key_dim * self.value_dim
+
+    def _continue(
+        self, x: Tensor | PreNormed, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute tokens after those in the cache, and keep the state after them."""
+        mask, cache = context.mask, context.cache
+        assert cache is not None
+        if mask.padding_mask is not None:
+            # A token of zeros leaves a state of zeros as it is.
+            given = (x, x) if isinstance(x, Tensor) else x.apply()
+            real = mask.padding_mask[:, -mask.queries :, None]
+            masked = AppliedNorm(given[0] * real, given[1])
+            x = masked.output if isinstance(x, Tensor) else masked
+        state = cache.state(self.layer_index)
+        out, total, after = GatedDeltaNet.forward(
+            self,
+            x,
+            mask.cu_seqlens,
+            None if state is None else DeltaState(*state),
+            returns_state=True,
+        )
+        assert after is not None
+        cache.keep_state(self.layer_index, after)
+        return out, total

@@ -20,6 +20,7 @@ class CachedLayer:
             own.
         shares_kv: whether other layers take its keys and values.
         causal: whether it uses a cache at all.
+        recurrent: whether it keeps a state of a fixed size in the cache, in the place of keys.
     """
 
     layer_index: int
@@ -27,6 +28,7 @@ class CachedLayer:
     kv_from: int | None = None
     shares_kv: bool = False
     causal: bool = True
+    recurrent: bool = False
 
 
 class DecodeStep(NamedTuple):
@@ -44,7 +46,7 @@ class KVCache:
 
     A layer with a window W keeps the last W tokens. Its buffers are min(W, max_length) long, and
     the token at position p of the row is in slot p % W. The buffers of other layers are max_length
-    long.
+    long. A recurrent layer has a state in the place of both: see `state`.
 
     Args:
         config: a config whose sliding_windows the cache reads.
@@ -92,6 +94,7 @@ class KVCache:
         self.sizes *= uses
         self.keys: list[Tensor | None] = [None] * len(self.sizes)
         self.values: list[Tensor | None] = [None] * len(self.sizes)
+        self.states: list[tuple[Tensor, ...] | None] = [None] * len(self.sizes)
         self._written = [0] * len(self.sizes)
         # Layers with the same window hold the same positions, so they share one tensor.
         self._key_positions: dict[tuple[int, int], Tensor] = {}
@@ -115,7 +118,8 @@ class KVCache:
         is several times in `model.layers` has buffers for each time.
 
         Raises:
-            ValueError: two layers have the same layer_index.
+            ValueError: two layers have the same layer_index, or the model has a recurrent layer,
+                whose state cannot be truncated, and `extra` is not 0.
         """
         owners: dict[int, str] = {}
         needs: dict[int, list[int | None]] = {}  # windows of the layers that read these buffers
@@ -123,6 +127,12 @@ class KVCache:
             if not isinstance(module, CachedLayer) or not module.causal:
                 continue
             index = module.layer_index if module.kv_from is None else module.kv_from
+            if module.recurrent and extra:
+                raise ValueError(
+                    f"KVCache: {name} is a {type(module).__name__}, which keeps a state of all "
+                    "tokens so far, from which wrong drafts cannot be removed; generate without "
+                    "drafts"
+                )
             if module.kv_from is None and owners.setdefault(index, name) != name:
                 raise ValueError(
                     f"KVCache: {owners[index]} and {name} both have layer_index={index}; give "
@@ -172,6 +182,34 @@ class KVCache:
             )
         self._written[slot] = end
         return self._append(self.keys, slot, k), self._append(self.values, slot, v)
+
+    def state(self, layer_index: int) -> tuple[Tensor, ...] | None:
+        """Return the state of a recurrent layer after the tokens so far; None if there are none.
+
+        Its tensors have the rows as their first dimension. A step of decoding overwrites them.
+        """
+        slot = layer_index + self.use * self._layers
+        return self.states[slot] if self.length or self.step is not None else None
+
+    def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
+        """Copy the state after the new tokens into buffers, which stay where they are."""
+        slot = layer_index + self.use * self._layers
+        for buffer, x in zip(self._state_buffers(slot, state), state, strict=True):
+            buffer.copy_(x.detach())
+
+    def _state_buffers(self, slot: int, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return a layer's buffers, which are made for the first state."""
+        buffers = self.states[slot]
+        if buffers is None:
+            buffers = tuple(x.new_zeros(self.batch, *x.shape[1:]) for x in state)
+            self.states[slot] = buffers
+        return buffers
+
+    def clear_states(self, row: int) -> None:
+        """Let a row's states be those before its first token."""
+        for buffers in self.states:
+            for buffer in buffers or ():
+                buffer[row].zero_()
 
     def end_of(self, new: int) -> int:
         """Return the number of tokens after `new` more.
@@ -249,8 +287,13 @@ class KVCache:
         by several calls without new tokens between them counts together.
 
         Raises:
-            ValueError: the cache does not have so many tokens.
+            ValueError: the cache does not have so many tokens, or has states of recurrent layers.
         """
+        if any(self.states) and length != self.length:
+            raise ValueError(
+                "KVCache: states of recurrent layers cannot be truncated; call reset(), and read "
+                "the tokens again"
+            )
         if not 0 <= length <= self.length:
             raise ValueError(
                 f"KVCache: cannot keep {length} tokens of {self.length}; pass a number from 0 to "
@@ -295,8 +338,9 @@ class KVCache:
         return buffer
 
     def copy_row(self, source: int, targets: list[int]) -> None:
-        """Copy the keys and values of a row to other rows."""
-        for buffer in (*self.keys, *self.values):
+        """Copy the keys, values and states of a row to other rows."""
+        states = (x for buffers in self.states for x in buffers or ())
+        for buffer in (*self.keys, *self.values, *states):
             if buffer is not None:
                 for target in targets:
                     buffer[target].copy_(buffer[source])
@@ -322,6 +366,11 @@ class CacheRow(KVCache):
         buffers[index] = row = self.whole._buffer(of_whole, index, x)[self.row : self.row + 1]
         return row
 
+    def _state_buffers(self, slot: int, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        whole = self.whole._state_buffers(slot, state)
+        self.states[slot] = rows = tuple(x[self.row : self.row + 1] for x in whole)
+        return rows
+
 
 class PackedRows(KVCache):
     """A cache that takes one packed row of documents, and writes each into a row of another cache.
@@ -345,6 +394,7 @@ class PackedRows(KVCache):
             sliding_windows=whole.sizes[: whole._layers],
             uses=whole.uses,
         )
+        self.whole, self.rows = whole, rows
         self.keys, self.values = whole.keys, whole.values
         self.places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for size in set(self.sizes):
@@ -367,6 +417,12 @@ class PackedRows(KVCache):
             buffer = self._buffer(buffers, index, x)
             buffer[rows, :, slots] = x[0].transpose(0, 1)[tokens].to(buffer.dtype)
         return k, v
+
+    def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
+        """Copy the state after each document into its row."""
+        slot = layer_index + self.use * self._layers
+        for buffer, x in zip(self.whole._state_buffers(slot, state), state, strict=True):
+            buffer[self.rows] = x.to(buffer.dtype)
 
     def key_positions(self, layer_index: int, new: int) -> None:
         """Return None: the keys of a packed row are those of its tokens, in order."""

@@ -35,7 +35,7 @@ from ligermodels.layers.experts import (
     routing_of,
 )
 from ligermodels.layers.experts import expert_counts as count_experts
-from ligermodels.layers.kv_cache import DecodeStep, KVCache
+from ligermodels.layers.kv_cache import CachedLayer, DecodeStep, KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
 from ligermodels.models.config import ModelConfig
@@ -499,6 +499,11 @@ class DecoderModel(HFModel, PlannedModel):
         if cache is not None:
             cache.advance(seq)
         return hidden, extras
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state of a fixed size in a cache, as `LinearAttention` does."""
+        return any(isinstance(x, CachedLayer) and x.recurrent for x in self.layers.modules())
 
     @property
     def ropes(self) -> list[str]:

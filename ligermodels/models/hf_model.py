@@ -463,8 +463,9 @@ def _set_parameters(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def _check_one_dtype(
     stored: dict[str, torch.dtype], checkpoint: Checkpoint, entries: list[Entry]
 ) -> None:
-    """Raise if embeddings and projections are stored in several dtypes; norms may differ."""
-    entries = [entry for entry in entries if "norm" not in entry.name]
+    """Raise if embeddings and projections are stored in several dtypes; others may differ."""
+    kinds = (".weight", ".bias", "_proj")
+    entries = [x for x in entries if "norm" not in x.name and x.name.endswith(kinds)]
     first = entries[0]
     for entry in entries:
         if stored[entry.name] != stored[first.name]:

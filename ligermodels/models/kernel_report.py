@@ -14,6 +14,7 @@ from ligermodels.layers import (
     Attention,
     AttentionMask,
     Experts,
+    GatedDeltaNet,
     GatedMLP,
     LayerNorm,
     LossHead,
@@ -34,6 +35,7 @@ _OPS = {
     Attention: ("rope",),
     GatedMLP: ("glu",),
     Experts: ("routing", "expert_mlp"),
+    GatedDeltaNet: ("gated_delta_inputs", "gated_delta"),
 }
 _ATTENTION = {
     "sdpa": "scaled_dot_product_attention",
@@ -201,6 +203,8 @@ def _replaced_modules(model: nn.Module) -> Iterator[str]:
         if isinstance(module, Attention):
             norms = [each for each in ("q_norm", "k_norm") if getattr(module, each) is not None]
             children = {"qkv_proj": nn.Linear, **dict.fromkeys(norms, RMSNorm)}
+        elif isinstance(module, GatedDeltaNet):
+            children = {"in_proj": nn.Linear}
         elif isinstance(module, GatedMLP):
             children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
         elif _is_known(type(module)) and hasattr(module, "input_layernorm"):

@@ -31,9 +31,12 @@ def reading(raw: Json) -> Json:
     config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
     kind = config.model_type
     config.allow_global_per_layer_attribute_access = True  # or those of Gemma 4 cannot be read
-    found = {name: getattr(config, name) for name in SAME}
+    found = {name: getattr(config, name, None) for name in SAME}
+    if kind == "qwen3_5_moe_text":
+        del found["intermediate_size"]  # it has no dense MLP
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
-    found["experts"] = getattr(config, "num_local_experts", None)  # also called num_experts
+    experts = getattr(config, "num_experts", None)  # in most families an alias
+    found["experts"] = getattr(config, "num_local_experts", experts)
     if kind == "granitemoehybrid":  # without experts
         found = {name: value for name, value in found.items() if name not in OF_EXPERTS}
         found["experts"] = found["experts"] or None

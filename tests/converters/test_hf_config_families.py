@@ -194,6 +194,24 @@ OWN |= {
         "rope": {"rope_parameters": {**YARN, "rope_theta": 7e5, "llama_4_scaling_beta": 0.2}},
     },
 }
+DELTA = {
+    "interval": {"full_attention_interval": 3, "num_hidden_layers": 7},
+    "layer_types": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+    },
+    "new rope": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        }
+    },
+    "a gate of the output": {"attn_output_gate": True},
+}
+OWN |= {"qwen3_5_text": DELTA, "qwen3_5_moe_text": DELTA}
 OWN = {family: {} for family in DECODERS} | OWN
 # transformers reads no old spelling of Gemma 4's rope, and takes yarn for longrope in Phi-3.
 LEFT_OUT = {"gemma4_text": {n for n in EVERY if "rope_scaling" in EVERY[n]}, "phi3": {"yarn"}}
@@ -218,6 +236,8 @@ def ours(config: ModelConfig) -> dict[str, Any]:
     """Return what `hf_reading.reading` returns, for our config."""
     names = {*hf_reading.SAME, "head_dim", "activation", "sliding_windows"}
     names |= {n for n in (*hf_reading.OWN, "attn_logit_softcapping") if hasattr(config, n)}
+    if config.model_type == "qwen3_5_moe_text":
+        names.remove("intermediate_size")  # it has no dense MLP
     found = {name: getattr(config, name) for name in names}
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
     rope_type = scaling.pop("rope_type")

@@ -29,7 +29,7 @@ TOOLS = {"accelerate": "accelerate", "Lightning": "lightning", "DeepSpeed": "dee
 FEATURES = ("accelerate, DDP", "accelerate, FSDP2", "Lightning, FSDP2")
 FEATURES += tuple(f"DeepSpeed, ZeRO-{stage}" for stage in range(4))
 # A feature, a family, and whether its head is tied.
-FAMILIES = [name for name, it in DECODERS.items() if not (it.experts or it.composed)]
+FAMILIES = [name for name, it in DECODERS.items() if not (it.experts or it.composed or it.mixers)]
 CASES = [(feature, "llama", tied) for feature in FEATURES for tied in (False, True)]
 CASES += [
     (feature, family, "gemma" in family)

@@ -27,15 +27,15 @@ def pair() -> tuple[GatedDeltaNet, torch.nn.Module]:
     )
     theirs = qwen.Qwen3_5GatedDeltaNet(config, 0)
     with torch.no_grad():
-        ours.norm_weight.normal_(1)
+        ours.norm.weight.normal_(1)
         ours.dt_bias.normal_()
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         for name, part in zip(names, ours.in_proj.weight.split(ours.widths), strict=True):
             getattr(theirs, name).weight.copy_(part)
-        theirs.conv1d.weight.copy_(ours.conv_weight[:, None])
-        theirs.A_log.copy_(ours.a_log)
+        theirs.conv1d.weight.copy_(ours.conv1d.weight)
+        theirs.A_log.copy_(ours.A_log)
         theirs.dt_bias.copy_(ours.dt_bias)
-        theirs.norm.weight.copy_(ours.norm_weight)
+        theirs.norm.weight.copy_(ours.norm.weight)
         theirs.out_proj.weight.copy_(ours.out_proj.weight)
     return ours, theirs
 
@@ -53,10 +53,10 @@ def test_equals_transformers() -> None:
     packed = torch.cat([getattr(theirs, name).weight.grad for name in names])
     for a, b in (
         (ours.in_proj.weight.grad, packed),
-        (ours.conv_weight.grad, theirs.conv1d.weight.grad[:, 0]),
-        (ours.a_log.grad, theirs.A_log.grad),
+        (ours.conv1d.weight.grad, theirs.conv1d.weight.grad),
+        (ours.A_log.grad, theirs.A_log.grad),
         (ours.dt_bias.grad, theirs.dt_bias.grad),
-        (ours.norm_weight.grad, theirs.norm.weight.grad),
+        (ours.norm.weight.grad, theirs.norm.weight.grad),
         (ours.out_proj.weight.grad, theirs.out_proj.weight.grad),
     ):
         assert (a - b).norm() <= 1e-4 * b.norm()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.adapters.lora import LoraLinear
-from ligermodels.layers import Experts, attention, recompute
+from ligermodels.layers import GatedMLP, LinearBlock, attention, recompute
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import MemoryPlan
@@ -60,9 +60,12 @@ def plain(model: DecoderModel) -> None:
 def lora_with_dropout(model: DecoderModel) -> None:
     model.requires_grad_(False)
     for layer in model.layers:
-        attn, mlp = layer.self_attn, layer.mlp
-        places = [(attn, "qkv_proj"), (attn, "o_proj")]
-        if not isinstance(mlp, Experts):  # whose adapters have their own tests
+        mlp = layer.mlp
+        if isinstance(layer, LinearBlock):
+            places = [(layer.linear_attn, "in_proj"), (layer.linear_attn, "out_proj")]
+        else:
+            places = [(layer.self_attn, "qkv_proj"), (layer.self_attn, "o_proj")]
+        if isinstance(mlp, GatedMLP):  # whose adapters have their own tests
             places += [(mlp, "gate_up_proj"), (mlp, "down_proj")]
         for parent, name in places:
             wrapped = LoraLinear(getattr(parent, name), rank=2, dropout=0.3)

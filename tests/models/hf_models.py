@@ -58,6 +58,9 @@ _TOWERS: dict[str, Json] = {
         | {"image_size": 28, "patch_size": 14},
     },
 }
+_QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+_QWEN_TOWER |= {"out_hidden_size": 48, "num_position_embeddings": 16, "patch_size": 4}
+_TOWERS |= {key: {"vision_config": _QWEN_TOWER} for key in ("qwen3_5", "qwen3_5_moe")}
 
 
 def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: int = 0) -> Any:
@@ -66,7 +69,8 @@ def build(family: str, feature: zoo.Feature, scale: zoo.Scale = zoo.TINY, seed: 
     if family == "granitemoehybrid":  # by default its layers are those of Mamba
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     if FAMILIES[family].text_model:
-        tied = values.get("tie_word_embeddings", family != "mistral3")
+        untied = family.startswith(("mistral3", "qwen3_5"))
+        tied = values.get("tie_word_embeddings", not untied)
         values = {"text_config": values, **_TOWERS[family], "tie_word_embeddings": tied}
         vocab = values["text_config"]["vocab_size"]
         if family == "mistral3":
@@ -90,6 +94,8 @@ def randomize(model: torch.nn.Module, family: str, seed: int = 0) -> None:
             mean, std = 0.0, 0.3
             if "norm" in name or name.endswith(("scale", "scalar")):
                 mean, std = FAMILIES[family].norm_weight, 0.2
+                if "linear_attn" in name:
+                    mean = 1.0
             elif "embed_tokens" not in name and weight.dim() > 1:
                 std = 1.5 * weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * std + mean)

@@ -88,14 +88,14 @@ def test_meta_device_allocates_nothing(family: str) -> None:
     cls = families()[family]
     for tied in (False, True):
         with torch.device("meta"):
-            model = cls(cls.config_class(**SIZES, **OWN[family], tie_word_embeddings=tied))
+            model = cls(cls.config_class(**SIZES | OWN[family], tie_word_embeddings=tied))
         assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
         assert ("head.proj.weight" in model.state_dict()) == (not tied)
 
 
 @most_families
 def test_packed_documents_equal_separate_runs(family: str) -> None:
-    model = make(family)
+    model = make(family).double()
     ids, labels = (x[:1] for x in batch())
     lengths = [8, 1, 5]
     pieces = list(zip(ids.split(lengths, 1), labels.split(lengths, 1)))

@@ -63,6 +63,14 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # These counts are of the text models in transformers. With its vision tower, 100,592,896, and
+    # its layer for a second token, 20,452,864, the first one fills its file to the byte.
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
     "mixtral-8x7b-v0.1": 46_702_792_704,
     "mixtral-8x22b-v0.1": 140_620_634_112,
     "gpt-oss-20b": 20_914_757_184,

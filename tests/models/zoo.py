@@ -123,6 +123,13 @@ def sizes(family: str, scale: Scale = TINY) -> Json:
     if has(family, "global_head_dim"):
         config |= {"global_head_dim": 2 * scale.head_dim, "num_global_key_value_heads": 1}
         config |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    if has(family, "linear_key_head_dim"):
+        key, value = scale.head_dim, scale.head_dim * 3 // 2
+        config |= families.DELTA | {"linear_key_head_dim": key, "linear_value_head_dim": value}
+        config["head_dim"] = scale.head_dim
+    if has(family, "shared_expert_intermediate_size"):
+        config["shared_expert_intermediate_size"] = scale.inner // 4
+        config["moe_intermediate_size"] = scale.inner // 2
     if experts := experts_field(family):
         config |= {experts: 5, "num_experts_per_tok": 2}
         config |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -142,7 +149,8 @@ def rope_types(family: str, scale: Scale) -> dict[str, Json]:
     beyond = {"original_max_position_embeddings": scale.trained}
     takes_head_dim = families.FAMILIES[family].takes_head_dim
     pairs = (scale.head_dim if takes_head_dim else scale.hidden // scale.heads) // 2
-    pairs = int(pairs * families.FAMILIES[family].base.get("partial_rotary_factor", 1))
+    part = 0.25 if has(family, "linear_key_head_dim") else 1
+    pairs = int(pairs * families.FAMILIES[family].base.get("partial_rotary_factor", part))
     yarn = {"rope_type": "yarn", "factor": 4.0, **beyond}
     options = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.1}
     if not has(family, "rope_local_base_freq"):
@@ -257,6 +265,13 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         found["swiglu_limit"] = Feature("numbers", limit)
         del found["erf gelu"]  # its activation is not configured
         del found["packed"]  # in transformers' gpt-oss, documents of a row see each other
+    if has(family, "linear_key_head_dim"):
+        found |= {
+            "layer_types": Feature(config={"layer_types": ["full_attention", "linear_attention"]}),
+            "as many key heads": Feature("numbers", {"linear_num_key_heads": 4}),
+        }
+        del found["erf gelu"]  # its convolution has the same activation
+        del found["packed"]  # in transformers, documents of a row see each other
     if has(family, "attn_logit_softcapping"):
         found |= {
             "no caps": Feature(
@@ -284,7 +299,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
             "all experts": Feature("numbers", {"num_experts_per_tok": 5}),
             # With more experts than tokens, some have none.
             "unused experts": Feature(
-                "numbers", {experts: 64, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+                "numbers", {experts: 64, "num_experts_per_tok": 1, "num_hidden_layers": 2}
             ),
             "balance not in the loss": Feature(config={"output_router_logits": False}),
         }
@@ -319,7 +334,7 @@ def features(family: str, scale: Scale = TINY) -> dict[str, Feature]:
         return _composed(family, found, scale)
     if tested.text_model:  # these are the text model's features that the wrapper may change
         kept = (
-            *("basic", "bfloat16 file", "shards", "defaults left out", "untied"),
+            *("basic", "bfloat16 file", "shards", "defaults left out", "tied", "untied"),
             *("old spelling", "packed", "left padding", "no padding token"),
             *("odd sizes", "yarn rope", "linear rope", "layer_types", "five windows, one full"),
             *("sliding_window_pattern 3", "local theta"),

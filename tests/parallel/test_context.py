@@ -61,7 +61,7 @@ def cases(ranks: int) -> dict[str, Case]:
     found: dict[str, Case] = {"refused": partial(refused, layouts["cp"])}
     for layout, mesh in layouts.items():
         # Of composed families, queries of Ministral 3 have factors that depend on their position.
-        names = sorted(OWN)
+        names = [name for name in sorted(OWN) if not FAMILIES[name].mixers]  # which are refused
         if ranks == 2:
             names = [x for x in names if x == "ministral3" or not FAMILIES[x].composed]
         for number, family in enumerate(names):

@@ -103,6 +103,7 @@ def cases(ranks: int, only_copies: bool = False) -> dict[str, Case]:
         names = sorted(OWN) if ranks == 4 else ["gemma2", "gemma3_text", "gpt_oss", "llama"]
         if "tp" in layout:  # which cannot cut experts, and norms over all heads
             names = [name for name in names if not FAMILIES[name].experts and "olmo" not in name]
+            names = [name for name in names if not FAMILIES[name].mixers]
         for number, family in enumerate(names):
             steps[family] = {"family": family, "tied": number % 2 == 0, "steps": 1 + number % 2}
         outside.family(OUTSIDE)
