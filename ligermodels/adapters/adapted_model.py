@@ -278,7 +278,8 @@ def merged(model: DecoderModel) -> DecoderModel:
             model was loaded from, or a sum is not finite.
     """
     assert model.source.folder is not None
-    dtype = model.norm.weight.dtype
+    frozen = (x.dtype for x in model.parameters() if not x.requires_grad)
+    dtype = next(frozen, model.norm.weight.dtype)
     whole: DecoderModel = type(model).from_hf(model.source.folder, dtype=dtype)
     _check_same_weights(model, whole)
     with torch.no_grad():

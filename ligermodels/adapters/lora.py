@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.dispatch import cast, outputs_are_stored
+from ligermodels.kernels.dispatch import cast, outputs_are_stored, without_autocast
 from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight
 from ligermodels.layers.experts import expert_weight
 
@@ -118,11 +118,12 @@ class LoraLinear(nn.Module):
 
         They come from products with A in this dtype, without a matrix of the weight's size.
         """
-        products = (self._weight(dtype) @ self.lora_a.to(dtype).T).split(self.rank, 1)
-        dots = [
-            ((2 * product[rows.slice] + self.scaling * (b @ (a @ a.T))) * b).sum(1)
-            for (rows, a, b), product in zip(self.factors(), products)
-        ]
+        with without_autocast(self.lora_b):
+            products = (self._weight(dtype) @ self.lora_a.to(dtype).T).split(self.rank, 1)
+            dots = [
+                ((2 * product[rows.slice] + self.scaling * (b @ (a @ a.T))) * b).sum(1)
+                for (rows, a, b), product in zip(self.factors(), products)
+            ]
         return (self._squares + self.scaling * torch.cat(dots)).clamp_min(1e-30).sqrt()
 
     def _stretch(self, dtype: torch.dtype) -> Tensor:

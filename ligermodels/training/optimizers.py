@@ -63,7 +63,7 @@ def _matching(model: nn.Module, pattern: str, option: str) -> set[str]:
         hint = did_you_mean(pattern, {*chain.from_iterable(names.values())})
         known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
         raise ConfigError(
-            f"{option}: {pattern!r} matches no parameter of the model{hint}; it has {known}"
+            f"{option}: {pattern!r} matches no parameter of the model, which has {known}{hint}"
         )
     return found
 

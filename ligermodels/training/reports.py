@@ -223,7 +223,7 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
         "data": f"{counted(len(rows), 'row')}, {counted(rows.num_tokens, 'token')}",
         "steps": steps,
         "memory": "everything is kept for backward" if plan is None else summary(plan),
-        **({} if plan is None else {"kept by layer": plan.bars()}),
+        **({"kept by layer": plan.bars()} if plan and (plan.recomputes or plan.uses_host) else {}),
         "kernels": float8.report(model) or f"{name} ({reason})",
         "folder": str(config.output.output_dir),
     }

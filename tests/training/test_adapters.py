@@ -285,3 +285,13 @@ def test_every_family_takes_adapters_on_quantised_linears(family):
     quantize(whole, 8, torch.device("cpu"))
     assert all(type(module_at(whole, name)) is QuantizedLinear for name in adapters)
     assert torch.isfinite(whole(ids)).all()
+
+
+def test_dora_and_whole_modules_in_mixed_precision_with_a_plan(checkpoint, text, tmp_path):
+    """The adapters and the modules are float32, the frozen weights and the export bfloat16."""
+    given = {"lora_r": 4, "lora_dora": True, "modules_to_save": ["embed_tokens", "norm"]}
+    mixed = {"precision": "bf16-mixed", "memory": "1GiB", "max_steps": 8, **RATE}
+    done = run(checkpoint, text, tmp_path / "run", **given, **mixed)
+    assert done.perplexity_after < 0.5 * done.perplexity_before
+    assert {x.dtype for x in tensors(done.model_dir).values()} == {torch.bfloat16}
+    assert AutoLiger.from_hf(done.model_dir).norm.weight.ne(1).any()
