@@ -35,7 +35,8 @@ def reading(raw: Json) -> Json:
     if kind == "qwen3_5_moe_text":
         del found["intermediate_size"]  # it has no dense MLP
     found |= {name: getattr(config, name) for name in OWN if hasattr(config, name)}
-    experts = getattr(config, "num_experts", None)  # in most families an alias
+    # In most families an alias; Gemma 4 compares its own field.
+    experts = None if kind == "gemma4_text" else getattr(config, "num_experts", None)
     found["experts"] = getattr(config, "num_local_experts", experts)
     if kind == "granitemoehybrid":  # without experts
         found = {name: value for name, value in found.items() if name not in OF_EXPERTS}
