@@ -87,6 +87,8 @@ CROSS_ENTROPY_SPILL = 16
 # Sixteen strides of unknown divisibility, or pointers, need more scalar registers than exist. They
 # spill to vector registers, not to memory.
 AMD_SCALAR_SPILL = 12
+# The backward of norms and rope of heads of 256 takes four registers too many in float16.
+HALF_OF_128_SPILL = 16
 # So do the masks of several queries, each of which sees other keys.
 AMD_MASK_SPILL = 16
 # On sm_100, those of heads of 256 with a window take two registers too many.
@@ -121,6 +123,8 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])
         several = sum((*given, *options)) > 1
         return CROSS_ENTROPY_SPILL if several else 0
+    if launch.kernel.__name__ == "qk_norm_rope_backward_kernel":
+        return HALF_OF_128_SPILL if launch.constants["HALF"] == 128 else 0
     if launch.kernel.__name__ in HOPPER_KERNELS:
         return HOPPER_SPILL
     if launch.kernel.__name__.startswith("gated_delta"):

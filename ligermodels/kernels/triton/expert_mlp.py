@@ -428,11 +428,11 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     if len(x) and _torch_is_faster(x, weight):
         return F.grouped_mm(x, weight, offs=starts[1:])
     out = x.new_empty(len(x), weight.shape[2])
-    launch_linear(x, weight, starts, out, LINEAR)
+    _launch_linear(x, weight, starts, out, LINEAR)
     return out
 
 
-def launch_linear(
+def _launch_linear(
     x: Tensor, weight: Tensor, starts: Tensor, out: Tensor, launches: Launches, add: bool = False
 ) -> None:
     """Write x W of each row's expert, or add it to what out (rows, out) holds."""

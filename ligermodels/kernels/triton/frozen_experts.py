@@ -11,12 +11,12 @@ from torch import Tensor
 from ligermodels.kernels.launch import Launch, Launches, launch
 from ligermodels.kernels.triton.dequantize import dequantize_forward
 from ligermodels.kernels.triton.expert_mlp import (
+    _launch_linear,
     _options,
     _padded,
     _tile_of_expert,
     _tiles,
     expert_linear,
-    launch_linear,
 )
 
 # A tile has `rows` rows of x and `block` rows or columns of the weight. The tables are by the bytes
@@ -188,7 +188,7 @@ def quantized_expert_linear_backward_kernel(
 
 def expert_linear_add(out: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> None:
     """Launch the kernel for `reference.expert_linear_add`."""
-    launch_linear(x.contiguous(), weight, starts, out, ADD, add=True)
+    _launch_linear(x.contiguous(), weight, starts, out, ADD, add=True)
 
 
 def quantized_expert_linear(
