@@ -166,6 +166,8 @@ class LoraLinear(nn.Module):
         x = self.dropout(cast(x, out.dtype))
         a, b = cast(self.lora_a, out.dtype), cast(self.lora_b, out.dtype)
         if self.lora_magnitude is None:
+            if torch.compiler.is_compiling():
+                out = out.clone()  # a linear with a bias is a view there, which nothing may change
             return _Add.apply(out, x, a, b, self.parts, self.scaling)
         # What DoRA does not stretch: the bias, and what dropout keeps from the adapter.
         bias = getattr(self.base_layer, "bias", None)
