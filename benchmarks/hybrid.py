@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if "--only" in sys.argv and "fla" not in sys.argv[-1]:
+    sys.modules["fla"] = None  # type: ignore[assignment]  # transformers would take it
+
 import torch
 
 from benchmarks.common import RESULTS, environment, release_memory, table, write
@@ -23,8 +26,8 @@ from ligermodels import LigerQwen3_5, Qwen3_5Config
 
 SEQ, PRESET, LAYERS = 8192, "qwen3.5-9b", 4
 IMPLEMENTATIONS = (
-    *("transformers", "transformers + liger", "transformers + liger + fla"),
     *("ligermodels", "ligermodels, packed"),
+    *("transformers", "transformers + liger", "transformers + liger + fla"),
 )
 
 
@@ -37,8 +40,6 @@ def build(implementation: str, layers: int = LAYERS) -> Any:
         with torch.device("cuda"):
             if implementation.startswith("ligermodels"):
                 return LigerQwen3_5(config)
-            if "fla" not in implementation:
-                sys.modules["fla"] = None  # type: ignore[assignment]
             import transformers
 
             if "liger" in implementation:

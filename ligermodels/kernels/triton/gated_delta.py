@@ -390,8 +390,8 @@ def gated_delta_gradients_kernel(
     key_heads = heads // group
     slot, key_head = tl.program_id(0) // key_heads, (tl.program_id(0) % key_heads).to(tl.int64)
     document, first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    scale = tl.cast(scale, tl.float32)  # torch.compile passes Python floats as float64
     if first < end:
-        scale = tl.cast(scale, tl.float32)
         token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
         row, other = token[:, None], token[None, :]
         q = _load_rows(q_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
