@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from ligermodels.layers.attention_mask import AttentionMask
+from ligermodels.layers.fusion import pre_norm
 from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.recompute import run_layer
 
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 qwen_config = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
@@ -106,3 +109,26 @@ def test_padding_is_documents_of_its_own() -> None:
             torch.testing.assert_close(mine[3 * row + 1], expected[0])
     ids = torch.tensor([[0, 0, 1], [2, 2, 2]])
     assert AttentionMask(3, document_ids=ids).document_starts(2, "cpu").tolist() == [0, 2, 3, 6]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = RMSNorm(24), pair()[0]
+
+    def forward(self, x, residual, context):
+        x, residual, _ = self.mixer(pre_norm(self.norm, x, residual))
+        return x, residual
+
+
+@pytest.mark.parametrize("policy", ["attention", "input"])
+def test_a_policy_changes_no_gradient(policy) -> None:
+    block, x = Block(), torch.randn(1, 20, 24)
+    found = []
+    for each in ("all", policy):
+        leaf = x.clone().requires_grad_()
+        out, residual = run_layer(block, leaf, None, None, each)
+        loss = (out + residual).square().mean()
+        found.append(torch.autograd.grad(loss, [leaf, *block.parameters()]))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)

@@ -258,40 +258,36 @@ def gated_delta_inputs_backward_kernel(
         wide = column < columns
         qkv_ptr += channel
         weight_ptr += channel * TAPS
-        tap = tl.arange(0, WIDE_TAPS)
+        row, tap = tl.arange(0, ROWS), tl.arange(0, WIDE_TAPS)
+        step: tl.constexpr = ROWS - TAPS + 1  # the last rows are there for those before them
         sums = tl.zeros((WIDTH, WIDE_TAPS), tl.float32)
-        for tile in range(part, tl.cdiv(tokens, ROWS), parts):
-            token = tile * ROWS + tl.arange(0, ROWS)
-            first = _starts(cu_seqlens_ptr, token, documents)
+        for tile in range(part, tl.cdiv(tokens, step), parts):
+            token = tile * step + row
+            start = _starts(cu_seqlens_ptr, token, documents)
+            x = _convolved(qkv_ptr, qkv_token, weight_ptr, token, start, tokens, column, wide, TAPS)
+            gate = tl.sigmoid(x)
+            at = token.to(tl.int64)[:, None] * length + column[None, :]
+            mask = (token < tokens)[:, None] & wide[None, :]
+            grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if program < 2 * KEY_HEADS:
+                rstd = tl.rsqrt(tl.sum(x * gate * x * gate, 1) + EPS)[:, None]
+                normed = x * gate * rstd
+                grad = rstd * (grad - normed * tl.sum(grad * normed, 1)[:, None])
+            grad *= gate * (1.0 + x * (1.0 - gate))
+            own = (row < step)[:, None]
             grad_qkv = tl.zeros((ROWS, WIDTH), tl.float32)
             for ahead in tl.static_range(TAPS):
-                later = token + ahead
-                start = _starts(cu_seqlens_ptr, later, documents)
-                x = _convolved(
-                    qkv_ptr, qkv_token, weight_ptr, later, start, tokens, column, wide, TAPS
-                )
-                gate = tl.sigmoid(x)
-                mask = (later < tokens) & (start == first)
-                at = later.to(tl.int64)[:, None] * length + column[None, :]
-                mask = mask[:, None] & wide[None, :]
-                grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                if program < 2 * KEY_HEADS:
-                    rstd = tl.rsqrt(tl.sum(x * gate * x * gate, 1) + EPS)[:, None]
-                    normed = x * gate * rstd
-                    grad = rstd * (grad - normed * tl.sum(grad * normed, 1)[:, None])
-                grad *= gate * (1.0 + x * (1.0 - gate))
-                weight = tl.load(
-                    weight_ptr + column * TAPS + TAPS - 1 - ahead, mask=wide, other=0.0
-                ).to(tl.float32)
-                grad_qkv += grad * weight[None, :]
-                if ahead == 0:
-                    for back in tl.static_range(TAPS):
-                        x = _before(qkv_ptr, qkv_token, later, start, tokens, column, wide, back)
-                        of_tap = (tap == TAPS - 1 - back).to(tl.float32)
-                        sums += tl.sum(grad * x, 0)[:, None] * of_tap[None, :]
+                at_tap = weight_ptr + column * TAPS + TAPS - 1 - ahead
+                weight = tl.load(at_tap, mask=wide, other=0.0).to(tl.float32)
+                index = tl.minimum(row + ahead, ROWS - 1)[:, None] + tl.zeros_like(column)[None, :]
+                reads = (_starts(cu_seqlens_ptr, token + ahead, documents) == start)[:, None]
+                later = tl.where(reads, tl.gather(grad, index, 0), 0.0)
+                grad_qkv += later * weight[None, :]
+                x = _before(qkv_ptr, qkv_token, token, start, tokens, column, wide, ahead)
+                of_tap = (tap == TAPS - 1 - ahead).to(tl.float32)
+                sums += tl.sum(tl.where(own, grad * x, 0.0), 0)[:, None] * of_tap[None, :]
             at = token.to(tl.int64)[:, None] * channels + channel + column[None, :]
-            mask = (token < tokens)[:, None] & wide[None, :]
-            tl.store(grad_qkv_ptr + at, grad_qkv.to(grad_qkv_ptr.dtype.element_ty), mask=mask)
+            tl.store(grad_qkv_ptr + at, grad_qkv.to(grad_qkv_ptr.dtype.element_ty), mask=mask & own)
         grad_weight_ptr += (part.to(tl.int64) * channels + channel) * TAPS
         tap_at = column[:, None] * TAPS + tap[None, :]
         tl.store(grad_weight_ptr + tap_at, sums, mask=wide[:, None] & (tap < TAPS)[None, :])
@@ -373,7 +369,7 @@ def gated_delta_inputs_backward(
     tokens, heads = len(qkv), len(a_log)
     key_heads, key_dim = grads[0].shape[1:]
     setting = launch(INPUTS_BACKWARD, key_dim)
-    parts = min(cdiv(tokens, setting.rows), MOST_PARTS)
+    parts = min(cdiv(tokens, setting.rows - weight.shape[1] + 1), MOST_PARTS)
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
     grad_qkv, grad_b, grad_a = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (qkv, b, a)
