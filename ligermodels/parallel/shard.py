@@ -170,7 +170,8 @@ def shard(
             the host does well ahead of the GPU.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
-            cannot be split over the ranks of tp or ep, a layer mixes tokens in a way that cp does
+            cannot be split over the ranks of tp or ep, trained parameters of a layer have several
+            dtypes, a layer mixes tokens in a way that cp does
             not know, torch.distributed is not initialised, the model is sharded already, or is a
             model on the meta device that no checkpoint belongs to.
         CheckpointError: the values of the checkpoint cannot be read.
@@ -187,6 +188,7 @@ def shard(
             "shard: the model is on the meta device, and no checkpoint belongs to it; load it "
             'with from_hf(path, device="meta"), or make it on another device'
         )
+    check_dtypes(model)
     data_mesh = ModelLayout.of(model).data = fsdp_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if CONTEXT in names:
@@ -235,6 +237,18 @@ def shard(
                 module.use(module.recipe)  # its buffer has no values
         read_slices(model)
     return model
+
+
+def check_dtypes(model: DecoderModel) -> None:
+    """Raise ConfigError unless the trained parameters of each layer have one dtype."""
+    for index, layer in enumerate(model.layers):
+        dtypes = sorted({str(p.dtype) for p in layer.parameters() if p.requires_grad})
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"shard: parameters of layers.{index} are in {' and '.join(dtypes)}, as in "
+                "published checkpoints of Qwen3.5, but FSDP2 takes one dtype; load the model with "
+                "from_hf(..., dtype=torch.float32), and pass compute_dtype=torch.bfloat16"
+            )
 
 
 @contextmanager

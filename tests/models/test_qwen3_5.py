@@ -22,6 +22,7 @@ from ligermodels.generation import generate_drafted, prefill
 from ligermodels.generation.draft import DraftModel
 from ligermodels.models.auto import families, family_of
 from ligermodels.parallel.context import context_parallel
+from ligermodels.parallel.shard import check_dtypes
 from tests.models import hf_models, zoo
 from tests.models.pairs import relative
 from tests.tiny_models import VOCAB, random_model
@@ -87,6 +88,8 @@ def test_a_published_checkpoint_passes_through(published: Path, tmp_path: Path) 
     before, raw = contents(copy), json.loads((copy / "config.json").read_text())
     model = AutoLiger.from_hf(copy)
     assert model.layers[0].linear_attn.A_log.dtype == torch.float32
+    with pytest.raises(ConfigError, match="as in published checkpoints"):
+        check_dtypes(model)
     model.save_hf(out, max_shard_size=20000)
     assert contents(out) == before and json.loads((out / "config.json").read_text()) == raw
 

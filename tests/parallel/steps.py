@@ -46,10 +46,10 @@ def make(tied: bool, family: str = "llama", **changes: Any) -> DecoderModel:
     if family == "small gemma4":
         family, changes = "gemma4_text", SMALL_GEMMA4 | changes
     cls = families()[family]
+    sizes = {"initializer_range": 0.3, **SIZES, **OWN.get(family, {}), **changes}
+    made = cls(cls.config_class(tie_word_embeddings=tied, **sizes))
     # Norms in gated delta nets make rounding larger where the output is small.
-    std = 0.15 if "linear_key_head_dim" in OWN.get(family, {}) else 0.3
-    sizes = {"initializer_range": std, **SIZES, **OWN.get(family, {}), **changes}
-    return cls(cls.config_class(tie_word_embeddings=tied, **sizes))
+    return made.double() if made.is_recurrent else made
 
 
 def data() -> tuple[Tensor, Tensor]:
