@@ -74,7 +74,7 @@ def test_embeddings_of_each_layer_need_the_tokens() -> None:
 def test_many_prompts_of_the_smallest_models() -> None:
     model = small_model().eval()
     prompts = [row[: 3 + 9 * i].tolist() for i, row in enumerate(IDS)]
-    many = [*model.generate_many(prompts, max_new_tokens=7, max_batch=1)]
+    many = [*model.generate_many(prompts, max_new_tokens=7, max_batch=2)]
     for prompt, new in zip(prompts, many):
         alone = model.generate(torch.tensor([prompt]), max_new_tokens=7)[0, len(prompt) :]
         assert alone.tolist()[: len(new)] == [*new]
