@@ -24,7 +24,8 @@ from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.memory.rates import attention_pairs
 
 COLUMNS = (
-    "heads, batch x seq, window, implementation, forward ms, both ms, TFLOP/s, peak MiB, error"
+    "heads, batch x seq, documents, window, implementation, forward ms, both ms, TFLOP/s, "
+    "peak MiB, error"
 )
 Attend = Callable[..., Tensor]
 
@@ -42,9 +43,17 @@ def of_flex(seq: int) -> Attend:
 
 
 def measure(
-    name: str, shape: tuple[int, ...], run: Attend, window: int | None = None, *more: Tensor
+    name: str,
+    shape: tuple[int, ...],
+    run: Attend,
+    window: int | None = None,
+    *more: Tensor,
+    documents: int = 1,
 ) -> dict[str, Any]:
-    """Return the row of an implementation; `more` are tensors that need a gradient, too."""
+    """Return the row of an implementation; `more` are tensors that need a gradient, too.
+
+    Args: documents: how many of one length a row has, which the mask of `run` knows.
+    """
     batch, seq, heads, kv_heads, head_dim = shape
     torch.manual_seed(0)
     q, k, v, upstream = (
@@ -53,7 +62,7 @@ def measure(
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     row: dict[str, Any] = {"heads": f"{heads}, {kv_heads} of {head_dim}", "window": window or ""}
-    row |= {"batch x seq": f"{batch} x {seq}", "implementation": name}
+    row |= {"batch x seq": f"{batch} x {seq}", "documents": documents, "implementation": name}
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(*leaves), [*leaves, *more], upstream)
@@ -67,7 +76,8 @@ def measure(
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
     else:
-        flop = 3.5 * 4 * head_dim * batch * heads * attention_pairs(seq, window)
+        pairs = documents * attention_pairs(seq // documents, window)
+        flop = 3.5 * 4 * head_dim * batch * heads * pairs
         row["TFLOP/s"] = flop / row["both ms"] / 1e9
     release_memory()
     return row
@@ -81,21 +91,35 @@ def main() -> None:
         parser.error("there is no GPU to measure on")
     sinks = torch.zeros(64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     plain, short = AttentionMask(8192), AttentionMask(2048)
-    runs: list[tuple[Any, ...]] = []
+    runs: list[Callable[[], dict[str, Any]]] = []
+
+    def add(*given: Any, **options: Any) -> None:
+        runs.append(partial(measure, *given, **options))
+
     for window in (None, 128):
         run = partial(attend, mask=plain, scale=0.125, window=window)
         shape = 1, 8192, 64, 8, 64
-        runs.append(("ligermodels, no sinks", shape, run, window))
-        runs.append(("ligermodels, sinks", shape, partial(run, sinks=sinks), window, sinks))
+        add("ligermodels, no sinks", shape, run, window)
+        add("ligermodels, sinks", shape, partial(run, sinks=sinks), window, sinks)
     for mask, batch in ((plain, 1), (short, 8)):
         shape = batch, mask.queries, 16, 4, 512
-        runs.append(("ligermodels", shape, partial(attend, mask=mask, scale=1.0)))
+        add("ligermodels", shape, partial(attend, mask=mask, scale=1.0))
         for backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
-            runs.append((backend.name.lower(), shape, partial(of_torch, backend)))
-    runs.append(("flex_attention", (1, 8192, 16, 4, 512), of_flex(8192)))
+            add(backend.name.lower(), shape, partial(of_torch, backend))
+    add("flex_attention", (1, 8192, 16, 4, 512), of_flex(8192))
+    near = partial(attend, mask=plain, scale=1.0, window=1024)
+    add("ligermodels", (1, 8192, 16, 4, 512), near, 1024)
+    for seq, documents in ((32768, 1), (8192, 8), (32768, 16)):
+        shape = 1, seq, 16, 4, 512
+        ids = torch.arange(seq, device="cuda")[None] // (seq // documents)
+        mask = AttentionMask(seq, document_ids=ids if documents > 1 else None)
+        add("ligermodels", shape, partial(attend, mask=mask, scale=1.0), documents=documents)
+        if documents == 1:
+            efficient = SDPBackend.EFFICIENT_ATTENTION
+            add(efficient.name.lower(), shape, partial(of_torch, efficient))
     rows = []
     for each in runs:
-        rows.append(measure(*each))
+        rows.append(each())
         write("attention.json", {"environment": environment(), "rows": rows}, arguments.out)
         print(rows[-1], flush=True)
     print(table(rows, COLUMNS.split(", ")))

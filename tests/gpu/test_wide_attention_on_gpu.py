@@ -96,5 +96,6 @@ def test_float64_and_compiled(batch: int, seq: int, kind: str, window: int | Non
     for name, ours, want in zip("oqkv", found, exact(q, k, v, upstream, see)):
         assert relative(ours, want) <= 6e-3, name
     if seq <= 8192:
+        torch._dynamo.reset()  # PyTorch 2.11 fails at lengths that change
         for ours, again in zip(found, step(torch.compile(attend, fullgraph=True))):
             torch.testing.assert_close(ours, again, rtol=0, atol=0)
