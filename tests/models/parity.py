@@ -102,7 +102,9 @@ def sampled(column: str, family: str, name: str) -> bool:
         return COMPILED.get(name) == family
     if FAMILIES[family].composed:
         return name in ("basic", "longrope", *FAMILIES[family].features)
-    if family in ("mixtral", "qwen3_moe") and name in OF_OTHERS:
+    if zoo.has(family, "linear_key_head_dim") and family != "qwen3_5_text":
+        return name in ("basic", "balance not in the loss")
+    if family in ("mixtral", "qwen3_moe", "qwen3_5_text") and name in OF_OTHERS:
         return False
     if family == "mixtral" and name in OF_EXPERTS:
         return False
