@@ -201,10 +201,9 @@ class Run:
                 self._check_settings(saved["settings"])
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
-            stage = reports.Stage(self.progress)
             files = file_hashes(source)
             tokenizer = tokenizer_of(source, config)
-            with stage("reading the data"):
+            with reports.stage("reading the data", self.progress):
                 rows, eval_rows = self._rows(tokenizer)
             self.model, weights = self._model(source, tokenizer, rows, eval_rows)
             sampler = reports.Sampler(output, tokenizer, self.run_dir, self.progress)
@@ -215,7 +214,7 @@ class Run:
         weights = weights or weights_hash(self.model)
         base, others = from_rank_0(({**files, "weights": weights}, self.objective.hashes()))
         every = [each for each in (rows, eval_rows) if each is not None]
-        with stage("planning the memory"):
+        with reports.stage("planning the memory", self.progress):
             self._plan_memory(trained, every, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -120,32 +119,11 @@ class Sampler:
                 tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
 
 
-class Stage:
-    """Shows in a terminal what a run does before its steps, and for how long."""
+def stage(what: str, shows: bool) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a terminal shows what a run does before its first step."""
+    from rich.console import Console
 
-    def __init__(self, shows: bool) -> None:
-        self.shows = shows and sys.stderr.isatty()
-
-    @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Show these words in the place of the bar, within the context."""
-        form = "{desc} [{elapsed}]"
-        with tqdm(desc=what, bar_format=form, leave=False, disable=not self.shows) as bar:
-            is_over = Event()
-
-            def tick() -> None:
-                while not is_over.wait(1):
-                    bar.refresh()
-
-            ticking = Thread(target=tick, daemon=True)
-            if self.shows:
-                ticking.start()
-            try:
-                yield
-            finally:
-                is_over.set()
-                if self.shows:
-                    ticking.join()
+    return Console(stderr=True).status(what) if shows else contextlib.nullcontext()
 
 
 @dataclass(kw_only=True)
