@@ -53,7 +53,7 @@ def add_adapters(
             layers.0.mlp.up_proj. An expert's projection is gate_proj or experts.gate_proj, those of
             all experts are experts, and experts.gate_up_proj is PEFT's name of two. By default,
             and for "all-linear", all linears of the layers, those of experts included.
-        dtype: of the adapters.
+        dtype: of the adapters, but for the lengths of DoRA, which are float32.
         seed: determines their values, on every device.
     Raises:
         ConfigError: a target names no linear of the layers, or some experts of a layer only; or the
@@ -104,7 +104,9 @@ def add_adapters(
             adapted.reset_parameters(draw)
             device = next(iter((*base.parameters(), *base.buffers()))).device
             for end, drawn in [*adapted.named_parameters(recurse=False)]:
-                setattr(adapted, end, nn.Parameter(drawn.detach().to(device, dtype)))
+                # Rounded lengths of DoRA would change the model before the first step.
+                kind = torch.float32 if end == "lora_magnitude" else dtype
+                setattr(adapted, end, nn.Parameter(drawn.detach().to(device, kind)))
             put(model, name, adapted)
     if wanted is None and (left_out := next(_plain_experts(model), None)):
         raise ConfigError(

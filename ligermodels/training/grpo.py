@@ -153,7 +153,9 @@ class GRPOObjective(Objective):
             self.sampler = copied.requires_grad_(False).eval()
         if not self.options.beta:
             return 0
-        usual = "bfloat16" if self.config.adapter.lora_r is None else "adapters-off"
+        adapter = self.config.adapter
+        alone = adapter.lora_r is not None and not adapter.modules_to_save
+        usual = "adapters-off" if alone else "bfloat16"
         self.reference_model = reference_copy(
             model, self.options.reference or usual, self.config.model.precision
         )

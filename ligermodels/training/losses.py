@@ -269,8 +269,8 @@ class GRPO(Loss, name="grpo"):
         loss_type: variant of the loss, named as in TRL
         beta: how strongly the model is held to the one it starts from
         reference: with beta, the reference model: a frozen copy of the model in a dtype, or with
-            adapters the model with its adapters off (default: bfloat16, or with adapters
-            adapters-off)
+            adapters the model with its adapters off (default: that, or bfloat16 without adapters
+            and with modules_to_save)
         reward_function: the reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts,
             completions and the other keys of the data, each a list, and returns a list of numbers
         num_generations: completions that are sampled for a prompt

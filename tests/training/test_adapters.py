@@ -287,6 +287,14 @@ def test_every_family_takes_adapters_on_quantised_linears(family):
     assert torch.isfinite(whole(ids)).all()
 
 
+def test_dora_changes_nothing_at_first_in_bfloat16():
+    torch.manual_seed(0)
+    model, ids = LigerLlama(tiny_config()).bfloat16(), torch.arange(20).view(1, 20)
+    before = model(ids)
+    add_adapters(model, 4, 8.0, dora=True, dtype=torch.bfloat16)
+    assert torch.equal(model(ids), before)
+
+
 def test_dora_and_whole_modules_in_mixed_precision_with_a_plan(checkpoint, text, tmp_path):
     """The adapters and the modules are float32, the frozen weights and the export bfloat16."""
     given = {"lora_r": 4, "lora_dora": True, "modules_to_save": ["embed_tokens", "norm"]}
