@@ -81,3 +81,32 @@ def test_a_merged_weight_is_rounded_once() -> None:
     expected[4:] += layer.scaling * layer.lora_b.double() @ layer.lora_a.double()
     layer.add_to(base.weight)
     torch.testing.assert_close(base.weight.double(), expected, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("parts", [None, [RowRange(0, 4), RowRange(8, 4)]])
+def test_dora_stretches_the_rows_of_the_sum(parts) -> None:
+    """The bias and what dropout keeps from the adapter stay; the lengths count as constants."""
+    layer = adapted(parts, dropout=0.5, dora=True, rslora=True, alpha=5.0)
+    assert layer.scaling == pytest.approx(5 / 3**0.5)
+    nn.init.uniform_(layer.lora_magnitude, 0.5, 2.0)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    torch.manual_seed(1)
+    out = layer(x)
+    torch.manual_seed(1)
+    dropped = nn.functional.dropout(x, 0.5)
+    base = layer.base_layer
+    expected = base(x).clone()
+    for (rows, a, b), length in zip(layer.factors(), layer.magnitudes()):
+        whole = base.weight[rows.slice] + layer.scaling * b @ a
+        stretched = (length / whole.detach().norm(dim=1))[:, None] * whole
+        expected[:, rows.slice] += dropped @ (stretched - base.weight[rows.slice]).T
+    torch.testing.assert_close(out, expected)
+    leaves = layer.lora_a, layer.lora_b, layer.lora_magnitude
+    grad = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad)
+    ):
+        torch.testing.assert_close(ours, theirs)
+    weight = base.weight.detach().clone()
+    layer.add_to(weight)
+    torch.testing.assert_close(x @ weight.T + base.bias, layer.eval()(x), rtol=1e-5, atol=1e-6)
