@@ -469,14 +469,14 @@ def windows(family: str, width: int) -> Json:
 def sampled(names: Iterable[str]) -> list[Any]:
     """Return the parameters of a test that do without some families by default.
 
-    They are Mixtral, composed ones, and Qwen3.5's wrappers, which have the classes of its text
-    models.
+    They are Mixtral, composed ones, and the wrappers of Gemma 4 and Qwen3.5, which have the classes
+    of their text models.
 
     Mixtral's attention is that of Mistral, and its experts are those of Qwen3-MoE.
     """
     return [
         pytest.param(x, marks=pytest.mark.long)
-        if x in ("mixtral", "qwen3_5", "qwen3_5_moe") or FAMILIES[x].composed
+        if x in ("mixtral", "gemma4", "qwen3_5", "qwen3_5_moe") or FAMILIES[x].composed
         else x
         for x in names
     ]
