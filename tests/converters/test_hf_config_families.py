@@ -246,7 +246,7 @@ def ours(config: ModelConfig) -> dict[str, Any]:
     return found | {
         "theta": config.rope_theta,
         "local_theta": getattr(config, "rope_local_base_freq", None),
-        "experts": getattr(config, getattr(config, "experts_field", "num_experts"), None),
+        "experts": getattr(config, getattr(config, "experts_field", ""), None),
         "mlp_only_layers": getattr(config, "mlp_only_layers", None) or [],
         "rope_type": rope_type,
         "scaling": scaling,
