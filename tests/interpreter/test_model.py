@@ -26,6 +26,14 @@ CASES = {
     },
     "Qwen2": {},
     "Qwen3": {"head_dim": 20},
+    "Qwen3_5": {  # gated delta nets, and heads with a gate of which a part is rotated
+        "head_dim": 24,
+        "full_attention_interval": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    },
 }
 
 
