@@ -237,17 +237,26 @@ def example_page() -> tuple[str, str]:
         "trainers": "Other trainers",
         "clusters": "Clusters",
     }
+    file = ROOT / "benchmarks" / "results" / "examples_cpu.json"
+    measured = json.loads(file.read_text(encoding="utf-8"))
     lines = ["# Examples", "", "Programs that run on a CPU with a small model, and on a GPU.", ""]
-    lines += ["`python examples/smollm2.py build/smollm2` makes such a model without the hub."]
+    lines += ["`python examples/smollm2.py build/smollm2` makes such a model without the hub.", ""]
+    lines += [f"Seconds are those of a whole run on a CPU: {measured['note']}"]
     for folder, title in titles.items():
-        lines += ["", f"## {title}", "", "| file | what it shows |", "| --- | --- |"]
+        lines += ["", f"## {title}", "", "| file | what it shows | command | seconds |"]
+        lines += ["| --- | --- | --- | --- |"]
         shared = ("command.py", "rows.py")
         files = (ROOT / "examples" / folder).glob("*.py")
         for file in sorted(file for file in files if file.name not in shared):
             doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             name = file.relative_to(ROOT)
             what = " ".join(doc.partition("\n\n")[0].split())
-            lines.append(f"| [{name.name}]({BLOB}{name}) | {what} |")
+            found = re.search(
+                r"^ *((?:python|accelerate|torchrun|pyflyte|make) [^\n]*?)(?=  |\n|$)", doc, re.M
+            )
+            runs = "" if folder == "families" else f"`{found[1] if found else f'python {name}'}`"
+            seconds = measured["seconds"].get(name.stem, "")
+            lines.append(f"| [{name.name}]({BLOB}{name}) | {what} | {runs} | {seconds} |")
     return "examples/index.md", "\n".join(lines) + "\n"
 
 

@@ -42,6 +42,8 @@ from ligermodels.errors import (
 )
 
 logger = logging.getLogger(__name__)
+# Short names of models. A folder of such a name in the working directory comes first.
+ALIASES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # What huggingface_hub.utils.validate_repo_id accepts.
@@ -99,7 +101,7 @@ def resolve(
     if it is complete.
 
     Args:
-        name_or_path: a folder, or an id such as "meta-llama/Llama-3.2-1B".
+        name_or_path: a folder, an id such as "meta-llama/Llama-3.2-1B", or a name in `ALIASES`.
         revision: a branch, tag or commit of a hub id. The default is the main branch.
         weights: if False, download only the config and tokenizer files.
         options: see `HubOptions`.
@@ -139,7 +141,16 @@ def resolve(
             f"{name}: revision {short_repr(revision)} is not a possible name; pass a branch, tag "
             "or commit of the repository"
         )
-    return _fetch(name, revision, weights, **options)
+    repo = ALIASES.get(name, name)
+    try:
+        return _fetch(repo, revision, weights, **options)
+    except CheckpointError as error:
+        if repo == name:
+            raise
+        raise CheckpointError(
+            f"{name} is an alias, and a folder {name} in the working directory takes its place "
+            f"(python examples/{name}.py {name} makes it without the hub); {error}"
+        ) from error
 
 
 def _fetch(

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ligermodels import __version__, float8
 from ligermodels.adapters.adapted_model import export_adapter, merged
 from ligermodels.converters.files import GENERATION_CONFIG_NAME
-from ligermodels.converters.hub import resolve
+from ligermodels.converters.hub import ALIASES, resolve
 from ligermodels.errors import (
     ConfigError,
     DataError,
@@ -320,12 +320,17 @@ class Run:
                 )
 
     def _settings(self) -> dict[str, Any]:
-        """Return the options with absolute paths: a run may be resumed from another directory."""
+        """Return the options with absolute paths: a run may be resumed from another directory.
+
+        An alias becomes the id on the hub: other tools read it in an exported adapter.
+        """
 
         def absolute(value: Any) -> Any:
             if isinstance(value, list):
                 return [absolute(each) for each in value]
-            return os.path.realpath(value) if value and os.path.exists(value) else value
+            if value and os.path.exists(value):
+                return os.path.realpath(value)
+            return value and ALIASES.get(str(value), value)
 
         settings = self.config.options()
         paths = ("train_files", "eval_files", "model", "teacher", "tokenizer", "chat_template")

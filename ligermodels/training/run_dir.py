@@ -288,11 +288,14 @@ def file_hash(path: str | Path, kind: type[LigerError] = DataError) -> str:
     Raises:
         kind: the file cannot be read.
     """
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     with open_regular(Path(path), kind) as file:
         try:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while piece := file.read(1 << 20):
+                digest.update(piece)
         except OSError as error:
             raise kind(f"{path}: the file cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

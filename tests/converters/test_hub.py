@@ -184,6 +184,19 @@ def test_what_is_not_there_says_what_to_do(hub, monkeypatch):
         resolve(REPO)
 
 
+def test_an_alias_is_an_id_and_a_folder_comes_first(hub, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_module, "ALIASES", {"small": REPO})
+    monkeypatch.chdir(tmp_path)
+    with (
+        offline(),
+        pytest.raises(CheckpointError, match=rf"^small is .* a folder small .*; {REPO}: "),
+    ):
+        resolve("small")
+    assert resolve("small") == resolve(REPO)
+    folder, _ = make("small")
+    assert resolve("small").samefile(folder)
+
+
 def test_unreadable_weights_are_refused_before_any_download(hub):
     for name in [name for name in hub.files if name.startswith("model")]:
         del hub.files[name]

@@ -502,20 +502,20 @@ def wide_attention_backward(
     for begin in range(0, queries, panel):
         stop = min(queries, begin + panel)
         tiles = cdiv(keys, of_scores.block), cdiv(stop - begin, of_scores.rows)
-        wide_attention_scores_kernel[(*tiles, batch * heads)](
+        wide_attention_scores_kernel[tiles + (batch * heads,)](
             *(*_strided(grad, q, k, v), lse, delta, weights, slopes, *strides),
             *(*ranges[:2], of_row, *ids, begin, queries, keys, heads, scale),
             **options(of_scores),
         )
         tiles = cdiv(head_dim, of_q.block), cdiv(stop - begin, of_q.rows)
-        wide_attention_queries_kernel[(*tiles, batch * heads)](
+        wide_attention_queries_kernel[tiles + (batch * heads,)](
             *(slopes, *strides, *_strided(k), dq, *ranges[:2], of_row),
             *(begin, queries, keys, heads, scale),
             **options(of_q),
         )
         tiles = cdiv(head_dim, of_k.block), cdiv(keys, of_k.rows)
         for read, x, total, factor in ((slopes, q, dk, scale), (weights, grad, dv, 1.0)):
-            wide_attention_keys_kernel[(*tiles, batch * kv_heads)](
+            wide_attention_keys_kernel[tiles + (batch * kv_heads,)](
                 *(read, *strides, *_strided(x), total, *ranges[2:], of_key_row),
                 *(begin, stop, keys, kv_heads, factor),
                 ADD=not whole,
