@@ -32,6 +32,8 @@ _OPTIONAL_NUMBERS = (
     "partial_rotary_factor",
 )
 _OPTIONAL_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# This scales queries, with every rope type.
+_QUERY_BETA = "llama_4_scaling_beta"
 # Outside these bounds a frequency overflows or underflows.
 _LEAST, _MOST = 1e-6, 1e12
 # All keys of a rope object that something here reads.
@@ -57,6 +59,8 @@ class RopeConfig:
 
     unread_rope_keys: ClassVar[tuple[str, ...]] = ("finetuned",)
     default_rope: ClassVar[dict[str, Any]] = {}
+    # Other names that the family's checkpoints have for a rope type.
+    rope_type_aliases: ClassVar[dict[str, str]] = {}
     # Whether there is an old spelling, which families newer than transformers 5 do not have.
     old_rope_spelling: ClassVar[bool] = True
 
@@ -85,6 +89,8 @@ def fields_from_hf(raw: Mapping[str, Any], config_class: type[RopeConfig]) -> di
     given = dict(raw.get(key) or config_class.default_rope)
     length = "original_max_position_embeddings"
     rope_type = given.get("rope_type") or given.get("type")
+    if isinstance(rope_type, str) and rope_type in config_class.rope_type_aliases:
+        given["rope_type"] = rope_type = config_class.rope_type_aliases[rope_type]
     if rope_type in _HAS_ORIGINAL_LENGTH and raw.get(length) is not None:
         given[length] = raw[length]
     fields: dict[str, Any] = {}
@@ -175,7 +181,7 @@ def _theta_and_scaling(
             f"'{key}.partial_rotary_factor' is {value}, which changes the computation and is not "
             "implemented"
         )
-    if rope_type == "default":
+    if rope_type == "default" and _QUERY_BETA not in scaling:
         return theta, None
     _check(rope_type, scaling, raw, f"'{key}.")
     return theta, {"rope_type": rope_type, **scaling}
@@ -233,7 +239,7 @@ def _check(rope_type: str, scaling: Mapping[str, Any], raw: Mapping[str, Any], w
     def fault(name: str, what: str) -> ConfigError:
         return ConfigError(f"{where}{name}' {what}")
 
-    optional_or_zero = (*_OPTIONAL_OR_ZERO, "llama_4_scaling_beta")
+    optional_or_zero = (*_OPTIONAL_OR_ZERO, _QUERY_BETA)
     for name in (*ROPE_TYPES[rope_type], *_OPTIONAL_NUMBERS, *optional_or_zero):
         value = scaling.get(name)
         if value is None:
@@ -276,7 +282,7 @@ def fields_to_hf(raw: dict[str, Any], config: RopeConfig, changed: bool) -> None
     Args: changed is True if the config's rope differs from the one in `raw`.
     """
     scaling = copy.deepcopy(config.rope_scaling)
-    if scaling is not None and scaling["rope_type"] == "default":
+    if scaling is not None and scaling["rope_type"] == "default" and _QUERY_BETA not in scaling:
         scaling = None
     if changed:
         # The new scaling has its own length. A length at the top level would override it.

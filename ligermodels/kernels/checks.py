@@ -14,6 +14,7 @@ from torch import Tensor
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASTING_MODES = ("llama", "gemma")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+MAX_DELTA_KEY_DIM = 128  # what the Triton kernels of the gated delta rule take
 
 
 class NormOptions(NamedTuple):

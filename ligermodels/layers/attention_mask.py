@@ -127,9 +127,10 @@ class AttentionMask:
     and cached.
 
     Attributes:
-        fault: a scalar, NaN if padding_at_ends is not true of the padding mask, and else 0. It is
-            None unless the varlen kernel has needed it. A caller that passes padding_at_ends adds
-            it to the result, because reading the values would be a host synchronisation.
+        fault: (batch, 1, 1), NaN for rows of which padding_at_ends is not true, and else 0. It is
+            None unless the varlen kernel or a gated delta net has needed it. A caller that passes
+            padding_at_ends adds it to the result, because reading the values on a GPU would be a
+            host synchronisation.
     """
 
     def __init__(
@@ -382,7 +383,15 @@ class AttentionMask:
             last = first + tokens.sum(1)
             position = torch.arange(self.keys, device=device)
             together = (position >= first[:, None]) & (position < last[:, None])
-            self.fault = torch.where((together == tokens).all(), 0.0, torch.nan)
+            fits = (together == tokens).all(1)
+            if fits.device.type == "cpu" and not torch.compiler.is_compiling() and not fits.all():
+                raise ValueError(
+                    f"attention_mask: row {int(fits.int().argmin())} has padding between its "
+                    "tokens, which a gated delta net cannot skip; put all padding before or after "
+                    "the tokens or, if these are documents, pass position_ids that start again "
+                    "after it"
+                )
+            self.fault = torch.where(fits, 0.0, torch.nan)[:, None, None]
             rows = torch.arange(batch + 1, device=device) * self.keys
             starts = torch.stack([rows[:-1], rows[:-1] + first, rows[:-1] + last], 1)
             ends = torch.cat([starts.flatten(), rows[-1:]]).to(torch.int32)

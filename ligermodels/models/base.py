@@ -495,7 +495,7 @@ class DecoderModel(HFModel, PlannedModel):
                 extras += extra
         hidden = self.norm(x) if residual is None else self.norm(x, residual)[0]
         if context.mask.fault is not None:
-            hidden = hidden + context.mask.fault.to(hidden.device)
+            hidden = hidden + context.mask.fault.to(hidden)
         if cache is not None:
             cache.advance(seq)
         return hidden, extras

@@ -121,6 +121,11 @@ class Gemma4Config(ModelConfig):
                     f"config: per_layer_config has {short_repr(own)} for layer {index}; expected "
                     f"integers for {sorted(known)} alone"
                 )
+            if index not in map(str, range(self.num_hidden_layers)):
+                raise ConfigError(
+                    f"config: per_layer_config has an entry for layer {short_repr(index)}; "
+                    f"expected indices from 0 to {self.num_hidden_layers - 1} as strings"
+                )
         for layer in range(self.num_hidden_layers):
             head_dim, kv_heads = self.kv_sizes(layer)
             if min(head_dim, kv_heads) < 1 or head_dim % 2 or self.num_attention_heads % kv_heads:

@@ -25,6 +25,7 @@ class Phi3Config(ModelConfig):
     """Fields of a Phi-3 `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "phi3"
+    rope_type_aliases: ClassVar[dict[str, str]] = {"su": "longrope", "yarn": "longrope"}
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"resid_pdrop": (0,), "embd_pdrop": (0,)}
     # transformers checks the factors of rope against hidden_size / num_attention_heads.
     small_fields: ClassVar[dict[str, Any]] = {

@@ -17,6 +17,8 @@ from ligermodels.converters.weight_map import (
     norm_entries,
     packed_entry,
 )
+from ligermodels.errors import ConfigError
+from ligermodels.kernels.checks import MAX_DELTA_KEY_DIM
 from ligermodels.layers import (
     DecoderBlock,
     GatedMLP,
@@ -73,6 +75,21 @@ class HybridConfig(ModelConfig):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+
+    def validate(self) -> None:
+        """Check every field, as in `ModelConfig`, and the heads of the gated delta nets."""
+        super().validate()
+        key_heads, heads = self.linear_num_key_heads, self.linear_num_value_heads
+        if heads % key_heads:
+            raise ConfigError(
+                f"config: linear_num_value_heads is {heads}; expected a multiple of "
+                f"linear_num_key_heads {key_heads}"
+            )
+        if self.linear_key_head_dim > MAX_DELTA_KEY_DIM:
+            raise ConfigError(
+                f"config: linear_key_head_dim is {self.linear_key_head_dim}; expected at most "
+                f"{MAX_DELTA_KEY_DIM}, which the kernels take"
+            )
 
     @property
     def kinds(self) -> list[str]:

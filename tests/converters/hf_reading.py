@@ -75,4 +75,5 @@ def rope(config: Any) -> Json:
     if rope_type in ("llama3", "yarn", "longrope"):
         numbers.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     found = {"theta": theta, "rope_type": rope_type, "local_theta": local}
-    return found | {"scaling": {} if rope_type == "default" else numbers}
+    scaled = rope_type != "default" or "llama_4_scaling_beta" in numbers
+    return found | {"scaling": numbers if scaled else {}}

@@ -152,6 +152,7 @@ FACTORS = {
     "logits_scaling": 8.0,
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LENGTH = {"original_max_position_embeddings": 64}
 OLMO3_ROPES = {
     "full_attention": {**YARN, "rope_theta": 9e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
@@ -179,6 +180,11 @@ OWN |= {
     "phi3": {
         "window": {"sliding_window": 12},
         "longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
+        **{
+            f"longrope, named {name}": {"rope_parameters": LONGROPE | LENGTH | {"type": name}}
+            | LENGTH
+            for name in ("su", "yarn")
+        },
         "longrope, length left out": {"rope_scaling": LONGROPE, "max_position_embeddings": 8192},
     },
     "smollm3": {
@@ -192,6 +198,14 @@ OWN |= {
     "ministral3": {
         "window": {"sliding_window": 12},
         "rope": {"rope_parameters": {**YARN, "rope_theta": 7e5, "llama_4_scaling_beta": 0.2}},
+        "plain rope": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 7e5,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
     },
 }
 DELTA = {
@@ -213,7 +227,8 @@ DELTA = {
 }
 OWN |= {"qwen3_5_text": DELTA, "qwen3_5_moe_text": DELTA}
 OWN = {family: {} for family in DECODERS} | OWN
-# transformers reads no old spelling of Gemma 4's rope, and takes yarn for longrope in Phi-3.
+# transformers reads no old spelling of Gemma 4's rope. In Phi-3 it takes yarn for longrope, which
+# needs factors.
 LEFT_OUT = {"gemma4_text": {n for n in EVERY if "rope_scaling" in EVERY[n]}, "phi3": {"yarn"}}
 CASES = {
     family: [name for name in EVERY | own if name not in LEFT_OUT.get(family, ())]
@@ -343,7 +358,10 @@ def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
         ("gemma3_text", {"rope_local_base_freq": -1}, "'rope_local_base_freq' is -1, expected a"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention' is 5; this"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "is not implemented"),
-        ("phi3", {"rope_scaling": YARN}, "rope_scaling has rope_type 'yarn', expected 'longrope'"),
+        ("phi3", {"rope_scaling": LINEAR}, "rope_scaling has rope_type 'linear', expected 'longr"),
+        ("gemma4_text", {"per_layer_config": {"77": {"head_dim": 8}}}, "an entry for layer '77'"),
+        ("qwen3_5_text", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3; expected a"),
+        ("qwen3_5_text", {"linear_key_head_dim": 256}, "linear_key_head_dim is 256; expected at"),
         (
             "phi3",
             {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 8}},

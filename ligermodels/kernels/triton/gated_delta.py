@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.checks import MAX_DELTA_KEY_DIM
 from ligermodels.kernels.launch import (
     Launch,
     Launches,
@@ -54,7 +55,6 @@ GRADIENTS = Launches(
 )
 TUNED_DIM = 128
 INTEGERS = ["documents", "heads", "group"]  # one compiled kernel serves all
-MAX_KEY_DIM = 128
 
 
 @triton.jit
@@ -486,9 +486,10 @@ def _key(k: Tensor, v: Tensor) -> int:
 
 
 def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
-    if k.shape[2] > MAX_KEY_DIM:
+    if k.shape[2] > MAX_DELTA_KEY_DIM:
         raise ValueError(
-            f"gated_delta: keys have {k.shape[2]} columns; the Triton kernels take {MAX_KEY_DIM}"
+            f"gated_delta: keys have {k.shape[2]} columns; the Triton kernels take "
+            f"{MAX_DELTA_KEY_DIM}"
         )
     return {
         "heads": v.shape[1],
