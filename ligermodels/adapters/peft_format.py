@@ -402,6 +402,7 @@ def adapter_of_hf(
         **settings,
         **({"target_parameters": parameters} if parameters else {}),
         "target_modules": _target_modules(modules, weight_map),
+        **_without_towers(weight_map),
         "bias": "none",
         "inference_mode": True,
     }
@@ -438,6 +439,16 @@ def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
     every = {part.hf for parts in native.values() for part in parts}
     meant = {name for name in every if _last(name) in ends}
     return sorted(ends if meant == chosen else chosen)
+
+
+def _without_towers(weight_map: WeightMap) -> Config:
+    """Return the key with which PEFT leaves alone the other towers of the model, if it has any."""
+    towers = weight_map.towers
+    starts = tuple(theirs for theirs, _ in towers.spellings) if towers else ()
+    if towers is None or not any(s.source.startswith(starts) for e in weight_map for s in e.spans):
+        return {}
+    names = "|".join(map(re.escape, towers.kept))
+    return {"exclude_modules": f"({names}).*"}
 
 
 def _last(name: str) -> str:

@@ -130,12 +130,18 @@ class WeightMap:
         return self if loaded.is_mxfp4 else loaded
 
     def spelled(self, names: Mapping[str, str]) -> "WeightMap":
-        """Return the map with other names of HF tensors: those in `names`, by the names here."""
+        """Return the map with other names of HF tensors: those in `names`, by the names here.
+
+        A tensor that is not in `names`, as of another layout, gets a prefix that these have.
+        """
         if not names:
             return self
+        pairs = self.towers.spellings if self.towers else ()
+        used = [pair for pair in pairs if any(x.startswith(pair[0]) for x in names.values())]
 
         def span(of: Span) -> Span:
-            return replace(of, source=names.get(of.source, of.source))
+            name = next((b + of.source[len(a) :] for b, a in used if of.source.startswith(a)), None)
+            return replace(of, source=names.get(of.source, name or of.source))
 
         def renamed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
             return tuple(replace(each, spans=tuple(map(span, each.spans))) for each in entries)

@@ -307,6 +307,9 @@ class HFModel(nn.Module):
         constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
         constants |= self.source.constants
         config_dict, original = hf_config.to_hf(config), None
+        if not self.source.spelling:  # The names are those of the text model alone.
+            config_dict = hf_config.text_config(config_dict, type(config))
+            config_dict.setdefault("architectures", [hf_config.architecture(type(config))])
         if mxfp4:
             original = self._mxfp4_source(weight_map)
             weight_map = original.weight_map

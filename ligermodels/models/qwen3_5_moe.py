@@ -68,8 +68,8 @@ def weight_map(config: Qwen3_5MoeConfig) -> WeightMap:
         yield from mlp_entries(config, f"{name}.shared", f"{hf}.shared_expert", inner=shared)
         yield from linear_entries(f"{name}.gate", hidden, (f"{hf}.shared_expert_gate", 1))
 
-    layouts = {"fused": partial(mlp, fused_experts_entries)}
-    return hybrid_weight_map(config, partial(mlp, experts_entries), layouts)
+    layouts = {"one by one": partial(mlp, experts_entries)}
+    return hybrid_weight_map(config, partial(mlp, fused_experts_entries), layouts)
 
 
 @register

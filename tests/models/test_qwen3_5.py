@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ligermodels import AutoLiger, KVCache
 from ligermodels.adapters.adapted_model import add_adapters, export_adapter
+from ligermodels.adapters.adapter_config import has_end
 from ligermodels.converters.hf_config import fields_from_hf
 from ligermodels.converters.inspect import describe
 from ligermodels.converters.verify import verify
@@ -113,7 +114,7 @@ def test_adapters_have_the_names_of_the_projections(published: Path, tmp_path: P
     model = AutoLiger.from_hf(published, dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4)
     export_adapter(model, tmp_path, str(published), None)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    targets = {*json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]}
     weights = load_file(tmp_path / "adapter_model.safetensors")
     names = {0: "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.in_proj_a".split()}
     names[0] += ["linear_attn.in_proj_b", "linear_attn.out_proj"]
@@ -122,7 +123,7 @@ def test_adapters_have_the_names_of_the_projections(published: Path, tmp_path: P
     for layer, of_layer in names.items():
         for name in of_layer:
             assert f"{start}.{layer}.{name}.lora_B.weight" in weights
-            assert name.rpartition(".")[2] in config["target_modules"]
+            assert has_end(f"model.language_model.layers.{layer}.{name}", targets)
     attention = f"{start}.1.self_attn"
     rows = {x: len(weights[f"{attention}.{x}_proj.lora_B.weight"]) for x in "qk"}
     assert rows == {"q": 2 * 4 * 16, "k": 2 * 16}  # a gate beside each query
