@@ -77,12 +77,15 @@ def run(given: Arguments) -> None:
         print(json.dumps(found, indent=2, default=str))
         return
     print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")
+    stored = "stored bytes by dtype"
+    if found["left_out"] or found["kept"]:
+        stored += " (of the tensors that are loaded)"
     sections: dict[str, tuple[dict[str, Any], Callable[[Any], str]]] = {
         "config": (found["config"], json.dumps),
         UNUSED: (found["unknown_keys"], json.dumps),
         OTHER_TOWERS: (found["left_out"], str),
         KEPT_TOWERS: (found["kept"], str),
-        "stored bytes by dtype": (found["dtype_bytes"], _bytes),
+        stored: (found["dtype_bytes"], _bytes),
         "files": (found["files"], _bytes),
         "estimated memory": (found["memory"], _bytes),
     }

@@ -26,7 +26,7 @@ class Description:
         left_out: name prefix of another tower -> how many of its tensors are not loaded.
         kept: the same, for towers that exports write again.
         parameters: the number of parameters. A tied head counts once.
-        dtype_bytes: dtype name in safetensors -> stored bytes of that dtype.
+        dtype_bytes: dtype name in safetensors -> stored bytes of that dtype, of what is loaded.
         files: the size of each weight, config, tokenizer and generation file.
         memory: purpose -> estimated memory.
     """
@@ -82,6 +82,8 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         "key/value cache per 1000 tokens in bfloat16": 1000 * sum(per_token),
         f"key/value cache of all {longest} positions in bfloat16": sum(map(mul, tokens, per_token)),
     }
+    if state := config.state_bytes(2):
+        memory["states of gated delta nets per row, with bfloat16"] = state
     fields = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     return Description(
         folder=folder,

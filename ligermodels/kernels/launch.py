@@ -23,6 +23,7 @@ class Launch(NamedTuple):
     prefetch: bool = False  # whether the backward of a norm loads 16-bit rows one tile ahead
     reload: bool = False  # whether it reads a row twice instead of keeping it in registers
     depth: int = 1  # elements of the summed dimension that a product reads at once
+    precision: str = "ieee"  # of products of float32; "tf32" rounds them, and AMD may not have it
 
 
 # (largest row length, launch config): the first entry that fits is used; None is any length.

@@ -83,7 +83,8 @@ class GatedDeltaNet(Planned, nn.Module):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         options: Any = {"bias": False, "device": device, "dtype": dtype}
-        # Names and order are HF's. The layer reads the weights of conv1d and norm.
+        # Names and order are HF's, except that in_proj is four linears there. The layer reads the
+        # weights of conv1d and norm.
         self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels, **options)
         self.dt_bias, self.A_log = parameter(num_value_heads), parameter(num_value_heads)
         self.norm = RMSNorm(value_dim, eps, device=device, dtype=dtype)

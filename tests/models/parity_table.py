@@ -84,7 +84,9 @@ def page(text: str, collector: Collector, measures: Collection[str], gpu: bool =
     before, _, old = text.partition(start)
     said = f"{measured}."
     if others := [family for family in zoo.FAMILIES if family not in measures]:
-        said = f"{old.splitlines()[0]}\nThe rows of {', '.join(measures)} are of {measured}."
+        said = old.splitlines()[0]
+        if said != f"{measured}.":
+            said += f"\nThe rows of {', '.join(measures)} are of {measured}."
     tables = {each[0]: each[4:] for each in map(str.splitlines, old.split("\n## "))}
 
     def kept(table: str, first: str = "") -> list[str]:

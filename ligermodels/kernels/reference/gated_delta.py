@@ -38,7 +38,7 @@ class _Slots(NamedTuple):
             return like.new_zeros(1, *like.shape).expand(len(self.document), *like.shape)
         return cast(states, like.dtype)[self.document]
 
-    def are(self, ends: Tensor) -> Tensor:
+    def is_end(self, ends: Tensor) -> Tensor:
         """Return (slots, 1, 1, 1): whether a slot is its document's first or last, as given."""
         number = torch.arange(len(self.document), device=ends.device)
         return (ends[self.document] == number).view(-1, 1, 1, 1)
@@ -75,7 +75,7 @@ class _Chunks(NamedTuple):
     rest: Tensor  # exp(G_last - G)
     whole: Tensor  # (slots, value heads, 1, 1): exp(G_last)
     decay: Tensor  # D
-    keys: Tensor  # k k^T D, below the diagonal
+    key_scores: Tensor  # k k^T D, below the diagonal
     scores: Tensor  # P
     inverse: Tensor  # T
 
@@ -88,15 +88,16 @@ def _chunks(
     total = g_.cumsum(-1)[..., None]
     below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     decay = torch.where(below, total - total.mT, -torch.inf).exp()
-    keys = (k_ @ k_.mT * decay).tril(-1)
+    key_scores = (k_ @ k_.mT * decay).tril(-1)
     identity = torch.eye(CHUNK, dtype=dtype, device=q.device)
     inverse = torch.linalg.solve_triangular(
-        identity + beta_[..., None] * keys, identity, upper=False, unitriangular=True
+        identity + beta_[..., None] * key_scores, identity, upper=False, unitriangular=True
     )
     q_ = q_ * scale
     end = total[..., -1:, :]
     return _Chunks(
-        *(q_, k_, v_, beta_[..., None], total.exp(), (end - total).exp(), end.exp(), decay, keys),
+        *(q_, k_, v_, beta_[..., None], total.exp(), (end - total).exp(), end.exp(), decay),
+        key_scores,
         q_ @ k_.mT * decay,
         inverse,
     )
@@ -108,7 +109,7 @@ def _walk(
     """Return the state before each slot, T beta (v - exp(G) k S) of it, and the state after it."""
     state = torch.zeros_like(chunks.k[0].mT @ chunks.v[0])
     starts = slots.of_documents(initial_state, state)
-    is_first = slots.are(slots.first)
+    is_first = slots.is_end(slots.first)
     states, changes, ends = [], [], []
     for i in range(len(slots.document)):
         state = torch.where(is_first[i], starts[i], state)
@@ -164,11 +165,11 @@ def gated_delta_backward(
     slots = _slots(cu_seqlens, len(v))
     chunks = _chunks(slots, q, k, v, g, beta, scale)
     states, changes, ends = _walk(slots, chunks, initial_state)
-    q_, k_, v_, beta_, total, rest, whole, decay, keys, scores, inverse = chunks
+    q_, k_, v_, beta_, total, rest, whole, decay, key_scores, scores, inverse = chunks
     grad = slots.gather(grad_out, v.shape[1], v_.dtype)
 
     later = torch.zeros_like(states[0])
-    finals, is_last = slots.of_documents(grad_final, later), slots.are(slots.last)
+    finals, is_last = slots.of_documents(grad_final, later), slots.is_end(slots.last)
     grad_ends, grad_changes, grad_starts = [], [], []  # from the last slot to the first
     for i in reversed(range(len(slots.document))):
         later = torch.where(is_last[i], finals[i], later)
@@ -187,7 +188,7 @@ def gated_delta_backward(
     grad_k = rest * (changes @ after.mT) - beta_ * total * (u @ states.mT)
     grad_k = grad_k + grad_scores.mT @ q_ + (grad_keys + grad_keys.mT) @ k_
     # E = T (v - exp(G) k S) without a product with beta
-    error = v_ - total * (k_ @ states) - keys @ changes
+    error = v_ - total * (k_ @ states) - key_scores @ changes
     # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What a token reads
     # of its own cancels out, so it is left out of each of these sums.
     grad_total = (read * q_).sum(-1) + (grad_scores.tril(-1) * (q_ @ k_.mT)).sum(-1)

@@ -5,9 +5,18 @@ diagonal, E = (I + T) (v - exp(G) k S), and T' = (I + beta keys)^-1 without its 
 writes beta E into the state, u is the gradient of this and beta u that of v. The walk of backward
 starts at the last chunk.
 
-States and sums are in float32, and most products round them to the dtype of q. What a token gets
-from those of its own chunk decides how exact the results are: P, E, u and their products are not
-rounded. No product reads a transposed result of another, because Triton before 3.7.1 may compile
+Sums, and the states between chunks, are in float32. What a token gets from those of its own chunk
+decides how exact the results are, so less is rounded there:
+
+- Forward rounds states, T, and what T and k^T multiply to the dtype of q. The products that make T
+  and T', and that of P and beta E, have the precision of the launch config: TF32, or all digits.
+- The walk of backward rounds states, T', and what T', k^T and q^T multiply to this dtype. P^T is
+  split into two parts of it (`_dot`), and u is stored in float32.
+- The gradients of q, k and g split E, and the product of the gradient of the output and E, too. All
+  else that they multiply is rounded to this dtype: E and u, where they meet each other or a state,
+  and the product of both.
+
+No product reads a transposed result of another, because Triton before 3.7.1 may compile
 that wrong for Hopper: the transposed product is computed instead.
 """
 
@@ -35,7 +44,7 @@ from ligermodels.kernels.launch import (
 # Triton uses no such products. Products of float32 use none either.
 CHUNKS = Launches(
     nvidia=(
-        (0, Launch(1, 4, rows=64)),
+        (0, Launch(1, 4, rows=64, precision="tf32")),
         (2, Launch(1, 2, rows=32)),
         (None, Launch(1, 8, rows=32)),
     ),
@@ -500,11 +509,6 @@ def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def _precision(chunk: int) -> str:
-    """Return the precision of float32 products: TF32 would round float32, and AMD may have none."""
-    return "tf32" if chunk == 64 else "ieee"
-
-
 def _options(launches: Launches, k: Tensor, v: Tensor) -> dict[str, int]:
     """Return the launch config, with the columns of the values that a program handles at once."""
     setting = launch(launches, _key(k, v))
@@ -539,7 +543,7 @@ def _chunks(
         documents,
         scale,
         **sizes,
-        PRECISION=_precision(chunk),
+        PRECISION=setting.precision,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
@@ -575,7 +579,7 @@ def _walk(
         states,
         out if for_backward else None,
         scale,
-        PRECISION=_precision(sizes["CHUNK"]),
+        PRECISION=launch(CHUNKS, _key(k, v)).precision,
         **sizes,
         **options,
     )
