@@ -107,7 +107,7 @@ def run(given: Arguments) -> None:
         _write(given, model, heads, target)
         if not given.verify:
             return
-        kept = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        kept = model.with_own_dtype()
         dtype = given.loading()["dtype"]
         report = compare(source, target, family_of(source), dtype=dtype, kept=kept)
     print(f"compared: {source} with {'its own export' if target is None else target}")

@@ -384,6 +384,7 @@ class LigerGemma4(DecoderModel):
     config: Gemma4Config
     built_from: Gemma4Config
     weight_map = staticmethod(weight_map)
+    cast_without_gradient = ("layer_scalar",)
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__(config)

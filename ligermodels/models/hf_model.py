@@ -55,6 +55,8 @@ class HFModel(nn.Module):
     """
 
     config_class: ClassVar[type[ModelConfig]]
+    # Ends of the names of parameters without gradient that `from_hf(dtype=...)` casts all the same.
+    cast_without_gradient: ClassVar[tuple[str, ...]] = ()
     embed_tokens: nn.Embedding
 
     def __init__(self, config: ModelConfig) -> None:
@@ -137,7 +139,7 @@ class HFModel(nn.Module):
             path: a local folder, or a hub id such as "meta-llama/Llama-3.2-1B".
             dtype: dtype of the parameters, or its name, such as "bfloat16" or "bf16". By default,
                 and with "auto", each keeps the dtype of the checkpoint, and always one that a
-                family makes without gradient.
+                family makes without gradient and does not name in `cast_without_gradient`.
             device: device of the parameters. They are loaded onto it tensor by tensor. On "meta"
                 names and shapes are checked, and no values are read: `ligermodels.shard` then gives
                 each rank its part of the parameters and reads only that.
@@ -181,9 +183,9 @@ class HFModel(nn.Module):
                 f"{folder / ADAPTER_CONFIG_NAME}: this adapter beside the model is not added to it",
                 stacklevel=2,
             )
-        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        own_dtype = model.with_own_dtype()
         if dtype is None:
-            _check_one_dtype(stored, checkpoint, [x for x in weight_map if x.name in trained])
+            _check_one_dtype(stored, checkpoint, [x for x in weight_map if x.name not in own_dtype])
         constants = checkpoint.constants()
         for name, value in weight_map.constants.items():
             if name in constants and not constants[name].is_close(value):
@@ -195,7 +197,7 @@ class HFModel(nn.Module):
         weights: dict[str, Tensor] = {
             entry.name: empty_in_huge_pages(
                 entry.shape,
-                stored[entry.name] if dtype is None or entry.name not in trained else dtype,
+                stored[entry.name] if dtype is None or entry.name in own_dtype else dtype,
                 device,
             )
             for entry in weight_map
@@ -225,6 +227,11 @@ class HFModel(nn.Module):
         if float8 is not None:
             convert(model, float8)
         return model
+
+    def with_own_dtype(self) -> set[str]:
+        """Return the names of the parameters that keep their dtype in `from_hf(dtype=...)`."""
+        found = {name for name, weight in self.named_parameters() if not weight.requires_grad}
+        return {name for name in found if not name.endswith(self.cast_without_gradient)}
 
     def compute_buffers(self, device: torch.device | str | None = None) -> None:
         """Give the buffers the values of a new model: one made on the meta device has none.
