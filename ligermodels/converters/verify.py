@@ -34,6 +34,7 @@ class Report:
         differences: one line for each tensor, key or file that differs.
         dequantized: how many of the tensors are in MXFP4 and were decoded, and compared with the
             values of the copy, which has no MXFP4.
+        cast: the dtype to which the copy was cast, or None.
     """
 
     tensors: int
@@ -42,6 +43,7 @@ class Report:
     files: tuple[str, ...]
     differences: tuple[str, ...]
     dequantized: int = 0
+    cast: torch.dtype | None = None
 
     @property
     def ok(self) -> bool:
@@ -57,6 +59,8 @@ class Report:
                 f"equal: {what}; bitwise, but for {self.dequantized} tensors in MXFP4, whose "
                 "decoded values (dequantized, in the dtype of the copy) are those of the copy"
             )
+        if self.ok and self.cast:
+            return f"equal after the cast to {str(self.cast).removeprefix('torch.')}: {what}"
         if self.ok:
             return f"bitwise equal: {what}"
         count = counted(len(self.differences), "difference")
@@ -179,7 +183,7 @@ def compare(
         held += [info.nbytes for info in added.tensors.values()]
         differences += _added_differences(added, copy / name, dtype)
     result = len(held), sum(held), len(compared), tuple(files), tuple(differences)
-    return Report(*result, dequantized)
+    return Report(*result, dequantized, dtype)
 
 
 def _names(checkpoint: Checkpoint, family: Family) -> list[str]:

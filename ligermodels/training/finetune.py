@@ -389,7 +389,10 @@ class Run:
 
     def _made(self, what: str, sources: Sequence[Sequence[Any]]) -> Rows:
         """Return the rows of some sources, and note what they hold."""
-        rows = self.objective.rows(sources)
+        try:
+            rows = self.objective.rows(sources)
+        except DataError as error:
+            raise DataError(f"{what} data: {error}") from error
         noun = "document" if self.config.loss.packed else "example"
         self._note(
             f"{what} data: {counted(sum(map(len, sources)), noun)}, "

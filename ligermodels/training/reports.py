@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from ligermodels import float8
+from ligermodels.converters.files import CHAT_TEMPLATE_FILE
 from ligermodels.errors import ConfigError, LigerError, SaveError, counted, first_line
 from ligermodels.heads.classifier import SequenceClassifier
 from ligermodels.kernels import dispatch
@@ -235,7 +236,9 @@ def end(result: FinetuneResult, device: torch.device) -> dict[str, str]:
         if (result.output_dir / file).exists():
             rows["loss" if file == "loss.png" else "metrics"] = str(result.output_dir / file)
     if not isinstance(result.model, SequenceClassifier):
-        rows["try it"] = shlex.join(["ligermodels", "generate", str(result.model_dir), "Once upon"])
+        has_template = (result.model_dir / CHAT_TEMPLATE_FILE).exists()
+        prompt = "--chat" if has_template else "Once upon"
+        rows["try it"] = shlex.join(["ligermodels", "generate", str(result.model_dir), prompt])
     return rows
 
 
