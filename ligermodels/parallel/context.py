@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather, reduce_scatter
 from ligermodels.kernels.loss_options import target_weight_sum
-from ligermodels.layers import Attention
+from ligermodels.layers import Attention, GatedDeltaNet
 from ligermodels.layers.kv_cache import CachedLayer
 from ligermodels.layers.loss_head import HeadOptions, HeadOutput, LossHead
 from ligermodels.models.base import DecoderModel
@@ -37,7 +37,7 @@ def context_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
         ConfigError: a layer mixes tokens in another way than by attention.
     """
     for name, module in model.layers.named_modules():
-        mixes = isinstance(module, (Attention, CachedLayer))
+        mixes = isinstance(module, (Attention, CachedLayer, GatedDeltaNet))
         if mixes and getattr(type(module), "forward", None) is not Attention.forward:
             raise ConfigError(
                 f"context parallelism: layers.{name} is a {type(module).__name__}, which mixes "

@@ -21,6 +21,7 @@ from ligermodels.converters.verify import verify
 from ligermodels.errors import ConfigError
 from ligermodels.generation import generate_drafted, prefill
 from ligermodels.generation.draft import DraftModel
+from ligermodels.layers import GatedDeltaNet
 from ligermodels.models.auto import families, family_of
 from ligermodels.parallel.context import context_parallel
 from ligermodels.parallel.shard import check_dtypes
@@ -165,6 +166,10 @@ def test_what_a_state_cannot_do() -> None:
         generate_drafted(model, DraftModel(random_model("llama")), ids, max_new_tokens=3)
     with pytest.raises(ConfigError, match="LinearAttention, which mixes the tokens"):
         context_parallel(model, None)  # type: ignore[arg-type]
+    llama = random_model("llama")
+    llama.layers[1].net = GatedDeltaNet(20, 2, 4, 16, 8)
+    with pytest.raises(ConfigError, match="net is a GatedDeltaNet, which mixes"):
+        context_parallel(llama, None)  # type: ignore[arg-type]
 
 
 def test_a_document_begins_with_an_empty_state() -> None:
