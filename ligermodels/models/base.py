@@ -107,7 +107,7 @@ class DecoderModel(HFModel, PlannedModel):
     loss_type = "ForCausalLM"
 
     # The factors of `load_balancing_loss` and of `router_z_loss` in the loss. A family sets them
-    # from its config, and a user may set others.
+    # from its config, and a user may set others, such as (0.01, 0.0) for the balance alone.
     router_losses: tuple[float, float] = (0.0, 0.0)
 
     embed_tokens: nn.Embedding
@@ -377,10 +377,16 @@ class DecoderModel(HFModel, PlannedModel):
 
         Args: extras: these results, in the order of the layers; attention_mask and expert_counts:
             as in `forward`.
+        Raises: ConfigError if `router_losses` is no pair.
         """
         routes = [x for x in extras if isinstance(x, Routes)]
         scalars = [x for x in extras if not isinstance(x, Routes)]
         loss = torch.stack(scalars).sum() if scalars else None
+        if not isinstance(self.router_losses, (tuple, list)) or len(self.router_losses) != 2:
+            raise ConfigError(
+                f"router_losses is {self.router_losses!r}; expected a pair, the factors of the "
+                "balance of experts and of the z-loss, such as (0.01, 0.0)"
+            )
         balance, z = self.router_losses
         if not routes or not (balance or z):
             return loss

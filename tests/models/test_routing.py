@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ligermodels import LigerLlama, LlamaConfig, MemoryPlan
+from ligermodels.errors import ConfigError
 from ligermodels.layers import Experts, Router
 
 SEQ, EXPERTS, TOP_K = 9, 5, 2
@@ -122,3 +123,10 @@ def test_a_compiled_model_takes_routes_and_counts() -> None:
     expected = model(ids, **inputs)
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(found.routing, expected.routing)
+
+
+def test_router_losses_that_are_no_pair() -> None:
+    model, (ids, labels, _) = make(), data()
+    model.router_losses = 0.01  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"router_losses is 0.01; expected a pair"):
+        model(ids, labels=labels)
