@@ -29,7 +29,8 @@ PAD = TINY["pad_token_id"]
 
 def native(tensors: dict[str, Any], model: Any) -> dict[str, Tensor]:
     """Return transformers' tensors under the names of our model, packed by its weight map."""
-    return {entry.name: native_tensor(entry, tensors) for entry in model.weight_map(model.config)}
+    entries = model.weight_map(model.config).written_as(model.source.layout)
+    return {entry.name: native_tensor(entry, tensors) for entry in entries}
 
 
 def native_gradients(theirs: Any, ours: Any) -> dict[str, Tensor]:
