@@ -31,6 +31,7 @@ from ligermodels.layers import RotaryEmbedding, Routes
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import family_named
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.decoder_weight_map import ONE_BY_ONE
 from ligermodels.models.inputs import flattened_documents
 
 # What tools pass to every model, and what needs no answer here.
@@ -242,7 +243,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         # The tuple keeps nn.Module from registering the native model as a child.
         self._native = (native,)
         with torch.device("cpu"):  # its constants have values, also in a load
-            self.weight_map = self.family.weight_map(native.built_from)
+            found = self.family.weight_map(native.built_from)
+        # transformers writes the weights of each expert alone, also if the hub has them in one.
+        one_by_one = ONE_BY_ONE if ONE_BY_ONE in found.layouts else None
+        self.weight_map = found.in_layout(one_by_one)
         # A checkpoint also holds these, and the model has no place for them.
         self._keys_to_ignore_on_load_unexpected = [
             f"^{re.escape(name)}$" for name in self.weight_map.constants

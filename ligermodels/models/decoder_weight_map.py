@@ -19,6 +19,8 @@ LayerEntries = Callable[[int, str, str], Iterable[Entry]]
 Its arguments are the layer's index, the part's name in the model and its name in the checkpoint,
 such as (3, "layers.3.mlp", "model.layers.3.mlp").
 """
+# The layout with a tensor for each expert, of a family whose main layout has one for all.
+ONE_BY_ONE = "one by one"
 
 
 def attention_entries(

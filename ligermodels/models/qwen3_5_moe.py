@@ -12,6 +12,7 @@ from ligermodels.layers import Experts, GatedMLP, Router, SharedExperts
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.decoder_weight_map import (
+    ONE_BY_ONE,
     experts_entries,
     fused_experts_entries,
     mlp_entries,
@@ -68,7 +69,7 @@ def weight_map(config: Qwen3_5MoeConfig) -> WeightMap:
         yield from mlp_entries(config, f"{name}.shared", f"{hf}.shared_expert", inner=shared)
         yield from linear_entries(f"{name}.gate", hidden, (f"{hf}.shared_expert_gate", 1))
 
-    layouts = {"one by one": partial(mlp, experts_entries)}
+    layouts = {ONE_BY_ONE: partial(mlp, experts_entries)}
     return hybrid_weight_map(config, partial(mlp, fused_experts_entries), layouts)
 
 

@@ -12,6 +12,7 @@ import transformers
 
 from ligermodels import AutoLiger
 from ligermodels.adapters.adapted_model import add_adapters, export_adapter
+from ligermodels.integrations.hf_model import LigerForCausalLM
 from tests.models import hf_models, zoo
 from tests.models.pairs import relative
 
@@ -60,3 +61,11 @@ def test_a_model_without_towers_is_saved_as_a_text_model(wrapper: Path, tmp_path
     assert type(theirs).__name__ == raw["architectures"][0] and not loading["missing_keys"]
     with torch.no_grad():
         assert relative(new.head.logits(new(IDS)), theirs(IDS).logits) <= 1e-5
+
+
+def test_a_wrapper_of_transformers_reads_experts_one_by_one(tmp_path: Path) -> None:
+    hf_models.save(tmp_path, "qwen3_5_moe_text", zoo.Feature())
+    native = AutoLiger.from_hf(tmp_path)
+    theirs = LigerForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(theirs(IDS).logits, native.head.logits(native(IDS)))
