@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm, pre_norm
+from ligermodels.layers import AttentionContext, DecoderBlock, GatedMLP, RMSNorm, pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
@@ -73,22 +73,11 @@ def weight_map(config: GraniteConfig) -> WeightMap:
     return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
 
 
-class ScaledBlock(nn.Module):
+class ScaledBlock(DecoderBlock):
     """h = x + factor * attention(norm(x)); the output is h + factor * mlp(norm(h))."""
 
-    def __init__(
-        self,
-        self_attn: Attention,
-        mlp: GatedMLP,
-        input_layernorm: RMSNorm,
-        post_attention_layernorm: RMSNorm,
-        factor: float,
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
+    def __init__(self, *parts: Any, factor: float) -> None:
+        super().__init__(*parts)
         self.factor = factor
 
     def forward(
@@ -128,7 +117,7 @@ class FactorsModel(DecoderModel):
             mlp,
             RMSNorm(hidden, config.rms_norm_eps),
             RMSNorm(hidden, config.rms_norm_eps),
-            config.residual_multiplier,
+            factor=config.residual_multiplier,
         )
 
 
