@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from ligermodels.converters.hub import HubOptions, resolve
-from ligermodels.errors import CheckpointError, DataError, short_repr
+from ligermodels.errors import CheckpointError, DataError, LigerError, first_line, short_repr
 from ligermodels.text.batch import Encoding, as_tensors, check_options, cut, padded
 from ligermodels.text.chat_template import (
     choose_template,
@@ -109,7 +109,16 @@ class Tokenizer:
             CheckpointError: the checkpoint does not exist, it has neither a tokenizer.json nor a
                 sentencepiece tokenizer.model, or a file is damaged.
         """
-        return cls(TokenizerFiles(resolve(path, revision, weights=False, **hub_options)))
+        files = TokenizerFiles(resolve(path, revision, weights=False, **hub_options))
+        try:
+            return cls(files)
+        except LigerError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{files.folder}: the settings in tokenizer_config.json or the files of its tokens "
+                f"are damaged: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
     def __call__(
         self,

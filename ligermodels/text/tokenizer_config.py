@@ -1,27 +1,17 @@
-"""Read the files of a checkpoint's tokenizer, and check its settings."""
+"""Read the files of a checkpoint's tokenizer, and what its settings say of tokens."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.converters.files import (
-    GENERATION_CONFIG_NAME,
-    copied_files,
-    is_token_id,
-    parse_json,
-)
+from ligermodels.converters.files import GENERATION_CONFIG_NAME, copied_files, parse_json
 from ligermodels.errors import CheckpointError, short_repr
-from ligermodels.text.batch import SIDES
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in "bos eos unk sep pad cls mask".split())
-_SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
-# A checkpoint's own id: a decimal number below 2**31 that is written in one way only.
-_ID = re.compile(r"0|[1-9][0-9]{,9}")
 
 
 class TokenizerFiles:
@@ -30,9 +20,8 @@ class TokenizerFiles:
     Args: folder: a local folder.
     Attributes:
         contents: name -> content of each file.
-        config: the settings of tokenizer_config.json. Those that ligermodels uses are checked. In
-            the older layout, without "added_tokens_decoder", it is filled from
-            special_tokens_map.json.
+        config: the settings of tokenizer_config.json. In the older layout, without
+            "added_tokens_decoder", it is filled from special_tokens_map.json.
     Raises:
         CheckpointError: a file is damaged. The message names the file and the key.
     """
@@ -41,9 +30,9 @@ class TokenizerFiles:
         self.folder = folder
         self.contents = copied_files(folder)
         self.contents.pop(GENERATION_CONFIG_NAME, None)
-        self.config = self._settings("tokenizer_config.json")
+        self.config = self.read_json("tokenizer_config.json")
         if "added_tokens_decoder" not in self.config:
-            self.config = {**self._settings("special_tokens_map.json"), **self.config}
+            self.config = {**self.read_json("special_tokens_map.json"), **self.config}
 
     def error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.folder / name}: {problem}")
@@ -51,15 +40,6 @@ class TokenizerFiles:
     def read_json(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file, or {} if there is no such file."""
         return parse_json(self.contents.get(name, b"{}"), str(self.folder / name), CheckpointError)
-
-    def _settings(self, name: str) -> dict[str, Any]:
-        found = self.read_json(name)
-        for keys, is_good, expected in _CHECKS:
-            for key in keys:
-                value = found.get(key)
-                if value is not None and not is_good(value):
-                    raise self.error(name, f"{key!r} is {short_repr(value)}, expected {expected}")
-        return found
 
     def special_tokens(self) -> dict[str, str]:
         """Return the special tokens: name, such as "bos_token" -> text.
@@ -82,13 +62,8 @@ class TokenizerFiles:
         """
         found, name = self.added_tokens(), "added_tokens.json"
         for token, index in self.read_json(name).items():
-            is_id = is_token_id(index) and index >= 0
-            if not is_id or found.setdefault(index, {"content": token})["content"] != token:
-                raise self.error(
-                    name,
-                    f"{short_repr(token)} is {short_repr(index)}, expected an id from 0 to 2**31 "
-                    "- 1 that no other token has",
-                )
+            if found.setdefault(int(index), {"content": token})["content"] != token:
+                raise self.error(name, f"{short_repr(token)} has the id {index} of another token")
         return found
 
 
@@ -102,38 +77,3 @@ def added_token(entry: dict[str, Any], **flags: bool) -> "AddedToken":
 
 def _text(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _are_added_tokens(decoder: Any) -> bool:
-    return isinstance(decoder, dict) and all(
-        _ID.fullmatch(index)
-        and int(index) < 2**31
-        and isinstance(entry, dict)
-        and isinstance(entry.get("content"), str)
-        and all(isinstance(entry.get(flag), bool | None) for flag in _FLAGS)
-        for index, entry in decoder.items()
-    )
-
-
-def _is_template(value: Any) -> bool:
-    if not isinstance(value, list):
-        return isinstance(value, str)
-    return all(
-        isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("template"), str)
-        for entry in value
-    ) and len({entry["name"] for entry in value}) == len(value)
-
-
-_CHECKS = (
-    (SPECIAL_TOKENS, lambda x: isinstance(_text(x), str), "a string or an object with 'content'"),
-    (_SWITCHES, lambda x: isinstance(x, bool), "true, false or null"),
-    (("padding_side", "truncation_side"), SIDES.__contains__, f"one of {SIDES}"),
-    (("added_tokens_decoder",), _are_added_tokens, "ids below 2**31 -> objects with 'content'"),
-    (
-        ("chat_template",),
-        _is_template,
-        "a string or a list of 'name' and 'template', no name twice",
-    ),
-)
