@@ -13,7 +13,7 @@ import torch
 from ligermodels import LigerLlama
 from ligermodels.converters import save_dir
 from ligermodels.heads.medusa_file import write_heads
-from ligermodels.training.preferences import reference_path, stored_log_probs
+from ligermodels.training.preferences import stored_log_probs
 from ligermodels.training.run_dir import atomic_write
 from tests.training.tiny_run import make_checkpoint, make_text, run
 
@@ -88,7 +88,7 @@ def run_state(folder: Path) -> None:
 
 
 def reference(folder: Path) -> None:
-    stored_log_probs(reference_path(folder / "reference", "a"), 3, lambda: torch.ones(3))
+    stored_log_probs(folder / "reference" / "a", 3, lambda: torch.ones(3))
 
 
 def small_file(folder: Path) -> None:

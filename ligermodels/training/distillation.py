@@ -17,7 +17,7 @@ from ligermodels.models.auto import AutoLiger, tokenizer_folder
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.losses import Distillation
-from ligermodels.training.model import weights_hash
+from ligermodels.training.model import file_hashes
 from ligermodels.training.objectives import Call, Objective, Rows
 from ligermodels.training.packing import Batch
 from ligermodels.training.run_dir import fingerprint
@@ -90,9 +90,8 @@ class DistillationObjective(Objective):
         return TaughtModel(trained, self.teacher)
 
     def hashes(self) -> dict[str, str]:
-        """Return the hash of the teacher's weights, as this device has them, and its config."""
-        facts = {"config": repr(self.teacher.model.built_from)}
-        return {"teacher": fingerprint(facts | {"weights": weights_hash(self.teacher.model)})}
+        """Return a hash of the teacher's files."""
+        return {"teacher": fingerprint(file_hashes(self.source))}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of a batch; an evaluation also measures that of the next token."""

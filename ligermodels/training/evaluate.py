@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.converters.files import read_json_if_present
-from ligermodels.converters.save_dir import write_json
-from ligermodels.errors import ConfigError, LigerError, short_repr
+from ligermodels.errors import ConfigError, LigerError
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import text_after
@@ -209,66 +206,23 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-@contextmanager
-def only_writer(output: Path) -> Iterator[None]:
-    """Create a file, if there is none, and let no other process write answers to it.
-
-    Raises:
-        LigerError: another process does.
-    """
-    with open(output, "ab") as file:
-        try:
-            # The process holds this lock, so a killed one leaves no lock behind.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LigerError(
-                f"{output}: another process is writing answers to this file; wait for it, or give "
-                "another file"
-            ) from None
-        yield
-
-
-def count_answered(output: Path, groups: Sequence[Group], made_by: dict[str, Any]) -> int:
+def count_answered(output: Path, groups: Sequence[Group]) -> int:
     """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
 
-    Args: output: a file, which may be empty; made_by: what the answers depend on, by name. It is
-        written into a file beside an empty file of answers.
     Raises:
-        LigerError: a line is not the answer to the prompt that has its place, or the answers were
-            made by something else.
+        LigerError: a line is not the answer to the prompt that has its place.
     """
-    beside = output.with_name(f"{output.name}.options.json")
-    if not output.stat().st_size:
-        write_json(beside, made_by)
-        return 0
-    before = read_json_if_present(beside, LigerError)
-    if before is None:
-        raise LigerError(
-            f"{output}: {beside.name} is missing, which says what made the answers in it; give "
-            "another file for the answers"
-        )
-    made_by = json.loads(json.dumps(made_by))  # A tuple comes back as a list.
-    if others := [name for name in made_by if before.get(name) != made_by[name]]:
-        was, now = ({name: x.get(name) for name in others} for x in (before, made_by))
-        raise LigerError(
-            f"{output}: the answers in it were made with {short_repr(was)}, and not with "
-            f"{short_repr(now)}, as {beside.name} says; give another file for the answers, or "
-            "remove this one"
-        )
-    count = size = 0
-    with open(output, "r+b") as file:
-        for line in file:
-            begin = b"" if count == len(groups) else _begin(groups[count])
-            is_whole = line.endswith(b"\n")
-            if not begin or not line.startswith(begin if is_whole else begin[: len(line)]):
-                raise LigerError(
-                    f"{output}:{count + 1}: this line is not an answer to prompt {count + 1}; give "
-                    "another file for the answers, or remove this one"
-                )
-            if is_whole:
-                count, size = count + 1, size + len(line)
-        file.truncate(size)
-    return count
+    content = output.read_bytes()
+    *whole, part = content.split(b"\n")
+    for number, line in enumerate([*whole, part] if part else whole):
+        begin = _begin(groups[number]) if number < len(groups) else b""
+        if not begin or not line.startswith(begin[: len(line)]):
+            raise LigerError(
+                f"{output}:{number + 1}: this line is not an answer to prompt {number + 1}; give "
+                "another file for the answers, or remove this one"
+            )
+    os.truncate(output, len(content) - len(part))
+    return len(whole)
 
 
 def write_answers(

@@ -52,7 +52,6 @@ from ligermodels.training.model import (
     load_model,
     planner,
     summary,
-    weights_hash,
 )
 from ligermodels.training.objectives import Rows
 from ligermodels.training.optimizers import make_optimizer
@@ -184,7 +183,9 @@ class Run:
         self.casts_once = not self.shards
 
     def run(self) -> FinetuneResult:
-        self._go_on_after_restart()
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun starts it once more
+            output = replace(self.config.output, resume=True, overwrite_output_dir=False)
+            self.config = replace(self.config, output=output)
         config, output = self.config, self.config.output
         with error_on_all_ranks():
             self._check_options()
@@ -201,18 +202,19 @@ class Run:
                 self._check_settings(saved["settings"])
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
-            files = file_hashes(source)
+            files = {} if rank() else file_hashes(source)
             tokenizer = tokenizer_of(source, config)
             with reports.stage("reading the data", self.progress):
                 rows, eval_rows = self._rows(tokenizer)
-            self.model, weights = self._model(source, tokenizer, rows, eval_rows)
+            self.model = self._model(source, tokenizer, rows, eval_rows)
             sampler = reports.Sampler(output, tokenizer, self.run_dir, self.progress)
         if self.shards:
             self._shard(self.model)
         held = self.objective.load(self.model)
         trained = self.objective.module(self.model)
-        weights = weights or weights_hash(self.model)
-        base, others = from_rank_0(({**files, "weights": weights}, self.objective.hashes()))
+        with error_on_all_ranks():
+            hashes = {} if rank() else self.objective.hashes()
+        base, others = from_rank_0((files, hashes))
         every = [each for each in (rows, eval_rows) if each is not None]
         with reports.stage("planning the memory", self.progress):
             self._plan_memory(trained, every, saved, held)
@@ -243,7 +245,7 @@ class Run:
             pushes = output.hub_strategy == "every_save"
             try:
                 folder = self.run_dir.path / "reference"
-                self.objective.prepare(self.model, trainer.call, every, folder, fingerprint(base))
+                self.objective.prepare(self.model, trainer.call, every, folder)
                 first = trainer.restore(self.checkpoints)
                 if self.show is not None:
                     self.show("fine-tuning", reports.beginning(trainer, self.model))
@@ -281,16 +283,6 @@ class Run:
         if step is None:
             return f"{why} before a step was saved; {command} starts from the beginning"
         return f"{why}; the state after step {step} is saved, and {command} goes on from there"
-
-    def _go_on_after_restart(self) -> None:
-        """Resume the run of an earlier try of the same launch, if that had begun one."""
-        with error_on_all_ranks():
-            restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-            found = (self.run_dir.read_settings() or {}) if restarted else {}
-        # Processes that failed before they began a run may have found another one here.
-        if from_rank_0(found.get("launch") == processes.launch_id()):
-            output = replace(self.config.output, resume=True, overwrite_output_dir=False)
-            self.config = replace(self.config, output=output)
 
     def _check_options(self) -> None:
         if self.config.output.push_to_hub is not None:
@@ -414,11 +406,10 @@ class Run:
 
     def _model(
         self, source: Path, tokenizer: Tokenizer, rows: Rows, eval_rows: Rows | None
-    ) -> tuple[DecoderModel, str | None]:
-        """Return the model, and the hash of its weights if they are read already."""
+    ) -> DecoderModel:
+        """Return the model as the run trains it, and note what the user should know of it."""
         # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        found = load_model(source, self.config, self.device, meta=self.shards)
-        model = found[0]
+        model = load_model(source, self.config, self.device, meta=self.shards)
         if self.config.tokenizer.chat_template is not None:
             kept = {n: x for n, x in model.source.files.items() if n == GENERATION_CONFIG_NAME}
             model.source.files = tokenizer.files() | kept
@@ -445,7 +436,7 @@ class Run:
                 f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
                 "(--loss medusa does)"
             )
-        return found
+        return model
 
     def _shard(self, model: DecoderModel) -> None:
         """Spread the model over the ranks, and read each rank's part of it."""
@@ -538,7 +529,6 @@ class Run:
             "memory_plan": None if plan is None else plan.to_dict(),
             "casts_once": self.casts_once,
             "ranks": self.ranks,
-            "launch": processes.launch_id(),
         }
         if saved is not None:
             path, then = self.run_dir.path, saved["base"] | saved["others"]

@@ -13,7 +13,6 @@ from ligermodels.heads.medusa_file import load_heads, save_heads
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.base import DecoderModel
 from ligermodels.training.losses import Medusa
-from ligermodels.training.model import weights_hash
 from ligermodels.training.objectives import Call, Objective
 from ligermodels.training.packing import Batch
 
@@ -47,11 +46,6 @@ class MedusaObjective(Objective):
         frozen = options.medusa_stage == 1
         model.requires_grad_(not frozen)
         return MedusaModel(model, heads, freeze_body=frozen)
-
-    def hashes(self) -> dict[str, str]:
-        """Return the hash of the heads that the second stage begins with."""
-        assert self.heads is not None
-        return {"heads": weights_hash(self.heads)} if self.options.medusa_stage == 2 else {}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of the stage, and as metrics that of each head."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections import Counter
@@ -12,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ligermodels.adapters.adapted_model import add_adapters, merged, quantize, train_whole
 from ligermodels.adapters.quantized import FLOAT8
-from ligermodels.converters.files import CONFIG_NAME, copied_files, is_adapter
+from ligermodels.converters.files import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    copied_files,
+    is_adapter,
+)
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.heads.classifier import LigerClassifier
@@ -30,20 +33,10 @@ from ligermodels.memory.rates import data_sheet, gpu_bytes
 from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
-from ligermodels.parallel.layout import whole_tensor
-from ligermodels.parallel.ranks import rank
-from ligermodels.parallel.state import SlicedTensor
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import freeze
-from ligermodels.training.run_dir import (
-    CHECKPOINTS,
-    RUN_FILE,
-    START,
-    RunDir,
-    file_hash,
-    fingerprint,
-)
+from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, START, RunDir, file_hash
 from ligermodels.training.start import has_own_start
 
 # run/checkpoints/step-00000500, run/checkpoint-500
@@ -52,13 +45,18 @@ _STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
 
 def load_model(
     source: Path, config: FinetuneConfig, device: torch.device, *, meta: bool = False
-) -> tuple[DecoderModel, str | None]:
-    """Return the model of a checkpoint as a run trains it, and the hash of the weights it held.
+) -> DecoderModel:
+    """Return the model of a checkpoint as a run trains it.
 
-    Args: meta: whether the weights are read later, so that there is no hash yet.
+    Args: meta: whether the weights are read later.
     Raises:
         CheckpointError, ConfigError: the model cannot be loaded, or lacks what the config names.
     """
+    if is_adapter(source):
+        raise CheckpointError(
+            f"{source}: this is an adapter; make a whole checkpoint of it first ('ligermodels "
+            "convert'), or train on with --resume and the folder of its run"
+        )
     options, adapter = config.model, config.adapter
     precision = options.precision or "float32"
     dtype = (weight_dtype if adapter.lora_r is None else frozen_dtype)(precision)
@@ -66,7 +64,6 @@ def load_model(
     place = torch.device("meta" if meta else "cpu" if adapter.load_in else device)
     loader: Any = LigerClassifier if config.loss.classifies else AutoLiger
     model: DecoderModel = loader.from_hf(source, dtype=dtype, device=place, float8=options.float8)
-    weights = None if meta else weights_hash(model)
     given = options.router_aux_loss_coef, options.router_z_loss_coef
     if given != (None, None) and not any(isinstance(x, Experts) for x in model.modules()):
         raise ConfigError(
@@ -93,7 +90,7 @@ def load_model(
         train_whole(model, [*(adapter.modules_to_save or ()), *score], weight_dtype(precision))
     elif patterns := options.freeze or options.train_only:
         freeze(model, patterns, only=options.train_only is not None)
-    return model, weights
+    return model
 
 
 def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
@@ -130,51 +127,25 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
     source = run / START
     if not has_own_start(config):
         source = Path(resolve(str(config.model.path), revision=config.model.revision))
-    model, weights = load_model(source, config, torch.device("cpu"))
-    check_same(source, run, saved["base"], {**file_hashes(source), "weights": str(weights)})
+    check_same(source, run, saved["base"], file_hashes(source))
+    model = load_model(source, config, torch.device("cpu"))
     objective = config.loss.objective(config)
     checkpoints.load(step, objective.module(model))
     return model if config.adapter.lora_r is None else merged(model), objective.heads
 
 
 def file_hashes(source: Path) -> dict[str, str]:
-    """Return the SHA-256 of the config and of each tokenizer file of a checkpoint, by name.
+    """Return the SHA-256 of each file of a checkpoint or an adapter that a run reads, by name.
 
     Raises:
-        CheckpointError: a file cannot be read, or the folder holds an adapter instead of a model.
+        CheckpointError: a file cannot be read.
     """
-    if is_adapter(source):
-        raise CheckpointError(
-            f"{source}: this is an adapter; make a whole checkpoint of it first ('ligermodels "
-            "convert'), or train on with --resume and the folder of its run"
-        )
-    return {name: file_hash(source / name) for name in (CONFIG_NAME, *copied_files(source))}
-
-
-def weights_hash(model: nn.Module) -> str:
-    """Return a SHA-256 of all weights, which does not depend on the number of ranks.
-
-    The result counts on rank 0. Every rank of a sharded model must call it.
-    """
-
-    def digest(tensor: Tensor) -> str:
-        # Every rank helps to gather it.
-        if isinstance(tensor, SlicedTensor):
-            whole = tensor.full_tensor()
-        else:
-            whole = whole_tensor(tensor)
-        if rank():
-            return ""
-        values = whole.cpu().contiguous().view(-1).view(torch.uint8)
-        return hashlib.sha256(values.numpy().data).hexdigest()
-
-    state = model.state_dict()
-    if any(map(is_sharded, state.values())):
-        digests = [*map(digest, state.values())]
-    else:
-        with ThreadPoolExecutor() as pool:
-            digests = [*pool.map(digest, state.values())]
-    return fingerprint(dict(zip(state, digests)))
+    weights = sorted(path.name for path in source.glob("*.safetensors"))
+    configs = [name for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) if (source / name).exists()]
+    names = [*configs, *copied_files(source), *weights]
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(lambda name: file_hash(source / name, CheckpointError), names)
+        return dict(zip(names, hashes))
 
 
 def check_same(source: Path, run: Path, then: dict[str, str], now: dict[str, str]) -> None:

@@ -103,7 +103,7 @@ class Objective:
         return 0
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each other model that was loaded, by its option."""
+        """Return a hash of what the run reads beside its model, by the option. Rank 0 calls it."""
         return {}
 
     def module(self, model: DecoderModel) -> nn.Module:
@@ -130,12 +130,10 @@ class Objective:
     def export(self, folder: Path) -> None:
         """Write what belongs to the model into the folder that it was exported to."""
 
-    def prepare(
-        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
-    ) -> None:
+    def prepare(self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path) -> None:
         """Do what must be done before the first step, with the weights that the run starts from.
 
-        Args: rows: all rows of the run; folder: a place for files; base: a hash of the weights.
+        Args: rows: all rows of the run; folder: a place for files.
         """
 
     def largest_batch(self, rows: Sequence[Rows]) -> tuple[int, int]:

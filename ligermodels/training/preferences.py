@@ -1,13 +1,12 @@
 """Losses of preferences: DPO, ORPO, CPO and SimPO, and the reference model that DPO and KTO have.
 
 By default the reference's log-probabilities are computed once and kept in a file. A run that has
-them needs no reference model in memory. The file's name holds a hash of the data and the model, so
-a file is found by what it was computed from, and several runs may share a folder.
+them needs no reference model in memory. The file lies in the folder of the run, and its name holds
+a hash of the data.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,9 +34,9 @@ from ligermodels.training.losses import DPO
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
 from ligermodels.training.processes import partition
-from ligermodels.training.run_dir import atomic_write, fingerprint, writing
+from ligermodels.training.run_dir import atomic_write, writing
 
-_NAME, _SHA256 = "log_probs", "sha256"
+_NAME = "log_probs"
 
 
 class PairObjective(Objective):
@@ -81,15 +80,13 @@ class PairObjective(Objective):
         self.reference_model = reference_copy(model, self.reference, self.config.model.precision)
         return bytes_here(self.reference_model)
 
-    def prepare(
-        self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path, base: str
-    ) -> None:
+    def prepare(self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path) -> None:
         """Compute the reference's log-probabilities into a file, if there is no copy."""
         if self.reference != "file":
             return
         for each in rows:
             assert isinstance(each, GroupedRows)
-            path = reference_path(folder, base, each.fingerprint(), str(self.config.data.seq_len))
+            path = folder / f"{each.fingerprint()[:24]}.safetensors"
             found = stored_log_probs(
                 path, each.num_targets, partial(_all_log_probs, call, each, self.batch_size)
             )
@@ -249,21 +246,16 @@ def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
     return torch.cat([every[i % len(every)][i // len(every)] for i in range(len(starts))])
 
 
-def reference_path(folder: Path, *parts: str) -> Path:
-    """Return the file for log-probabilities that depend on these texts, hashes for example."""
-    return folder / f"reference-{fingerprint({'parts': parts})[:24]}.safetensors"
-
-
 def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> Tensor:
     """Return the numbers in a file; if there is no file, compute and write them first.
 
     Args:
-        path: from `reference_path`; its folder is made.
+        path: its folder is made.
         count: how many numbers there are.
         compute: returns them, (count) float32. All ranks call it together, and rank 0 writes.
     Returns: (count) float32, on the CPU.
     Raises:
-        CheckpointError: the file is damaged, or holds another number of values.
+        CheckpointError: the file cannot be read, or holds another number of values.
         SaveError: the file cannot be written.
     """
     if not from_rank_0(path.exists()):
@@ -272,21 +264,13 @@ def stored_log_probs(path: Path, count: int, compute: Callable[[], Tensor]) -> T
         with error_on_all_ranks(), writing(path):
             if rank() == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                metadata = {_SHA256: _digest(values)}
-                atomic_write(path, lambda part: save_file({_NAME: values}, part, metadata))
+                atomic_write(path, lambda part: save_file({_NAME: values}, part))
         return values
     with error_on_all_ranks():
-        try:
-            file = SafetensorsFile(path)
-            if [*file.tensors] == [_NAME]:
-                values = file.tensor(_NAME)
-                if values.shape == (count,) and file.metadata.get(_SHA256) == _digest(values):
-                    return values
-            error = CheckpointError(f"{path}: these are not the log-probabilities of the data")
-        except CheckpointError as damaged:
-            error = damaged
-        raise CheckpointError(f"{error}; remove the file, and it is computed again")
-
-
-def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        values = SafetensorsFile(path).tensor(_NAME)
+        if values.shape != (count,):
+            raise CheckpointError(
+                f"{path}: these are not the log-probabilities of the data; remove the file, and "
+                "they are computed again"
+            )
+        return values

@@ -14,7 +14,6 @@ from ligermodels import AutoLiger
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import save_heads
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.evaluate import only_writer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
 
@@ -176,11 +175,6 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
         code, _, err = call(*command)
         assert code == 0 and output.read_bytes() == whole
         assert err == (f"{output}: {said} of 3 prompts answered\n" if said else "")
-    others = "answers in it were made with {'seed': None}, and not with {'seed': 5}"
-    assert_one_line(call(*command, "--seed", "5"), f"{output}: ", others)
-    other_model = make_checkpoint(tmp_path / "other")
-    assert_one_line(call("generate", other_model, *command[2:]), f"'model': '{checkpoint}'")
-    assert output.read_bytes() == whole
     prompts.write_text(prompts.read_text().replace("a dog", "a cow"))
     assert_one_line(call(*command), f"{output}:3: this line is not an answer to prompt 3")
     assert output.read_bytes() == whole
@@ -190,25 +184,9 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
 
 
 def test_what_may_not_be_the_file_of_answers(call, checkpoint, prompts, tmp_path):
-    """A second process would mix its lines into those of the first."""
-    output = tmp_path / "answers.jsonl"
-    command = [
-        "generate",
-        checkpoint,
-        "--device",
-        "cpu",
-        "--input",
-        prompts,
-        "--max-new-tokens",
-        "2",
-    ]
-    with only_writer(output):
-        assert_one_line(call(*command, "--output", output), f"{output}: another process is writing")
+    command = ["generate", checkpoint, "--device", "cpu", "--input", prompts]
     assert_one_line(call(*command, "--output", prompts), "is the file of --input; give another")
     assert_one_line(call(*command, "--output", tmp_path), "Is a directory")
-    assert call(*command, "--output", output)[0] == 0
-    (tmp_path / "answers.jsonl.options.json").unlink()
-    assert_one_line(call(*command, "--output", output), "answers.jsonl.options.json is missing")
 
 
 def test_draws_after_a_kill_are_other_ones(call, checkpoint, prompts, tmp_path):

@@ -16,14 +16,14 @@ from ligermodels.training.model import checkpoint_step, load_checkpoint
 from tests.training.tiny_run import everything, make_checkpoint, make_text, run, same
 
 
-@pytest.mark.parametrize("change", ["config.json", "tokenizer_config.json", "weights"])
+@pytest.mark.parametrize("change", ["config.json", "tokenizer_config.json", "model.safetensors"])
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_replaced_model_is_refused_on_resume(text, tmp_path, change, begun):
     base = make_checkpoint(tmp_path / "base")
     first = run(base, text, tmp_path / "run", max_steps=2)
     if not begun:
         shutil.rmtree(first.output_dir / "checkpoints")
-    if change == "weights":
+    if change.endswith("safetensors"):
         model = AutoLiger.from_hf(base)
         with torch.no_grad():
             model.norm.weight[0] += 1
@@ -107,7 +107,7 @@ def test_other_weights_than_those_of_the_start_are_refused(text, tmp_path, chang
     run(base, text, tmp_path / "run", max_steps=1, save_steps=1, **changes)
     load_checkpoint(tmp_path / "run", 1)
     replace_weights(base)
-    with pytest.raises(CheckpointError, match="started with: weights changed"):
+    with pytest.raises(CheckpointError, match=r"started with: model\.safetensors changed"):
         load_checkpoint(tmp_path / "run", 1)
 
 

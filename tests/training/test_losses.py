@@ -19,7 +19,7 @@ from ligermodels.losses import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
 from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.losses import DPO
-from ligermodels.training.preferences import reference_copy, reference_path, stored_log_probs
+from ligermodels.training.preferences import reference_copy, stored_log_probs
 from ligermodels.training.trainer import Trainer
 from tests.training import tiny_run
 from tests.training.tiny_run import forget, make_checkpoint
@@ -109,7 +109,7 @@ def with_reference(trainer: Trainer, folder: Path, out: Path) -> Trainer:
     policy = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.model.load_state_dict(AutoLiger.from_hf(folder / "model").state_dict())
     trainer.objective.load(trainer.model)
-    trainer.objective.prepare(trainer.model, trainer.call, [trainer.rows], out, "base")
+    trainer.objective.prepare(trainer.model, trainer.call, [trainer.rows], out)
     trainer.model.load_state_dict(policy)
     return trainer
 
@@ -332,7 +332,7 @@ def test_the_perplexity_is_that_of_the_next_token(folder: Path) -> None:
 
 
 def test_computed_once(tmp_path: Path) -> None:
-    path = reference_path(tmp_path / "new", "data", "model")
+    path = tmp_path / "new" / "data"
     values = torch.randn(5)
     calls = []
 
@@ -346,20 +346,13 @@ def test_computed_once(tmp_path: Path) -> None:
 
 
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
-    path = reference_path(tmp_path, "data")
+    path = tmp_path / "data"
     stored_log_probs(path, 3, lambda: torch.ones(3))
-
-    def never() -> torch.Tensor:
-        raise AssertionError
-
-    other = reference_path(tmp_path, "other")
-    stored_log_probs(other, 4, lambda: torch.ones(4))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    for wrong in (content, content[:-3], other.read_bytes()):
-        path.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match="remove the file, and it is computed again"):
-            stored_log_probs(path, 3, never)
+    with pytest.raises(CheckpointError, match="remove the file, and they are computed again"):
+        stored_log_probs(path, 4, lambda: torch.ones(4))
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=str(path)):
+        stored_log_probs(path, 3, lambda: torch.ones(3))
     (tmp_path / "file").touch()
     with pytest.raises(SaveError):
         stored_log_probs(tmp_path / "file" / "x", 1, lambda: torch.ones(1))
