@@ -46,7 +46,7 @@ from benchmarks.common import (
     write,
 )
 from ligermodels import LigerLlama, LlamaConfig
-from ligermodels.generation import DraftModel, generate_drafted
+from ligermodels.generation import DraftModel
 from ligermodels.generation.decode_step import Replayed, StepDecoder
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.layers.kv_cache import KVCache
@@ -195,11 +195,12 @@ def drafted(model: Any, ids: Tensor, row: dict[str, Any]) -> None:
     options = {"max_new_tokens": NEW, "eos_token_id": []}
     for name, each in heads.items():
         row[name] = milliseconds(
-            lambda after, each=each: generate_drafted(model, each, ids, callback=after, **options),
+            lambda after, each=each: model.generate(ids, heads=each, callback=after, **options),
             3,
         )
-        passes = len(generate_drafted(model, each, ids, **options).tokens_per_forward)
-        row[f"{name}_tokens_a_pass"] = (NEW - 1) / (passes - 1)
+        passes: list[Tensor] = []
+        model.generate(ids, heads=each, callback=passes.append, **options)
+        row[f"{name}_tokens_a_pass"] = (NEW - 1) / (len(passes) - 1)
 
 
 def transformers_model(config: Any) -> nn.Module:

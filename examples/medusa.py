@@ -16,7 +16,6 @@ import torch
 
 from examples.command import call
 from ligermodels import AutoLiger, DecoderModel, Tokenizer
-from ligermodels.generation import generate_drafted
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import load_heads
 from ligermodels.training.config import FinetuneConfig
@@ -47,17 +46,17 @@ def tokens_per_forward(
     model: DecoderModel, heads: MedusaHeads, tokenizer: Tokenizer, prompts: list[str], new: int
 ) -> tuple[float, float]:
     """Return how many tokens a pass gives, and the share of the tokens that are the greedy ones."""
-    given, passes, same, total = 0, 0, 0, 0
+    passes: list[torch.Tensor] = []
+    same, total = 0, 0
     options = {"max_new_tokens": new, "repetition_penalty": 1.0}
     for prompt in prompts:
         ids = tokenizer.encode(prompt)
-        made = generate_drafted(model, heads, [ids], **options)
+        made = model.generate([ids], heads=heads, callback=passes.append, **options)
         greedy = model.generate([ids], **options)
-        given, passes = given + sum(made.tokens_per_forward), passes + len(made.tokens_per_forward)
-        length = min(made.ids.shape[1], greedy.shape[1])
-        same += int((made.ids[:, len(ids) : length] == greedy[:, len(ids) : length]).sum())
+        length = min(made.shape[1], greedy.shape[1])
+        same += int((made[:, len(ids) : length] == greedy[:, len(ids) : length]).sum())
         total += length - len(ids)
-    return given / passes, same / total
+    return len(torch.cat(passes)) / len(passes), same / total
 
 
 def main(

@@ -1,9 +1,7 @@
 """Generate text: continue prompts token by token."""
 
 from ligermodels.generation.draft import DraftModel as DraftModel
-from ligermodels.generation.generate import DraftResult as DraftResult
 from ligermodels.generation.generate import generate as generate
-from ligermodels.generation.generate import generate_drafted as generate_drafted
 from ligermodels.generation.generate import stream as stream
 from ligermodels.generation.generate import stream_text as stream_text
 from ligermodels.generation.many import generate_many as generate_many

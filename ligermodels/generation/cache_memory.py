@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import nn
 
-from ligermodels.generation.models import LanguageModel
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.gated_delta import LinearAttention
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.models.base import kept_for_generation
+from ligermodels.models.base import DecoderModel, kept_for_generation
 
 _MEMINFO = Path("/proc/meminfo")
 
 
-def row_bytes(model: LanguageModel, cache: KVCache) -> int:
+def row_bytes(model: DecoderModel, cache: KVCache) -> int:
     """Return the bytes of a row: keys, values and states, and float32 logits with their filters."""
     each = sum(
         2 * layer.num_kv_heads * layer.head_dim * cache.sizes[layer.layer_index]
-        for layer in cast(nn.Module, model).modules()
+        for layer in model.modules()
         if isinstance(layer, Attention) and layer.causal and layer.kv_from is None
     )
     size = model.head.weight.element_size()
     states = sum(
-        layer.state_bytes(size)
-        for layer in cast(nn.Module, model).modules()
-        if isinstance(layer, LinearAttention)
+        layer.state_bytes(size) for layer in model.modules() if isinstance(layer, LinearAttention)
     )
     return cache.uses * (each * size + states) + 4 * 4 * model.config.vocab_size
 
 
-def check_room(model: LanguageModel, rows: int, tokens: int) -> None:
+def check_room(model: DecoderModel, rows: int, tokens: int) -> None:
     """Raise ValueError if a cache for rows of so many tokens needs more than the free memory."""
-    need = rows * row_bytes(model, KVCache.of(cast(nn.Module, model), 1, tokens))
-    kept = kept_for_generation.get(cast(nn.Module, model))  # The new cache takes its place.
-    buffers = [] if kept is None else [*kept.cache.keys, *kept.cache.values]
-    for states in [] if kept is None else kept.cache.states:
-        buffers += states or ()
-    free = free_bytes(model.head.weight.device) + sum(x.nbytes for x in buffers if x is not None)
-    if need > free:
+    need = rows * row_bytes(model, KVCache.of(model, 1, tokens))
+    device = model.head.weight.device
+    if need > free_bytes(device):
+        kept_for_generation.pop(model, None)  # frees the cache of the last generation
+    if need > (free := free_bytes(device)):
         raise ValueError(
             f"generate: {rows} rows of {tokens} tokens need {need / 2**30:,.2f} GiB for their "
             f"cache, and {free / 2**30:,.2f} GiB are free; lower max_new_tokens, or pass fewer "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.generation.decode_step import HostCopy, Replayed, can_decode
-from ligermodels.generation.models import Drafter, DraftHeads, LanguageModel
+from ligermodels.generation.models import Drafter, DraftHeads
 from ligermodels.generation.sampling import Sampler, draw, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
@@ -28,7 +28,7 @@ from ligermodels.text.streaming import StopStrings
 
 @torch.no_grad()
 def drafted_passes(
-    model: LanguageModel,
+    model: DecoderModel,
     heads: DraftHeads,
     prompt: Tensor,
     max_new_tokens: int,
@@ -43,7 +43,7 @@ def drafted_passes(
     count = heads.num_drafts
     # The device runs one pass ahead of what the host knows, and passes write the keys of drafts.
     longest = prompt.shape[1] + max_new_tokens + 3 * (count + 1)
-    cache = KVCache.of(cast(nn.Module, model), 1, longest, extra=count)
+    cache = KVCache.of(model, 1, longest, extra=count)
     decoder: _DraftDecoder | None = None
     known, states = prompt, []
     running = deque[tuple[Tensor, Tensor | None, HostCopy]]()
@@ -69,7 +69,7 @@ def drafted_passes(
                 raise no_token_error(0, max_new_tokens - left + new - 1)
             new = min(new, left)
             for i, token in enumerate(tokens[:new], 1):
-                if token in sampler.stops or (texts is not None and texts.push([token])):
+                if token in sampler.rule.stops or (texts is not None and texts.push([token])):
                     new = left = i
                     break
             left -= new
@@ -91,7 +91,7 @@ class _DraftDecoder(Replayed):
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: DecoderModel,
         heads: DraftHeads,
         cache: KVCache,
         longest: int,
@@ -181,7 +181,7 @@ class DraftModel(nn.Module):
         self.model = model
         self.num_drafts = check_count("generate", "num_drafts", num_drafts, 1)
 
-    def check_model(self, model: LanguageModel) -> None:
+    def check_model(self, model: DecoderModel) -> None:
         """Raise ValueError unless the large model has the same vocabulary, on the same device."""
         own, theirs = self.model.head.vocab_size, model.head.vocab_size
         if own != theirs:

@@ -7,13 +7,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, cast, overload
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.errors import did_you_mean, short_repr
+from ligermodels.errors import short_repr
 from ligermodels.generation.cache_memory import check_room
 from ligermodels.generation.decode_step import (
     HostCopy,
@@ -23,8 +23,8 @@ from ligermodels.generation.decode_step import (
     kept_decoder,
 )
 from ligermodels.generation.draft import DraftModel, drafted_passes
-from ligermodels.generation.generation_config import resolve_rule
-from ligermodels.generation.models import DraftHeads, LanguageModel
+from ligermodels.generation.generation_config import check_names, resolve_rule
+from ligermodels.generation.models import DraftHeads
 from ligermodels.generation.prefill import chunks, read_prompts
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import Sampler, no_token_error
@@ -62,45 +62,20 @@ class GenerateOptions(TypedDict, total=False):
     attention_mask: Tensor | None
     generator: torch.Generator | None
     cache: KVCache | None
+    heads: DraftHeads | None
     draft_model: DecoderModel | None
     num_drafts: int
 
 
-@overload
 def generate(
-    model: LanguageModel,
+    model: DecoderModel,
     input_ids: Prompts | None = None,
     *,
     callback: Callable[[Tensor], object] | None = None,
-    heads: DraftHeads | None = None,
-    tokenizer: Decoder | None = None,
-    return_log_probs: Literal[False] = False,
-    **options: Unpack[GenerateOptions],
-) -> Tensor: ...
-
-
-@overload
-def generate(
-    model: LanguageModel,
-    input_ids: Prompts | None = None,
-    *,
-    callback: Callable[[Tensor], object] | None = None,
-    tokenizer: Decoder | None = None,
-    return_log_probs: Literal[True],
-    **options: Unpack[GenerateOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
-def generate(
-    model: LanguageModel,
-    input_ids: Prompts | None = None,
-    *,
-    callback: Callable[[Tensor], object] | None = None,
-    heads: DraftHeads | None = None,
     tokenizer: Decoder | None = None,
     return_log_probs: bool = False,
     **options: Unpack[GenerateOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
 
     Args:
@@ -113,9 +88,10 @@ def generate(
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
         heads: a trained `MedusaHeads` or `MultiTokenModel` that drafts further tokens, for one
-            prompt of input_ids, without a logits_processor or a cache.
-            `ligermodels.generation.generate_drafted` also returns how many tokens each forward pass
-            gave. callback then gets all tokens of a pass.
+            prompt of input_ids, without a logits_processor or a cache. callback then gets all
+            tokens (new,) of a pass. The tokens are those without drafts where rounding does not
+            decide between two logits: a pass over several tokens rounds in another way than passes
+            over one token. Draws have the distribution of draws without drafts.
         draft_model: a small model with the same tokenizer that drafts tokens instead of heads.
         num_drafts: how many tokens draft_model drafts for each pass of the model, 4 by default.
         max_new_tokens: the maximum number of new tokens, 64 by default. Generation ends earlier if
@@ -155,8 +131,8 @@ def generate(
             there are stop tokens, else after the last token.
         CheckpointError: generation_config.json has a value of a wrong type.
     """
-    _check_names("generate", options)
-    prompt_BS, steps = _start(model, input_ids, heads, tokenizer, return_log_probs, **options)
+    check_names("generate", options, GenerateOptions.__annotations__)
+    prompt_BS, steps = _start(model, input_ids, tokenizer, return_log_probs, **options)
     columns, log_probs = [prompt_BS], []
     for tokens, values in steps:  # (batch,), or with drafts (new,) of one row
         columns.append(tokens.view(len(prompt_BS), -1))
@@ -168,58 +144,10 @@ def generate(
     return (found, torch.cat(log_probs, dim=1)) if return_log_probs else found
 
 
-class DraftResult(NamedTuple):
-    """The result of `generate_drafted`."""
-
-    ids: Tensor  # (1, prompt + new) int64; the stop token is kept
-    tokens_per_forward: list[int]  # how many new tokens each forward pass gave, the prompt's first
-
-
-def generate_drafted(
-    model: LanguageModel,
-    heads: DraftHeads,
-    input_ids: Prompts,
-    *,
-    callback: Callable[[Tensor], object] | None = None,
-    tokenizer: Decoder | None = None,
-    **options: Unpack[GenerateOptions],
-) -> DraftResult:
-    """Continue one prompt, with several tokens for each forward pass.
-
-    The tokens are those of `generate` without drafts, where rounding does not decide between two
-    logits: a pass over several tokens rounds in another way than passes over one token. Draws have
-    the distribution of its draws.
-
-    Args:
-        heads: heads or multi-token prediction modules trained on the model, or a `DraftModel`.
-        callback: a function that is called after every pass with its new tokens (new,).
-        options: these and the other arguments are as in `generate`.
-    Raises: as `generate`.
-    """
-    _check_names("generate_drafted", options)
-    ids, passes = _start(model, input_ids, heads, tokenizer, **options)
-    found = [ids[0]]
-    for new, _ in passes:
-        found.append(new)
-        if callback is not None:
-            callback(new)
-    return DraftResult(torch.cat(found)[None], [len(new) for new in found[1:]])
-
-
-def _check_names(function: str, options: GenerateOptions) -> None:
-    """Raise TypeError for an option that there is not, as Python does, but with a suggestion."""
-    known = GenerateOptions.__annotations__
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-
-
 def stream(
-    model: LanguageModel,
+    model: DecoderModel,
     input_ids: Prompts | None = None,
     *,
-    heads: DraftHeads | None = None,
     tokenizer: Decoder | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[int]:
@@ -229,8 +157,8 @@ def stream(
     Raises:
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
-    _check_names("stream", options)
-    prompt_BS, steps = _start(model, input_ids, heads, tokenizer, **options)
+    check_names("stream", options, GenerateOptions.__annotations__)
+    prompt_BS, steps = _start(model, input_ids, tokenizer, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
             f"stream: got {prompt_BS.shape[0]} prompts, expected one; for a batch, call "
@@ -240,11 +168,9 @@ def stream(
 
 
 def stream_text(
-    model: LanguageModel,
+    model: DecoderModel,
     tokenizer: Decoder,
     input_ids: Prompts | None = None,
-    *,
-    heads: DraftHeads | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
@@ -253,7 +179,7 @@ def stream_text(
 
     Args: the arguments of `stream`, and the tokenizer that decodes the tokens.
     """
-    tokens = stream(model, input_ids, heads=heads, tokenizer=tokenizer, **options)
+    tokens = stream(model, input_ids, tokenizer=tokenizer, **options)
     context = [] if input_ids is None else torch.as_tensor(input_ids).flatten().tolist()
     pieces = _text_of(tokens, TextStream(tokenizer, context))
     return until(pieces, options.get("stop_strings", ()))
@@ -268,12 +194,12 @@ def _text_of(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
 
 
 def _start(
-    model: LanguageModel,
+    model: DecoderModel,
     input_ids: Prompts | None,
-    heads: DraftHeads | None,
     tokenizer: Decoder | None,
     with_log_probs: bool = False,
     *,
+    heads: DraftHeads | None = None,
     draft_model: DecoderModel | None = None,
     num_drafts: int = 4,
     inputs_embeds: Tensor | None = None,
@@ -299,14 +225,14 @@ def _start(
             raise ValueError("heads and draft_model: pass one of them")
         heads = DraftModel(draft_model, num_drafts)
     check_count("generate", "max_new_tokens", max_new_tokens, 1)
-    sampling, stops, pad = resolve_rule(model, **rule)
+    choice = resolve_rule(model, **rule)
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids and inputs_embeds: pass one of them")
     if inputs_embeds is not None:
         # These stand for the prompts, whose lengths and padding are checked like those of tokens.
         input_ids = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64)
     assert input_ids is not None
-    ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, pad, config.vocab_size)
+    ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, choice.pad, config.vocab_size)
     batch, prompt = ids_BS.shape
     if cache is None:
         check_room(model, batch, prompt + max_new_tokens)
@@ -330,17 +256,8 @@ def _start(
     inputs = {name: x.to(device)[:, past:] for name, x in inputs.items()}
     more = {"prefix_lengths": prefix_lengths, "memory": memory, "memory_mask": memory_mask}
     inputs |= {name: x.to(device) for name, x in more.items() if x is not None}
-    sampler = Sampler(
-        sampling,
-        batch,
-        config.vocab_size,
-        device,
-        stops=stops,
-        pad=pad,
-        generator=generator,
-        with_log_probs=with_log_probs,
-    )
-    if sampling.repetition_penalty != 1 and inputs_embeds is None:
+    sampler = Sampler(choice, batch, config.vocab_size, device, generator, with_log_probs)
+    if choice.repetition_penalty != 1 and inputs_embeds is None:
         for row, ids_S in enumerate(ids_BS):
             sampler.read(row, ids_S if mask_BS is None else ids_S[mask_BS[row] == 1])
     if inputs_embeds is not None:
@@ -374,7 +291,7 @@ class _Rows:
         has_read: whether the cache has the prompts.
     """
 
-    model: LanguageModel
+    model: DecoderModel
     inputs: dict[str, Tensor]
     ids_BS: Tensor
     mask_BS: Tensor | None
@@ -394,7 +311,7 @@ class _Rows:
         self._begin()
         sampler, texts, on_cpu = self.sampler, self.texts, self.ids_BS.is_cpu
         # If rows can end, a GPU computes a step while the host looks at the one before.
-        looks = on_cpu or bool(sampler.stops) or texts is not None
+        looks = on_cpu or bool(sampler.rule.stops) or texts is not None
         waiting = deque[tuple[Tensor, Tensor | None, HostCopy | None]]()
         ended: list[int] = []  # the rows whose texts have ended
         try:
@@ -408,7 +325,7 @@ class _Rows:
                 while len(waiting) > (0 if is_last or on_cpu or not looks else 1):
                     tokens_B, log_probs_B, copy = waiting.popleft()
                     if ended:  # The device may not have known it.
-                        tokens_B[ended] = sampler.pad
+                        tokens_B[ended] = sampler.rule.pad
                         if log_probs_B is not None:
                             log_probs_B[ended] = 0.0
                     over = False
@@ -429,7 +346,7 @@ class _Rows:
 
     def _begin(self) -> None:
         """Make the cache and the decoder, and read the prompts that it takes row by row."""
-        model, inputs, mask_BS = cast(DecoderModel, self.model), self.inputs, self.mask_BS
+        model, inputs, mask_BS = self.model, self.inputs, self.mask_BS
         is_new, processor = self.cache is None, self.processor
         # Fewer steps take less time than a capture.
         captures = self.max_new_tokens > 4 and can_decode(model, self.cache, set(inputs))
@@ -487,7 +404,7 @@ class _Rows:
         """Return the float32 logits (batch, vocab) after the last tokens, or after the prompts."""
         if self.fed_B1 is None:
             inputs = self.inputs
-            if set(inputs) == {"input_ids"} and isinstance(self.model, DecoderModel):
+            if set(inputs) == {"input_ids"}:
                 *parts, last = chunks(self.model, inputs["input_ids"])
                 for part in parts:
                     self._forward({"input_ids": inputs["input_ids"][:, part]})

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.converters.files import GENERATION_CONFIG_NAME, is_token_id
-from ligermodels.errors import CheckpointError, short_repr
-from ligermodels.generation.models import LanguageModel, TextConfig
+from ligermodels.errors import CheckpointError, did_you_mean, short_repr
 from ligermodels.generation.sampling import Sampling
 from ligermodels.kernels.checks import check_count
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -41,7 +42,7 @@ _NOT_IMPLEMENTED = (
 _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
-def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
+def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
     """Return the generation_config.json that a model was loaded with, or {} if it had none.
 
     This warns of settings that are not implemented.
@@ -65,7 +66,7 @@ def checked_generation_config(model: LanguageModel) -> dict[str, Any]:
 
 
 def resolve_eos_token_ids(
-    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: TextConfig
+    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: ModelConfig
 ) -> list[int]:
     """Return the tokens that end a row.
 
@@ -86,7 +87,7 @@ def resolve_eos_token_ids(
 def resolve_pad_token_id(
     asked: int | None,
     generation_config: Mapping[str, Any],
-    config: TextConfig,
+    config: ModelConfig,
     eos_token_ids: list[int],
 ) -> int:
     """Return the token for padding.
@@ -122,14 +123,27 @@ def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[s
     return float(found)
 
 
+# The options that `resolve_rule` takes.
+RULE_OPTIONS = [name for name in Sampling.__dataclass_fields__ if name not in ("stops", "pad")]
+RULE_OPTIONS += ["eos_token_id", "pad_token_id"]
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for an option that there is not, as Python does, but with a suggestion."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
 def resolve_rule(
-    model: LanguageModel,
+    model: DecoderModel,
     *,
     repetition_penalty: float | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int | None = None,
     **rule: Any,
-) -> tuple[Sampling, list[int], int]:
+) -> Sampling:
     """Return how tokens are chosen, which of them end a row, and the token for padding.
 
     Args: rule: further arguments of `Sampling`. The others are as in `generate`.
@@ -137,18 +151,15 @@ def resolve_rule(
     """
     if pad_token_id is not None:
         check_count("generate", "pad_token_id", pad_token_id, 0)
-    if unknown := [name for name in rule if name not in Sampling.__dataclass_fields__]:
-        known = ", ".join(Sampling.__dataclass_fields__)
-        raise TypeError(f"{unknown[0]}: there is no such option here; a choice has {known}")
     defaults = checked_generation_config(model)
     penalty = resolve_repetition_penalty(repetition_penalty, defaults)
-    sampling = Sampling(**rule, repetition_penalty=penalty)
     stops = resolve_eos_token_ids(eos_token_id, defaults, model.config)
     if beyond := [token for token in stops if abs(token) >= 2**63]:
         raise ValueError(
             f"eos_token_id={short_repr(beyond[0])}: expected a token id of at most 64 bits"
         )
-    return sampling, stops, resolve_pad_token_id(pad_token_id, defaults, model.config, stops)
+    pad = resolve_pad_token_id(pad_token_id, defaults, model.config, stops)
+    return Sampling(**rule, repetition_penalty=penalty, stops=stops, pad=pad)
 
 
 def _first(*values: Any) -> Any:

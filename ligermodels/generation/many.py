@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.generation.cache_memory import free_bytes, row_bytes
 from ligermodels.generation.decode_step import HostCopy, StepDecoder, can_decode
 from ligermodels.generation.generate import generate, stop_strings_of
-from ligermodels.generation.generation_config import resolve_rule
-from ligermodels.generation.models import LanguageModel
+from ligermodels.generation.generation_config import RULE_OPTIONS, check_names, resolve_rule
 from ligermodels.generation.prefill import read_prompts
 from ligermodels.generation.prompts import batch_prompts
 from ligermodels.generation.sampling import Sampler, no_token_error
@@ -33,7 +32,7 @@ CACHE_SHARE = 0.8
 
 
 def generate_many(
-    model: LanguageModel,
+    model: DecoderModel,
     prompts: Iterable[Tensor | Sequence[int]],
     max_new_tokens: int | Sequence[int] = 64,
     *,
@@ -84,8 +83,8 @@ def generate_many(
             "samples of a prompt are in the batch together"
         )
     device = model.rotary_emb.inv_freq.device
-    pad, vocab_size = 0, model.config.vocab_size
-    given = [batch_prompts(ids, None, pad, vocab_size)[0].cpu() for ids in prompts]
+    vocab_size = model.config.vocab_size
+    given = [batch_prompts(ids, None, 0, vocab_size)[0].cpu() for ids in prompts]
     several = next((ids for ids in given if len(ids) != 1), None)
     if several is not None:
         raise ValueError(
@@ -99,12 +98,13 @@ def generate_many(
         raise ValueError(f"generate_many: {len(most)} max_new_tokens for {len(given)} prompts")
     for number in most:
         check_count("generate_many", "max_new_tokens", number, 1)
-    sampling, stops, pad = resolve_rule(model, **rule)
+    check_names("generate_many", rule, RULE_OPTIONS)
+    choice = resolve_rule(model, **rule)
     rows = [
         Row(
             ids[0],
             number,
-            stops,
+            choice.stops,
             stop_strings_of(stop_strings, tokenizer, [ids[0].tolist()]),
         )
         for ids, number in zip(given, most)
@@ -113,26 +113,17 @@ def generate_many(
     if not rows:
         return iter(())
     longest = max(len(row.prompt) + row.most for row in rows) - 1
-    cache = KVCache.of(cast(nn.Module, model), 1, longest)
+    cache = KVCache.of(model, 1, longest)
     steps = can_decode(model, cache, {"input_ids"}, captures=False)
     batch = _batch_size(model, cache, len(rows), num_samples, max_batch)
     bar = tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress)
     if not steps:
-        options = {"return_log_probs": True, "generator": generator, "pad_token_id": pad, **rule}
-        found = _in_batches(model, rows, batch, options)
+        rule |= {"return_log_probs": True, "generator": generator, "pad_token_id": choice.pad}
+        found = _in_batches(model, rows, batch, rule)
     else:
-        cache = KVCache.of(cast(nn.Module, model), batch, longest)
-        sampler = Sampler(
-            sampling,
-            batch,
-            vocab_size,
-            device,
-            stops=stops,
-            pad=pad,
-            generator=generator,
-            with_log_probs=return_log_probs,
-        )
-        decoder = StepDecoder(cast(DecoderModel, model), cache, sampler)
+        cache = KVCache.of(model, batch, longest)
+        sampler = Sampler(choice, batch, vocab_size, device, generator, return_log_probs)
+        decoder = StepDecoder(model, cache, sampler)
         found = _continuously(decoder, rows, num_samples)
     return _results(rows, found, bar, return_log_probs)
 
@@ -173,7 +164,7 @@ def _results(
 
 
 def _in_batches(
-    model: LanguageModel, rows: list[Row], batch: int, options: dict[str, Any]
+    model: DecoderModel, rows: list[Row], batch: int, options: dict[str, Any]
 ) -> Iterator[int]:
     """Generate batch by batch, for models whose steps are forwards."""
     for start in range(0, len(rows), batch):
@@ -261,7 +252,7 @@ def _to_device(ids: Tensor, device: torch.device) -> Tensor:
 
 
 def _batch_size(
-    model: LanguageModel, cache: KVCache, rows: int, num_samples: int, asked: int | None
+    model: DecoderModel, cache: KVCache, rows: int, num_samples: int, asked: int | None
 ) -> int:
     """Return the number of rows of the batch.
 

@@ -1,33 +1,8 @@
-"""The interfaces that generation needs of a model and of heads that draft."""
+"""The interfaces that generation needs of heads that draft."""
 
 from typing import Any, Protocol
 
 from torch import Tensor
-
-from ligermodels.converters.checkpoint import Source
-from ligermodels.layers import LossHead, RotaryEmbedding
-
-
-class TextConfig(Protocol):
-    """The fields of a model's config that generation reads."""
-
-    vocab_size: int
-    max_position_embeddings: int
-    pad_token_id: int | None
-    eos_token_id: int | list[int] | None
-
-
-class LanguageModel(Protocol):
-    """A decoder such as `ligermodels.DecoderModel`: its forward returns hidden states."""
-
-    head: LossHead
-    rotary_emb: RotaryEmbedding
-    source: Source
-
-    @property
-    def config(self) -> TextConfig: ...
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any: ...
 
 
 class DraftHeads(Protocol):

@@ -6,7 +6,7 @@ Shape legend: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -41,6 +41,8 @@ class Sampling:
             generated in the row.
         logit_bias: numbers that are added to the logits of tokens, {token id: number}. With -inf, a
             token is never chosen.
+        stops: the tokens that end a row.
+        pad: the token of a row that has ended.
     Raises:
         ValueError: a number is out of range, or it has no effect because the choice is greedy.
     """
@@ -53,6 +55,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    stops: Sequence[int] = ()
+    pad: int = 0
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, Real) and 0 < self.temperature < math.inf):
@@ -145,8 +149,6 @@ class Sampler:
         batch: B.
         vocab_size: V.
         device: the logits' device.
-        stops: the tokens that end a row.
-        pad: the token of a row that has ended.
         generator: the random generator of the draws.
         with_log_probs: whether to compute the log-probabilities of the tokens.
 
@@ -166,9 +168,6 @@ class Sampler:
         batch: int,
         vocab_size: int,
         device: torch.device,
-        *,
-        stops: list[int],
-        pad: int,
         generator: torch.Generator | None = None,
         with_log_probs: bool = False,
     ) -> None:
@@ -177,10 +176,10 @@ class Sampler:
                 f"generator: it is on {generator.device}, and the model is on {device}; make the "
                 "generator on the model's device"
             )
-        self.rule, self.stops, self.pad, self.generator = rule, stops, pad, generator
+        self.rule, self.generator = rule, generator
         # A table, because torch.isin sorts many ids, which waits for the device.
         is_stop = torch.zeros(vocab_size, dtype=torch.bool)
-        is_stop[[token for token in stops if 0 <= token < vocab_size]] = True
+        is_stop[[token for token in rule.stops if 0 <= token < vocab_size]] = True
         self.is_stop_V = is_stop.to(device)
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
         self.failed_B = torch.zeros_like(self.stopped_B)
@@ -205,9 +204,8 @@ class Sampler:
 
     def chooses_like(self, other: Sampler) -> bool:
         """Return whether another sampler has the same rule for as many rows."""
-        names = ("rule", "stops", "pad", "generator")
         return (
-            all(getattr(self, name) == getattr(other, name) for name in names)
+            (self.rule, self.generator) == (other.rule, other.generator)
             and len(self.stopped_B) == len(other.stopped_B)
             and (self.log_probs_B is None) == (other.log_probs_B is None)
         )
@@ -233,8 +231,8 @@ class Sampler:
             found_B = self.rule.log_probs(logits_BV, tokens_B)
             self.log_probs_B.copy_(found_B.masked_fill(self.stopped_B, 0.0))
         self.remember(tokens_B.unsqueeze(1))
-        tokens_B = tokens_B.masked_fill(self.stopped_B, self.pad)
-        if self.stops:
+        tokens_B = tokens_B.masked_fill(self.stopped_B, self.rule.pad)
+        if self.rule.stops:
             self.stopped_B |= self.is_stop_V[tokens_B]
         return tokens_B
 

@@ -60,7 +60,7 @@ class NativeLM(HFLM):
             options = {k: x for k, x in options.items() if k in ("do_sample", "repetition_penalty")}
         prompts = [self.tok_encode(x.args[0], left_truncate_len=room) for x in requests]
         model, special = self.model.native, self.tokenizer.get_added_vocab()
-        stops = [self.eot_token_id, *resolve_rule(model)[1]]
+        stops = [self.eot_token_id, *resolve_rule(model).stops]
         made = generate_many(
             model,
             prompts,

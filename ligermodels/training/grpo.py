@@ -103,10 +103,8 @@ class SampledModel(nn.Module):
         model, places = self.sampler, range(0, self.rows, self.num_samples)
         cache = KVCache.of(model, self.rows, len(prompt) + self.new - 1)
         prefill(model, cache, places, [prompt] * len(places))
-        rule, vocab_size = Sampling(do_sample=True, temperature=0.5), model.config.vocab_size
-        sampler = Sampler(
-            rule, self.rows, vocab_size, prompt.device, stops=[0], pad=0, with_log_probs=True
-        )
+        rule, vocab_size = Sampling(True, temperature=0.5, stops=[0]), model.config.vocab_size
+        sampler = Sampler(rule, self.rows, vocab_size, prompt.device, with_log_probs=True)
         StepDecoder(model, cache, sampler, captures=False).run()
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ligermodels.errors import LigerError
-from ligermodels.generation import DraftModel, Sampling, generate_drafted
-from ligermodels.generation.draft import _checked
+from ligermodels.generation import Sampling
+from ligermodels.generation.draft import DraftModel, _checked
 from ligermodels.generation.generate import stream
 from ligermodels.generation.sampling import Sampler
 from ligermodels.heads.medusa import MedusaHeads, MedusaModel
@@ -40,18 +40,22 @@ def perturbed(model, share: float = 0.05):
     return other
 
 
+def drafted(model, heads, prompt, **options):
+    """Return the tokens of a generation with drafts, and how many of them each pass gave."""
+    passes: list[torch.Tensor] = []
+    ids = model.generate(prompt, heads=heads, callback=passes.append, **options)
+    assert torch.equal(torch.cat(passes), ids[0, -sum(map(len, passes)) :])
+    return ids, [len(x) for x in passes]
+
+
 @each
 def test_the_tokens_are_the_greedy_ones(family) -> None:
     model, heads = with_heads(family)
     for seed in range(2):
         prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(seed))
         greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
-        out = generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=[])
-        assert torch.equal(out.ids, greedy)
-        assert sum(out.tokens_per_forward) == 30
-        assert torch.equal(
-            model.generate(prompt, max_new_tokens=30, eos_token_id=[], heads=heads), greedy
-        )
+        ids, passes = drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=[])
+        assert torch.equal(ids, greedy) and sum(passes) == 30
 
 
 @pytest.mark.parametrize("family, rope", [("llama", None), ("mistral", None), *LLAMA_ROPES])
@@ -65,9 +69,8 @@ def test_a_draft_model(family, rope) -> None:
     greedy = model.generate(prompt, max_new_tokens=36, eos_token_id=[])
     for count in (1, 4):
         drafts = DraftModel(small, count)
-        out = generate_drafted(model, drafts, prompt, max_new_tokens=36, eos_token_id=[])
-        assert torch.equal(out.ids, greedy)
-        assert len(set(out.tokens_per_forward[count + 1 : -1])) > 1
+        ids, passes = drafted(model, drafts, prompt, max_new_tokens=36, eos_token_id=[])
+        assert torch.equal(ids, greedy) and len(set(passes[count + 1 : -1])) > 1
     given = {"max_new_tokens": 36, "eos_token_id": [], "draft_model": small, "num_drafts": 2}
     assert torch.equal(model.generate(prompt, **given), greedy)
     assert [*stream(model, prompt, **given)] == greedy[0, 1:].tolist()
@@ -108,8 +111,7 @@ def test_draws_of_the_same_model_are_all_right(family) -> None:
     model, _ = with_heads(family)
     options = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "eos_token_id": []}
     options |= {"generator": torch.Generator().manual_seed(0), "max_new_tokens": 41}
-    out = generate_drafted(model, DraftModel(model, 4), list(range(8)), **options)
-    assert out.tokens_per_forward == [1] + [5] * 8
+    assert drafted(model, DraftModel(model, 4), list(range(8)), **options)[1] == [1] + [5] * 8
 
 
 @pytest.mark.parametrize("drawn", [True, False])
@@ -123,7 +125,7 @@ def test_draws_have_the_distribution_of_the_model(drawn) -> None:
     chain, other = 0.8 * torch.randn(2, 4, 4)
     draw = torch.Generator().manual_seed(1)
     rule = Sampling(do_sample=True, temperature=0.8)
-    sampler = Sampler(rule, 1, 4, torch.device("cpu"), stops=[], pad=0, generator=draw)
+    sampler = Sampler(rule, 1, 4, torch.device("cpu"), draw)
     q = rule.filter(other).softmax(-1)
     counts, runs = torch.zeros(4, 4), 4000
     for _ in range(runs):
@@ -161,31 +163,24 @@ def test_trained_heads_need_fewer_passes_and_end_at_a_stop_token() -> None:
     model, heads = with_heads("qwen2")
     prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(5))
     draft_greedily(model, heads, prompt, 40)
-    passes = []
-    out = generate_drafted(
-        model, heads, prompt, max_new_tokens=37, eos_token_id=[], callback=passes.append
-    )
+    ids, passes = drafted(model, heads, prompt, max_new_tokens=37, eos_token_id=[])
     greedy = model.generate(prompt, max_new_tokens=37, eos_token_id=[])
-    assert torch.equal(out.ids, greedy)
-    assert len(out.tokens_per_forward) <= 20
-    assert torch.equal(torch.cat(passes), out.ids[0, 6:])
-    assert [len(x) for x in passes] == out.tokens_per_forward
+    assert torch.equal(ids, greedy) and len(passes) <= 20
     for stop in greedy[0, 6:].unique().tolist()[:4]:
         wanted = model.generate(prompt, max_new_tokens=30, eos_token_id=stop)
-        assert torch.equal(
-            generate_drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=stop).ids, wanted
-        )
+        ids, _ = drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=stop)
+        assert torch.equal(ids, wanted)
 
 
 def test_refusals() -> None:
     model, heads = with_heads("llama")
     with pytest.raises(ValueError, match="2 prompts; drafts are for one prompt"):
-        generate_drafted(model, heads, torch.ones(2, 3, dtype=torch.int64))
+        model.generate(torch.ones(2, 3, dtype=torch.int64), heads=heads)
     prompt = torch.tensor([[1, 2]])
     for vocab, size in ((VOCAB + 1, 32), (VOCAB, 16)):  # a GPU would look up tokens out of bounds
         other = MedusaHeads(LossHead(size, vocab), 1)
         with pytest.raises(ValueError, match=f"vocabulary of {vocab} and hidden states of {size}"):
-            generate_drafted(model, other, prompt)
+            model.generate(prompt, heads=other)
     for options in ({"logits_processor": lambda _, x: x}, {"attention_mask": [[0, 1]]}):
         with pytest.raises(ValueError, match="one prompt at a time, or leave out heads"):
             model.generate(prompt, heads=heads, **options)
@@ -242,10 +237,9 @@ def test_multi_token_modules(family: str) -> None:
             made.append(drafter(states, tokens, torch.tensor([right]), torch.tensor([length]))[0])
             expected = guesses_of_a_whole_forward(modules, greedy[:, : length + 1])
             assert made[-1][0].tolist() == expected
-    out = generate_drafted(model, modules, prompt, max_new_tokens=30, eos_token_id=[])
-    assert torch.equal(out.ids, greedy)
-    assert len(out.tokens_per_forward) <= 20
+    ids, passes = drafted(model, modules, prompt, max_new_tokens=30, eos_token_id=[])
+    assert torch.equal(ids, greedy) and len(passes) <= 20
     streamed = stream(model, prompt, heads=modules, max_new_tokens=30, eos_token_id=[])
     assert [*streamed] == greedy[0, prompt_length:].tolist()
     with pytest.raises(ValueError, match="belong to another model"):
-        generate_drafted(random_model(family), modules, prompt)
+        random_model(family).generate(prompt, heads=modules)

@@ -108,8 +108,8 @@ def test_requests_that_cannot_be_met_are_refused(monkeypatch):
         generate_many(model, [[3]], [4, 5])
     with pytest.raises(ValueError, match=r"max_new_tokens=1\.5; expected an integer"):
         generate_many(model, [[3]], 1.5)
-    with pytest.raises(TypeError, match=r"top_pp: there is no such .* top_p, min_p"):
-        generate_many(model, [[3]], top_pp=0.5)
+    with pytest.raises(TypeError, match=r"generate_many.*'temprature'; did you mean"):
+        generate_many(model, [[3]], temprature=0.5)
     with pytest.raises(ValueError, match="a prompt has shape"):
         generate_many(model, [[[1, 2], [3, 4]]])
     with pytest.raises(ValueError, match="outside the vocabulary"):

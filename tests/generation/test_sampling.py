@@ -63,8 +63,8 @@ def test_extreme_temperatures_and_penalties_stay_finite():
         assert not found.isnan().any() and found[:, 0].isfinite().all()
 
 
-def sampler_of(rule, prompts, **options):
-    sampler = Sampler(rule, len(prompts), 4, torch.device("cpu"), stops=[], pad=0, **options)
+def sampler_of(rule, prompts):
+    sampler = Sampler(rule, len(prompts), 4, torch.device("cpu"))
     for row, prompt in enumerate(prompts):
         sampler.read(row, torch.tensor(prompt))
     return sampler

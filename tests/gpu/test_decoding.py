@@ -59,13 +59,8 @@ def test_draws_in_a_graph_are_those_of_launched_steps():
         found = {}
         for captures in (False, True):
             generator = None if seed is None else torch.Generator("cuda").manual_seed(seed)
-            sampler = Sampler(
-                *(Sampling(**rule), 4, VOCAB, ids.device),
-                stops=[*range(VOCAB - 20, VOCAB)],
-                pad=0,
-                generator=generator,
-                with_log_probs=True,
-            )
+            choice = Sampling(**rule, stops=range(VOCAB - 20, VOCAB))
+            sampler = Sampler(choice, 4, VOCAB, ids.device, generator, with_log_probs=True)
             cache = KVCache.of(model, 4, 30)
             with torch.no_grad():
                 logits = model.head.logits(model(ids, cache=cache)[:, -1]).float()
@@ -98,12 +93,8 @@ def test_a_graph_checks_drafts_and_makes_new_ones(family, kind, rule):
     prompt, found = torch.randint(3, VOCAB, (1, 9), device="cuda"), {}
     with torch.no_grad():
         for captures in (False, True):
-            sampler = Sampler(
-                *(Sampling(**rule), 1, VOCAB, prompt.device),
-                stops=[],
-                pad=0,
-                generator=torch.Generator("cuda").manual_seed(0),
-            )
+            generator = torch.Generator("cuda").manual_seed(0)
+            sampler = Sampler(Sampling(**rule), 1, VOCAB, prompt.device, generator)
             cache = KVCache.of(model, 1, 120, extra=3)
             hidden = model(prompt[:, :8], cache=cache)
             decoder = _DraftDecoder(model, heads, cache, 120, sampler)

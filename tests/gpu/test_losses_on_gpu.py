@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger
-from ligermodels.generation import generate_drafted
 from ligermodels.heads.medusa_file import load_heads
 from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss, sft_loss
 from ligermodels.losses.policy import GRPO_LOSS_TYPES, LEVELS
@@ -92,5 +91,6 @@ def test_a_short_run_with_another_model(kind: str, tmp_path: Path) -> None:
     if kind != "teacher":
         model = AutoLiger.from_hf(result.model_dir, dtype=torch.float32, device="cuda")
         heads = load_heads(model, result.model_dir)
-        made = generate_drafted(model, heads, [1, 2, 3], max_new_tokens=16, eos_token_id=[])
-        assert torch.equal(made.ids, model.generate([1, 2, 3], max_new_tokens=16, eos_token_id=[]))
+        options = {"max_new_tokens": 16, "eos_token_id": []}
+        greedy = model.generate([1, 2, 3], **options)
+        assert torch.equal(model.generate([1, 2, 3], heads=heads, **options), greedy)

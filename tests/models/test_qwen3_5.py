@@ -19,8 +19,7 @@ from ligermodels.converters.hf_config import fields_from_hf
 from ligermodels.converters.inspect import describe
 from ligermodels.converters.verify import verify
 from ligermodels.errors import ConfigError
-from ligermodels.generation import generate_drafted, prefill
-from ligermodels.generation.draft import DraftModel
+from ligermodels.generation import prefill
 from ligermodels.layers import GatedDeltaNet
 from ligermodels.models.auto import families, family_of
 from ligermodels.parallel.context import context_parallel
@@ -163,7 +162,7 @@ def test_what_a_state_cannot_do() -> None:
     with pytest.raises(ValueError, match="sees the tokens before it and no others"):
         model(ids, prefix_lengths=torch.tensor([3]))
     with pytest.raises(ValueError, match="wrong drafts cannot be removed"):
-        generate_drafted(model, DraftModel(random_model("llama")), ids, max_new_tokens=3)
+        model.generate(ids, draft_model=random_model("llama"), max_new_tokens=3)
     with pytest.raises(ConfigError, match="LinearAttention, which mixes the tokens"):
         context_parallel(model, None)  # type: ignore[arg-type]
     llama = random_model("llama")

@@ -9,7 +9,6 @@ import torch
 
 from ligermodels import AutoLiger
 from ligermodels.errors import ConfigError
-from ligermodels.generation import generate_drafted
 from ligermodels.heads.medusa_file import load_heads
 from ligermodels.training.finetune import finetune
 from tests.training.tiny_run import forget, make_checkpoint, options, same, tensors
@@ -63,8 +62,9 @@ def test_both_stages(folder: Path, tmp_path: Path) -> None:
     model = AutoLiger.from_hf(two.model_dir)
     heads = load_heads(model, two.model_dir)
     prompt = list(b"the cat saw")
-    made = generate_drafted(model, heads, prompt, max_new_tokens=24, eos_token_id=[])
-    assert torch.equal(made.ids, model.generate(prompt, max_new_tokens=24, eos_token_id=[]))
+    given = {"max_new_tokens": 24, "eos_token_id": []}
+    greedy = model.generate(prompt, **given)
+    assert torch.equal(model.generate(prompt, heads=heads, **given), greedy)
 
 
 def test_tied_heads_and_micro_batches(folder: Path, tmp_path: Path) -> None:
