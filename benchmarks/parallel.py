@@ -224,9 +224,14 @@ def experts(layers: int | None) -> list[Row]:
                 journey.there(x)
                 journey.back(rows.detach())
 
-        parts = {"products": partial(products, 1), "products in halves": partial(products, 2)}
+        parts: dict[str, Any] = {
+            "products": partial(products, 1),
+            "products in halves": partial(products, 2),
+            "exchanges": exchanges,
+            "counts, with the wait": lambda: layer.exchange._plan(weights, chosen),
+        }
         found: Row = {}
-        for name, run in {"ms": whole, **parts, "exchanges": exchanges}.items():
+        for name, run in {"ms": whole, **parts}.items():
             for _ in range(3):
                 run()
             found[name] = statistics.median(milliseconds(run) for _ in range(15))

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.adapters.adapter_config import ends
-from ligermodels.adapters.lora import LoraLinear, RowRange
+from ligermodels.adapters.lora import LoraLinear
 from ligermodels.adapters.peft_format import (
     MAGNITUDE,
     ExpertLinear,
     HFLinear,
     adapter_of_hf,
+    add_lora,
     expert_linears,
     linears,
 )
 from ligermodels.adapters.quantized import FLOAT8, Bits, QuantizedLinear
-from ligermodels.converters.checkpoint import is_finite
 from ligermodels.converters.export import save_adapter
-from ligermodels.errors import CheckpointError, ConfigError, short_repr
+from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers.experts import STACKS, Experts
 from ligermodels.models.base import DecoderModel
 
@@ -268,68 +268,73 @@ def _experts_of(name: str, parts: Sequence[HFLinear], chosen: Sequence[HFLinear]
     return count
 
 
-def merged(model: DecoderModel) -> DecoderModel:
+def merged(
+    model: DecoderModel,
+    adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
+) -> DecoderModel:
     """Return the model of the checkpoint with the adapters added to its weights, on the CPU.
 
     The weights are those of the checkpoint, even if training used them quantised. Modules that were
     trained whole take their places.
 
-
+    Args: adapter: what `adapter_of(model)` returned.
     Raises:
-        CheckpointError: the checkpoint's weights cannot be read, or are no longer those that the
-            model was loaded from, or a sum is not finite.
+        CheckpointError: the checkpoint's weights cannot be read, or a sum is not finite.
     """
+    weights, config = adapter or adapter_of(model)
     assert model.source.folder is not None
     frozen = (x.dtype for x in model.parameters() if not x.requires_grad)
     dtype = next(frozen, model.norm.weight.dtype)
     whole: DecoderModel = type(model).from_hf(model.source.folder, dtype=dtype)
-    _check_same_weights(model, whole)
-    with torch.no_grad():
-        for name, trained in trained_whole(model).items():
-            whole.get_parameter(name).copy_(trained)
-    for name, each in model.named_modules():
-        if isinstance(each, LoraLinear):
-            weight = module_at(whole, name).weight
-            assert isinstance(weight, Tensor)
-            each.add_to(weight)
-            if not is_finite(weight.detach()):
-                raise CheckpointError(
-                    f"{name}.weight holds NaN or infinite values in {dtype} after the adapter was "
-                    "added; its values or lora's alpha are too large"
-                )
+    add_lora(dict(whole.named_parameters()), weights, config, whole.hf_map())
     return whole
 
 
-def _check_same_weights(model: DecoderModel, whole: DecoderModel) -> None:
-    """Raise unless the frozen weights of a model with adapters are those of its checkpoint."""
-    for name, stored in whole.named_parameters():
-        if name in trained_whole(model):
-            continue
-        place, _, last = name.rpartition(".")
-        base = _without_adapter(model.get_submodule(place))
-        if not (isinstance(base, QuantizedLinear) and last == "weight"):
-            base = _without_adapter(getattr(base, last))
-        if isinstance(base, QuantizedLinear):
-            again = QuantizedLinear(stacked_linear(stored), base.bits, device=base.codes.device)
-            same = torch.equal(again.codes, base.codes) and torch.equal(again.scales, base.scales)
-        else:
-            held = base.weight if isinstance(base, nn.Linear) else base
-            same = torch.equal(held.detach().cpu(), stored.detach())
-        if not same:
-            raise CheckpointError(
-                f"{model.source.folder}: {name} was changed while the run was using it; restore "
-                "the model and resume the run"
-            )
+def adapter_of(model: DecoderModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the adapters in PEFT's format, under the names of HF's model: tensors and config.
+
+    Every rank of a sharded model must call it.
+    """
+    first = next(each for each in model.modules() if isinstance(each, LoraLinear))
+    settings: dict[str, Any] = {
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout.p,
+        **({"use_rslora": True} if first.rslora else {}),
+        **({"use_dora": True} if first.lora_magnitude is not None else {}),
+    }
+    native = {name: hf for hf, name in whole_modules(model).items()}
+    trained = _whole_values(model)
+    others = {native[name]: x for name, x in trained.items() if ".lora_" not in name}
+    if others:
+        settings["modules_to_save"] = sorted({hf.rsplit(".", 2)[-2] for hf in others})
+        if _is_tied(model) and "embed_tokens.weight" in trained:
+            settings["ensure_weight_tying"] = True  # PEFT then reads a copy for the head
+            aliases = model.hf_map().aliases
+            others |= {hf: others[of].clone() for hf, of in aliases.items() if of in others}
+    if model.loss_type == "ForSequenceClassification":
+        settings["task_type"] = "SEQ_CLS"
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    weight_map = model.hf_map()
+    for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
+        each = module_at(model, name)
+        if isinstance(each, LoraLinear):
+            names = {part.rows: part.hf for part in parts}
+            a, b = (trained[f"{name}.lora_{end}"] for end in "ab")
+            factors |= {names[rows]: (a, b) for rows, a, b in each.factors(a, b)}
+            if (lengths := trained.get(f"{name}.lora_magnitude")) is not None:
+                of_parts = zip(each.parts, each.by_part(lengths))
+                others |= {f"{names[rows]}.{MAGNITUDE}": part for rows, part in of_parts}
+    return adapter_of_hf(factors, weight_map, settings, others)
 
 
-def trained_whole(model: DecoderModel) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained beside the adapters, by name."""
-    found = {name: x for name, x in model.named_parameters() if x.requires_grad}
-    return {name: x for name, x in found.items() if ".lora_" not in name}
-
-
-def _without_adapter(module: Any) -> Any:
-    return module.base_layer if isinstance(module, LoraLinear) else module
+def _whole_values(model: DecoderModel) -> dict[str, Tensor]:
+    """Return whole trained parameters by name, of which a rank may have a part: then on the CPU."""
+    layout = model.layout
+    if layout is not None:
+        layout.reshard(model)
+    trained = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
+    return {name: x if layout is None else layout.whole(name, x).cpu() for name, x in trained}
 
 
 def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dtype | None) -> None:
@@ -341,70 +346,8 @@ def export_adapter(model: DecoderModel, folder: Path, base: str, dtype: torch.dt
     Raises:
         SaveError: the files cannot be written, or a value is not finite in this dtype.
     """
-    first = next(each for each in model.modules() if isinstance(each, LoraLinear))
-    settings: dict[str, Any] = {
-        "r": first.rank,
-        "lora_alpha": first.alpha,
-        "lora_dropout": first.dropout.p,
-        **({"use_rslora": True} if first.rslora else {}),
-        **({"use_dora": True} if first.lora_magnitude is not None else {}),
-    }
-    native = {name: hf for hf, name in whole_modules(model).items()}
-    found = trained_whole(model).items()
-    whole: dict[str, Tensor] = {native[name]: _whole(model, name, x) for name, x in found}
-    if whole:
-        settings["modules_to_save"] = sorted({hf.rsplit(".", 2)[-2] for hf in whole})
-        if _is_tied(model) and "embed_tokens.weight" in trained_whole(model):
-            settings["ensure_weight_tying"] = True  # PEFT then reads a copy for the head
-            aliases = model.hf_map().aliases
-            whole |= {hf: whole[of].clone() for hf, of in aliases.items() if of in whole}
-    if model.loss_type == "ForSequenceClassification":
-        settings["task_type"] = "SEQ_CLS"
-    weights, config = adapter_of_hf(
-        *(factors_of(model), model.hf_map(), settings),
-        {**magnitudes_of(model), **whole},
-    )
-    if dtype is not None:
-        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    config["base_model_name_or_path"] = base
+    weights, config = adapter_of(model)
     if model.layout is None or dist.get_rank() == 0:
+        config["base_model_name_or_path"] = base
+        weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
         save_adapter(folder, weights, config, source_files=model.source.files)
-
-
-def factors_of(model: DecoderModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B of the adapter of each linear of HF's model, by its name.
-
-    Every rank of a sharded model must call it.
-    """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, each, names in _adapters(model):
-        a, b = (_whole(model, f"{name}.{x}", getattr(each, x)) for x in ("lora_a", "lora_b"))
-        found |= {names[rows]: (a, b) for rows, a, b in each.factors(a, b)}
-    return found
-
-
-def magnitudes_of(model: DecoderModel) -> dict[str, Tensor]:
-    """Return DoRA's lengths of the rows of each linear of HF's model, by PEFT's name of them."""
-    found: dict[str, Tensor] = {}
-    for name, each, names in _adapters(model):
-        if each.lora_magnitude is not None:
-            lengths = _whole(model, f"{name}.lora_magnitude", each.lora_magnitude)
-            parts = zip(each.parts, each.by_part(lengths))
-            found |= {f"{names[rows]}.{MAGNITUDE}": part for rows, part in parts}
-    return found
-
-
-def _whole(model: DecoderModel, name: str, tensor: Tensor) -> Tensor:
-    """Return a whole parameter, of which a rank of a sharded model may have a part."""
-    return tensor if model.layout is None else model.layout.whole(name, tensor)
-
-
-def _adapters(model: DecoderModel) -> Iterator[tuple[str, LoraLinear, dict[RowRange, str]]]:
-    """Yield each adapter, with its name, and with HF's name of each of its parts."""
-    if model.layout is not None:
-        model.layout.reshard(model)
-    weight_map = model.hf_map()
-    for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
-        each = module_at(model, name)
-        if isinstance(each, LoraLinear):
-            yield name, each, {part.rows: part.hf for part in parts}

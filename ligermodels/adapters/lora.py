@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +103,6 @@ class LoraLinear(nn.Module):
         kept = base.dequantized(dtype) if hasattr(base, "dequantized") else base.weight.to(dtype)
         return kept.detach()  # type: ignore[no-any-return]
 
-    def magnitudes(self) -> tuple[Tensor, ...]:
-        """Return DoRA's lengths of the rows of each part; none without DoRA."""
-        return () if self.lora_magnitude is None else self.by_part(self.lora_magnitude)
-
     def by_part(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return that of each part in a tensor (rows of all parts, ...)."""
         return x.split([part.size for part in self.parts])
@@ -147,16 +142,6 @@ class LoraLinear(nn.Module):
         """
         each_a = (self.lora_a if a is None else a).split(self.rank)
         return [*zip(self.parts, each_a, self.by_part(self.lora_b if b is None else b))]
-
-    @torch.no_grad()
-    def add_to(self, weight: Tensor) -> None:
-        """Add the update to a weight (out, in), in float32 and rounded once."""
-        for (rows, a, b), length in zip_longest(self.factors(), self.magnitudes()):
-            here = weight[rows.slice]
-            exact = here.float() + (b.float() @ a.float() * self.scaling).to(weight.device)
-            if length is not None:
-                exact *= (length.float().to(weight.device) / exact.norm(dim=1)).unsqueeze(1)
-            here.copy_(exact)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs (..., out) for x (..., in)."""

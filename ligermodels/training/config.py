@@ -388,12 +388,11 @@ class FinetuneConfig:
                     f"{name}: adapters leave the embeddings frozen, and new ones would learn "
                     "nothing; name them in modules_to_save, as in embed_tokens lm_head"
                 )
-        for name in ("context_parallel", "expert_parallel"):
-            if getattr(self.parallel, name) > 1 and self.adapter.lora_r is not None:
-                raise ConfigError(
-                    f"{name}: this cannot be combined with lora_r, which holds a whole model and "
-                    "whole rows on each GPU; leave one out"
-                )
+        if self.parallel.context_parallel > 1 and self.adapter.lora_r is not None:
+            raise ConfigError(
+                "context_parallel: this cannot be combined with lora_r, which takes whole rows on "
+                "each GPU; leave one out"
+            )
         measures = self.data.eval_files or self.data.eval_fraction
         for name, value in (
             ("early_stopping_patience", self.schedule.early_stopping_patience),
@@ -401,8 +400,6 @@ class FinetuneConfig:
         ):
             if value and not measures:
                 raise ConfigError(f"{name}: this needs eval_files or an eval_fraction above 0")
-        if self.parallel.expert_parallel > 1 and self.model.compile:
-            raise ConfigError("expert_parallel: this cannot be combined with compile yet")
         if self.model.float8 is not None and self.adapter.load_in is not None:
             raise ConfigError(
                 "float8 and load_in: weights of few bits are not multiplied by a recipe; leave one "

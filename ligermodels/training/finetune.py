@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ligermodels import __version__, float8
-from ligermodels.adapters.adapted_model import export_adapter, merged
+from ligermodels.adapters.adapted_model import adapter_of, export_adapter, merged
 from ligermodels.converters.files import GENERATION_CONFIG_NAME
 from ligermodels.converters.hub import ALIASES, resolve
 from ligermodels.errors import (
@@ -177,8 +177,8 @@ class Run:
         self.began = self.exported = False
         self.notes: list[str] = []
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
-        whole = self.objective.whole_model or config.adapter.lora_r is not None
-        self.shards = is_distributed() and not whole
+        adapts = config.adapter.lora_r is not None and config.parallel.expert_parallel == 1
+        self.shards = is_distributed() and not (self.objective.whole_model or adapts)
         # Gathered weights are new ones for each batch.
         self.casts_once = not self.shards
 
@@ -215,6 +215,7 @@ class Run:
         with error_on_all_ranks():
             hashes = {} if rank() else self.objective.hashes()
         base, others = from_rank_0((files, hashes))
+        self.base = source, base
         every = [each for each in (rows, eval_rows) if each is not None]
         with reports.stage("planning the memory", self.progress):
             self._plan_memory(trained, every, saved, held)
@@ -408,8 +409,13 @@ class Run:
         self, source: Path, tokenizer: Tokenizer, rows: Rows, eval_rows: Rows | None
     ) -> DecoderModel:
         """Return the model as the run trains it, and note what the user should know of it."""
-        # Sharding reads each rank's part onto its device. A frozen model is whole on each rank.
-        model = load_model(source, self.config, self.device, meta=self.shards)
+        # Sharding reads each rank's part onto its device. With adapters, it takes the part from a
+        # whole model, and the device has room for that only in few bits.
+        adapter = self.config.adapter
+        waits = self.shards and adapter.lora_r is not None and adapter.load_in is None
+        device = torch.device("cpu") if waits else self.device
+        meta = self.shards and adapter.lora_r is None
+        model = load_model(source, self.config, device, meta=meta)
         if self.config.tokenizer.chat_template is not None:
             kept = {n: x for n, x in model.source.files.items() if n == GENERATION_CONFIG_NAME}
             model.source.files = tokenizer.files() | kept
@@ -625,10 +631,15 @@ class Run:
     def _whole_model(self) -> DecoderModel:
         """Return the model to export: that of the run, or on rank 0 one with the adapters added."""
         adapter = self.config.adapter
+        if adapter.lora_r is None or adapter.export == "adapter":
+            return self.model
+        found = adapter_of(self.model)  # of which ranks may have a part each
         with error_on_all_ranks():
-            if adapter.lora_r is not None and adapter.export == "merged" and rank() == 0:
-                return merged(self.model)
-        return self.model
+            if rank():
+                return self.model
+            source, then = self.base
+            check_same(source, self.run_dir.path, then, file_hashes(source))
+            return merged(self.model, found)
 
     def _push_save(self, step: int) -> None:
         """Export the model after a checkpoint, and push it; without a connection, only say so."""
@@ -644,14 +655,15 @@ class Run:
     def _write(self, model: DecoderModel, dtype: torch.dtype | None) -> None:
         """Write the export: a model, or its adapters."""
         options, adapter, folder = self.config.output, self.config.adapter, self.run_dir.model_dir
-        with contextlib.nullcontext() if self.shards else error_on_all_ranks(SaveError):
+        in_parts = self.shards and adapter.lora_r is None  # or else one rank has the whole
+        with contextlib.nullcontext() if in_parts else error_on_all_ranks(SaveError):
             if adapter.lora_r is not None and adapter.export == "adapter":
-                if rank() == 0:
-                    base = self._settings()["model"]
-                    if has_own_start(self.config):
-                        base = os.path.realpath(self.run_dir.path / START)
+                base = self._settings()["model"]
+                if has_own_start(self.config):
+                    base = os.path.realpath(self.run_dir.path / START)
+                if self.shards or rank() == 0:
                     export_adapter(model, folder, base, dtype)
-            elif self.shards or rank() == 0:  # all ranks have a part each, or one has the whole
+            elif in_parts or rank() == 0:
                 model.to(dtype).save_hf(
                     folder,
                     max_shard_size=options.max_shard_size,

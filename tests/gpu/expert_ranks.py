@@ -1,6 +1,6 @@
 """Train a model with experts on two GPUs, and print its losses beside those of one.
 
-torchrun --nproc-per-node 2 -m tests.gpu.expert_ranks DIMENSION
+torchrun --nproc-per-node 2 -m tests.gpu.expert_ranks DIMENSION [compiled]
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def steps(model: Routed, rank: int | None) -> list[list[float]]:
     return found
 
 
-def main(dimension: str) -> None:
+def main(dimension: str, how: str = "") -> None:
     """Compare two ranks with one, in float32."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
@@ -81,7 +81,10 @@ def main(dimension: str) -> None:
     )
     whole = Routed(config).cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=(dimension,))
-    sharded = shard(copy.deepcopy(whole), mesh)
+    sharded = copy.deepcopy(whole)
+    for layer in sharded.layers if how == "compiled" else ():
+        layer.compile()
+    shard(sharded, mesh)
     found = steps(sharded, rank)
     if rank == 0:
         print("RESULT", json.dumps([found, steps(whole, None)]), flush=True)
@@ -90,4 +93,4 @@ def main(dimension: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

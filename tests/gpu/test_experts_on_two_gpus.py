@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("dimension", ["dp_shard", "ep"])
-def test_losses_and_norms(dimension: str) -> None:
+@pytest.mark.parametrize("layout", ["dp_shard", "ep", "ep compiled"])
+def test_losses_and_norms(layout: str) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *command, "-m", "tests.gpu.expert_ranks", dimension],
+        [sys.executable, *command, "-m", "tests.gpu.expert_ranks", *layout.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,

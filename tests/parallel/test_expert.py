@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels import ConfigError, MemoryPlan, mean_over_ranks, shard
-from ligermodels.adapters.adapted_model import add_adapters, factors_of, quantize
+from ligermodels.adapters.adapted_model import adapter_of, add_adapters, quantize
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.expert import expert_parallel
 from tests.parallel import test_shard
@@ -79,6 +79,7 @@ def cases(ranks: int) -> dict[str, Case]:
             "micro-batches": {"steps": 2, "tied": True},
             "a memory plan": {"plan": MemoryPlan.of(["input", "attention"])},
             "all to one rank": {"skewed": True},
+            "compiled": {"compiles": True, "plan": MemoryPlan.of(["no_gate_up", "attention"])},
             "biases": {"family": "gpt_oss"},
             "an MLP for all tokens": {"family": "qwen3_5_moe_text"},
             "beside an MLP": {"family": "gemma4_text"},
@@ -128,12 +129,12 @@ def adapters(mesh: DeviceMesh, rank: int, folder: Path) -> dict[str, float]:
     loss = sharded(ids[rows], labels=labels[rows], normalizer=normalizer).loss
     loss.backward()
     dist.all_reduce(loss.detach())
-    written, whole = factors_of(sharded), factors_of(model)
-    assert written.keys() == whole.keys()
+    (written, config), (whole, expected_config) = adapter_of(sharded), adapter_of(model)
+    assert written.keys() == whole.keys() and config == expected_config
     return {
         "loss": relative(loss / mesh.size(), expected.loss),
         "gradient": differences(gradients(sharded), gradients(model)),
-        "factors": max(relative(x, y) for n in whole for x, y in zip(written[n], whole[n])),
+        "factors": max(relative(written[name], x) for name, x in whole.items()),
     }
 
 
@@ -153,11 +154,15 @@ def step(
     steps: int = 1,
     plan: MemoryPlan | None = None,
     skewed: bool = False,
+    compiles: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """The balance of a step is that of one batch, although ranks have other rows and loads."""
     model = make_experts(tied, family)
-    sharded = shard(copy.deepcopy(model), mesh, **options)
+    sharded = copy.deepcopy(model)
+    for layer in sharded.layers if compiles else ():
+        layer.compile(backend="aot_eager")
+    shard(sharded, mesh, **options)
     sharded.set_memory_plan(plan)
     ids, labels = data()
     given = torch.tensor([1, 0]).expand(*ids.shape, 2, 2) if skewed else None  # all to rank 0

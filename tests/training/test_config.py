@@ -52,7 +52,6 @@ def make(**changes):
         ({"memory": 10**9, "activation_checkpointing": True}, "memory: choose one of the two"),
         ({"resume": True, "overwrite_output_dir": True}, "resume and overwrite_output_dir"),
         ({"lora_r": 4, "context_parallel": 2}, "context_parallel: this cannot be combined"),
-        ({"expert_parallel": 2, "compile": True}, "expert_parallel: this cannot be combined with"),
         ({"lora_r": 4, "freeze": ["norm"]}, "lora_r and freeze: set only one of them"),
         ({"lora_alpha": 4.0}, "lora_alpha: this needs lora_r"),
         ({"data_weights": [1, 2]}, "data_weights: there are 2, but train_files has 1"),

@@ -60,6 +60,7 @@ HEADS = {
 }
 LORA = {"lora_r": 2, "load_in": "4bit", "learning_rate": 1e-2}
 REWARDS = f"{__name__}:rewards"
+ADAPTED = {"lora_r": 2, "learning_rate": 1e-2}
 BALANCE = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 
 
@@ -130,6 +131,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
     back_to(tmp_path / "from alone", 2)
     make_resumed_pairs(tmp_path, "dpo")
     finetune(with_experts(tmp_path, "experts alone", 4), progress=False)
+    finetune(with_experts(tmp_path, "adapted experts alone", 4, **ADAPTED), progress=False)
     check(run_ranks(__name__, 2, tmp_path), subtests)
 
     expected = weights(tmp_path / "alone")
@@ -138,7 +140,7 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path, subtests: pytest.Su
             assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
             for key, value in weights(tmp_path / name).items():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
-    for name in ("dpo", "experts"):
+    for name in ("dpo", "experts", "adapted experts"):
         with subtests.test(name):
             compare(tmp_path, name)
     assert metrics(tmp_path / "split")["tokens"] == metrics(tmp_path / "alone")["tokens"]
@@ -215,6 +217,7 @@ def cases(ranks: int, of_other_losses: bool = False) -> dict[str, Case]:
         "a resumed run of one process": resume_alone,
         "rows that both compute": split_rows,
         "experts that both hold": split_experts,
+        "adapters of experts": adapted_experts,
         "a resumed loss of pairs": resumed_pairs,
         "what needs one process": refused,
         "an interrupted plan": interrupted_plan,
@@ -326,6 +329,20 @@ def split_experts(number: int, folder: Path) -> dict[str, float]:
     with pytest.raises(ConfigError, match="expert_parallel: 3 processes for the experts of a lay"):
         finetune(with_experts(folder.parent, "odd", 2, expert_parallel=3), progress=False)
     return {"steps": abs(result.steps - 4)}
+
+
+def adapted_experts(number: int, folder: Path) -> dict[str, float]:
+    """So do adapters, which are merged at first, and exported alone by the resumed half."""
+    config = with_experts(folder.parent, "adapted experts two", 2, expert_parallel=2, **ADAPTED)
+    steps = finetune(config, progress=False).steps
+    dist.barrier()
+    if number == 0:
+        back_to(folder.parent / "adapted experts two", 2)
+    dist.barrier()
+    alone = replace(config.adapter, export="adapter")
+    output = replace(config.output, resume=True)
+    finetune(replace(config, output=output, adapter=alone), progress=False)
+    return {"steps": abs(steps - 4)}
 
 
 def make_resumed_pairs(folder: Path, loss: str) -> None:
