@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ligermodels.cli import console, launch
@@ -128,7 +129,7 @@ def _described(loss: str) -> str:
 
 
 def run(given: Arguments) -> None:
-    """Fine-tune, then print the perplexity (or the loss) and the folder of the export.
+    """Fine-tune, then print what the run has reached and the next command.
 
     With --gpus, do so in several processes, of which one prints.
     """
@@ -139,7 +140,7 @@ def run(given: Arguments) -> None:
         return
     from ligermodels.training.finetune import finetune
     from ligermodels.training.processes import Interrupted
-    from ligermodels.training.trainer import shown_perplexity
+    from ligermodels.training.reports import end
 
     try:
         with raise_on_interrupt():  # The run saves its state.
@@ -148,25 +149,14 @@ def run(given: Arguments) -> None:
                 progress=not given.command.quiet,
                 modules=given.command.modules or (),
                 data_library=data_library,
-                show=None if given.command.quiet else console.show,
+                show=None if given.command.quiet else partial(console.show, "fine-tuning"),
             )
     except Interrupted as stop:
         if launch.is_rank0():
             print(f"ligermodels: {stop}", file=sys.stderr)
         raise SystemExit(128 + stop.signum) from None
-    if not launch.is_rank0():
-        return
-    key, name = result.shown
-    shown = shown_perplexity if name == "perplexity" else "{:.4f}".format
-    if key in result.eval_after:
-        measured = [x[key] for x in (result.eval_before, result.eval_after) if key in x]
-        change = " -> ".join(map(shown, measured))
-        print(f"held-out {name} {change} in {result.exported_step} steps")
-    elif key != "eval_loss" and result.last_shown is not None:
-        print(f"{name} {result.last_shown:.4f} in training, after {result.steps} steps")
-    elif result.loss is not None:
-        print(f"training loss {result.loss:.4f} after {result.steps} steps")
-    print(f"exported to {result.model_dir}")
+    if launch.is_rank0():
+        console.show("finished", end(result), sys.stdout)
 
 
 def _resumed(output_dir: str | None) -> dict[str, Any]:

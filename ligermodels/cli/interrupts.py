@@ -27,6 +27,8 @@ def _quit(*_: object) -> None:
         pass
     _leaving = True
     # Neither print nor sys.exit: the signal may have interrupted an import.
+    if os.isatty(2):
+        os.write(2, b"\r\x1b[2K\x1b[?25h")  # Remove the progress bar, which has hidden the cursor.
     os.write(2, b"ligermodels: interrupted\n")
     os._exit(EXIT_CODE)
 

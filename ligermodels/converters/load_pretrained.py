@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.safetensors_file import empty_in_huge_pages
 from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import CheckpointError, listing
+from ligermodels.progress import track
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def load_into(
         for name, entry in entries.items()
     }
     reads = checkpoint.read_all([(entry, staged[name]) for name, entry in entries.items()])
-    for _ in tqdm(reads, "Loading weights", len(staged), unit="tensor", disable=None):
+    for _ in track(reads, "loading weights", len(staged)):
         pass
     with torch.no_grad():
         for name, values in staged.items():

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ligermodels.generation.cache_memory import free_bytes, row_bytes
 from ligermodels.generation.decode_step import HostCopy, StepDecoder, can_decode
@@ -23,6 +22,7 @@ from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
+from ligermodels.progress import track
 from ligermodels.text.streaming import Decoder, StopStrings
 
 # With more rows, a step takes as many times longer as it has more rows.
@@ -116,7 +116,6 @@ def generate_many(
     cache = KVCache.of(model, 1, longest)
     steps = can_decode(model, cache, {"input_ids"}, captures=False)
     batch = _batch_size(model, cache, len(rows), num_samples, max_batch)
-    bar = tqdm(total=len(rows), desc="generate", unit="prompt", disable=not progress)
     if not steps:
         rule |= {"return_log_probs": True, "generator": generator, "pad_token_id": choice.pad}
         found = _in_batches(model, rows, batch, rule)
@@ -125,7 +124,8 @@ def generate_many(
         sampler = Sampler(choice, batch, vocab_size, device, generator, return_log_probs)
         decoder = StepDecoder(model, cache, sampler)
         found = _continuously(decoder, rows, num_samples)
-    return _results(rows, found, bar, return_log_probs)
+    found = track(found, "generating", len(rows), shows=progress)
+    return _results(rows, found, return_log_probs)
 
 
 class Row:
@@ -147,20 +147,16 @@ class Row:
         return over or (self.texts is not None and bool(self.texts.push([token])))
 
 
-def _results(
-    rows: list[Row], found: Iterator[int], bar: tqdm[Any], with_log_probs: bool
-) -> Iterator[Any]:
+def _results(rows: list[Row], found: Iterator[int], with_log_probs: bool) -> Iterator[Any]:
     """Yield the results of the rows in order; `found` yields the indices of finished ones."""
     finished: set[int] = set()
     at = 0
-    with bar:
-        for index in found:
-            finished.add(index)
-            bar.update()
-            while at in finished:
-                tokens = torch.tensor(rows[at].tokens)
-                yield (tokens, torch.tensor(rows[at].log_probs)) if with_log_probs else tokens
-                at += 1
+    for index in found:
+        finished.add(index)
+        while at in finished:
+            tokens = torch.tensor(rows[at].tokens)
+            yield (tokens, torch.tensor(rows[at].log_probs)) if with_log_probs else tokens
+            at += 1
 
 
 def _in_batches(

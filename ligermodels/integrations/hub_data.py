@@ -24,6 +24,7 @@ from huggingface_hub import constants
 
 from ligermodels.converters.save_dir import sync_file
 from ligermodels.errors import DataError, LigerError, first_line
+from ligermodels.progress import track
 from ligermodels.training.data import Document
 from ligermodels.training.run_dir import file_hash
 
@@ -108,9 +109,7 @@ def _written(found: Any, path: Path) -> Path:
     return path
 
 
-def stored_documents(
-    documents: Callable[[], Iterator[Document]], key: str, *, progress: bool = True
-) -> Sequence[Document]:
+def stored_documents(documents: Callable[[], Iterator[Document]], key: str) -> Sequence[Document]:
     """Return documents whose tokens lie on the disk, in HF_HOME, written once.
 
     Args: documents: makes them anew, one after the other; key: a hash of all that they depend on.
@@ -119,14 +118,14 @@ def stored_documents(
     """
 
     def rows() -> Iterator[dict[str, Any]]:
-        for each in documents():
+        for each in track(documents(), "storing the tokens of documents"):
             mask: np.ndarray = each.loss_mask.view(np.uint8)
             yield {"ids": each.ids, "loss_mask": mask, "divisible": [each.divisible]}
 
     kinds = {"ids": "int32", "loss_mask": "uint8", "divisible": "uint8"}
     features = {name: datasets.LargeList(datasets.Value(kind)) for name, kind in kinds.items()}
     folder = Path(constants.HF_HOME) / "ligermodels" / "tokens"
-    with _bars(progress):
+    with _bars(False):
         try:
             found = datasets.Dataset.from_generator(
                 rows, datasets.Features(features), cache_dir=str(folder), fingerprint=key

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from tqdm import tqdm
 from typing_extensions import Self, Unpack
 
 from ligermodels.converters import export, hf_config, hub
@@ -42,6 +41,7 @@ from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
+from ligermodels.progress import track
 
 
 class HFModel(nn.Module):
@@ -204,7 +204,7 @@ class HFModel(nn.Module):
         }
         if reads_now:
             reads = checkpoint.read_all([(entry, weights[entry.name]) for entry in weight_map])
-            for _ in tqdm(reads, "Loading weights", len(weights), unit="tensor", disable=None):
+            for _ in track(reads, "loading weights", len(weights)):
                 pass
         _set_parameters(model, weights)
         for module in model.modules():

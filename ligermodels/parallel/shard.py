@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.float8 import Float8Linear
@@ -44,6 +43,7 @@ from ligermodels.parallel.layout import (
 from ligermodels.parallel.ranks import error_on_all_ranks, num_ranks, rank
 from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
+from ligermodels.progress import track
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 EXPERT = "ep"
@@ -331,10 +331,11 @@ def read_slices(model: DecoderModel) -> None:
     checkpoint, model.source.unread = model.source.unread, None
     assert checkpoint is not None, "from_hf was not called with device='meta'"
     weight_map, weights = model.weight_map(model.built_from), dict(model.named_parameters())
-    splits, silent = splits_of(model), True if rank() else None
+    splits, shows = splits_of(model), False if rank() else None
     with error_on_all_ranks(CheckpointError):
         checkpoint.check_aliases(weight_map, share=(rank(), num_ranks()))
-        for entry in tqdm(weight_map.entries, "Loading weights", disable=silent):
+        entries = weight_map.entries
+        for entry in track(entries, "loading weights", len(entries), shows):
             for each in local_slices(weights[entry.name], splits.get(entry.name)):
                 checkpoint.read(entry, each.values, each.row, each.column)
     model.compute_buffers()

@@ -309,6 +309,7 @@ class OutputOptions(Options):
         sample_prompts: texts that the model continues at evaluations, in DIR/samples.jsonl
         sample_tokens: most tokens of such a continuation
         sample_chat: take each of these texts as the message of a user, for the chat template
+        sample_system: the system message before that of the user
         push_to_hub: repository on the hub that gets the export; made if needed
         hub_strategy: push the export at the end, or also one of each checkpoint that is written
         hub_private_repo: create that repository as a private one
@@ -327,6 +328,7 @@ class OutputOptions(Options):
     sample_prompts: list[str] | None = free_option(None, metavar="TEXT")
     sample_tokens: int = free_option(64, at_least=1)
     sample_chat: bool = free_option(False)
+    sample_system: str | None = free_option(None, metavar="TEXT", needs="sample_chat")
     push_to_hub: str | None = free_option(None, metavar="OWNER/NAME")
     hub_strategy: str = free_option("end", choices=("end", "every_save"), needs="push_to_hub")
     hub_private_repo: bool = free_option(False)

@@ -569,8 +569,6 @@ def stored_documents(
     library: Library | None,
     separator: str | None,
     columns: Columns | None = None,
-    *,
-    progress: bool = True,
 ) -> Sequence[Document]:
     """Return the documents of files as `read_documents` does, with the tokens on the disk.
 
@@ -593,7 +591,6 @@ def stored_documents(
     found = opened(library, "stream").stored_documents(
         lambda: all_documents(files, tokenizer, separator, columns),
         fingerprint(facts),
-        progress=progress,
     )
     check_targets(found, files)
     return found

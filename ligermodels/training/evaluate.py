@@ -14,11 +14,11 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ligermodels.errors import ConfigError, LigerError
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
+from ligermodels.progress import track
 from ligermodels.text.streaming import text_after
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Group, read_documents, read_questions
@@ -96,7 +96,7 @@ def file_loss(
     total = torch.zeros((), dtype=torch.float64, device=device)
     started = time.perf_counter()
     starts = range(0, len(rows), batch_size)
-    for at in tqdm(starts, unit="batch", disable=not progress, dynamic_ncols=True):
+    for at in track(starts, "evaluating", len(starts), shows=progress):
         batch = rows.batch(range(at, min(len(rows), at + batch_size)))
         out = model(
             batch.input_ids.to(device),

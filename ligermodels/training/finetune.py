@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from tqdm import tqdm
 
 from ligermodels import __version__, float8
 from ligermodels.adapters.adapted_model import adapter_of, export_adapter, merged
@@ -41,6 +40,7 @@ from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, is_distributed, rank
 from ligermodels.parallel.shard import shard
+from ligermodels.progress import stage
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training import processes, reports
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
@@ -77,18 +77,17 @@ def finetune(
     progress: bool = True,
     modules: Sequence[str] = (),
     data_library: Library | None = None,
-    show: Callable[[str, dict[str, str]], None] | None = None,
+    show: Callable[[dict[str, str]], None] | None = None,
 ) -> FinetuneResult:
     """Train, evaluate and export as `config` says.
 
-    With `progress`, a progress bar and notes go to stderr. The run may be killed at any moment, and
-    `resume=True` continues it. SIGINT and SIGTERM save a checkpoint first, if the caller has no
+    With `progress`, one progress bar and notes go to stderr. The run may be killed at any moment,
+    and `resume=True` continues it. SIGINT and SIGTERM save a checkpoint first, if the caller has no
     handlers of its own. On a CPU in float32, the resumed run gives the same weights bit for bit.
     `modules` are those that the command line has imported: run.yaml names them, and so does the
     command in the message of an interrupted run. `data_library` imports what reads data sets,
     tables and data larger than memory, such as `lambda: ligermodels.integrations.hub_data`.
-    `show` gets a title and rows of a name and a value: before the first step what the run does, and
-    after the export what it has reached.
+    Before the first step, `show` gets what the run will do: texts by name.
 
     Raises:
         DataError: a file is missing, unreadable or empty; the message names file and line.
@@ -164,7 +163,7 @@ class Run:
     interrupts: Interrupts
     modules: Sequence[str]
     library: Library | None
-    show: Callable[[str, dict[str, str]], None] | None = None
+    show: Callable[[dict[str, str]], None] | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -204,20 +203,22 @@ class Run:
             source = self._source(saved is not None)
             files = {} if rank() else file_hashes(source)
             tokenizer = tokenizer_of(source, config)
-            with reports.stage("reading the data", self.progress):
+            with stage("reading the data", shows=self.progress):
                 rows, eval_rows = self._rows(tokenizer)
-            self.model = self._model(source, tokenizer, rows, eval_rows)
-            sampler = reports.Sampler(output, tokenizer, self.run_dir, self.progress)
-        if self.shards:
-            self._shard(self.model)
-        held = self.objective.load(self.model)
-        trained = self.objective.module(self.model)
+            with stage("loading the model", shows=self.progress):
+                self.model = self._model(source, tokenizer, rows, eval_rows)
+            sampler = reports.Sampler(output, tokenizer, self.run_dir)
+        with stage("loading the model", shows=self.progress):
+            if self.shards:
+                self._shard(self.model)
+            held = self.objective.load(self.model)
+            trained = self.objective.module(self.model)
         with error_on_all_ranks():
             hashes = {} if rank() else self.objective.hashes()
         base, others = from_rank_0((files, hashes))
         self.base = source, base
         every = [each for each in (rows, eval_rows) if each is not None]
-        with reports.stage("planning the memory", self.progress):
+        with stage("planning the memory", shows=self.progress):
             self._plan_memory(trained, every, saved, held)
         # A run that is resumed by another number of ranks makes the same steps.
         self.ranks = num_row_ranks() if saved is None else saved["ranks"]
@@ -246,10 +247,11 @@ class Run:
             pushes = output.hub_strategy == "every_save"
             try:
                 folder = self.run_dir.path / "reference"
-                self.objective.prepare(self.model, trainer.call, every, folder)
+                with stage("preparing the loss", shows=self.progress):
+                    self.objective.prepare(self.model, trainer.call, every, folder)
                 first = trainer.restore(self.checkpoints)
                 if self.show is not None:
-                    self.show("fine-tuning", reports.beginning(trainer, self.model))
+                    self.show(reports.beginning(trainer, self.model))
                 with reports.logged(self.run_dir, openers, self._settings(), first):
                     trainer.train(
                         self.run_dir,
@@ -260,10 +262,7 @@ class Run:
                         progress=self.progress,
                     )
                 check()
-                result = self._finish(trainer)
-                if self.show is not None:
-                    self.show("finished", reports.end(result, self.device))
-                return result
+                return self._finish(trainer)
             except KeyboardInterrupt:
                 if not self.exported:
                     trainer.save(self.run_dir, self.checkpoints)
@@ -349,8 +348,7 @@ class Run:
             if not options.stream:
                 return objective.read(files, tokenizer)
             return stored_documents(
-                *(files, tokenizer, self.library, options.separator, options.names),
-                progress=self.progress,
+                files, tokenizer, self.library, options.separator, options.names
             )
 
         # Files with weights are sources of their own, whose rows are mixed.
@@ -574,7 +572,8 @@ class Run:
             last = trainer.best
             self.checkpoints.load(last, trainer.model)
             self._note(f"the export has the weights after step {last}, of the best evaluation")
-        model = self._export(trainer)
+        with stage("writing the export", shows=self.progress):
+            model = self._export(trainer)
         self.exported = True
         metrics = from_rank_0(self.run_dir.metrics.read() if rank() == 0 else [])
         with error_on_all_ranks():
@@ -673,4 +672,4 @@ class Run:
     def _note(self, text: str) -> None:
         self.notes.append(text)
         if self.progress:
-            tqdm.write(text, file=sys.stderr)
+            print(text, file=sys.stderr)

@@ -28,6 +28,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import local_tensor, reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
 from ligermodels.parallel.shard import shard
+from ligermodels.progress import track
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import read_pairs
 from ligermodels.training.losses import DPO
@@ -235,8 +236,8 @@ def reference_log_probs(call: Call, batch: GroupBatch, model: nn.Module | None) 
 def _all_log_probs(call: Call, rows: GroupedRows, batch_size: int) -> Tensor:
     """Return the log-probabilities of all targets, in the order of the groups."""
     starts = range(0, len(rows), batch_size)
-    mine = []
-    for start, _ in partition(starts):
+    mine, parts = [], partition(starts)
+    for start, _ in track(parts, "asking the reference model", len(parts)):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         log_probs = log_probs_of(call(batch, reduction="none")).cpu()
         count = len(batch.groups)

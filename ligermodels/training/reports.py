@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shlex
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ligermodels import float8
 from ligermodels.converters.files import CHAT_TEMPLATE_FILE
@@ -21,6 +19,7 @@ from ligermodels.errors import ConfigError, LigerError, SaveError, counted, firs
 from ligermodels.heads.classifier import SequenceClassifier
 from ligermodels.kernels import dispatch
 from ligermodels.models.base import DecoderModel
+from ligermodels.progress import say
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.config import DataOptions, OutputOptions
 from ligermodels.training.model import summary
@@ -84,17 +83,14 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
 class Sampler:
     """Continues the same prompts greedily, whenever it is called.
 
-    Args: options: which may have `sample_prompts`; shows: whether to print the texts on stderr.
+    Args: options: which may have `sample_prompts`.
     Raises:
         CheckpointError: a chat template is needed, and there is none.
         ConfigError: a prompt has no tokens.
     """
 
-    def __init__(
-        self, options: OutputOptions, tokenizer: Tokenizer, run_dir: RunDir, shows: bool = False
-    ) -> None:
-        self.tokenizer, self.options = tokenizer, options
-        self.run_dir, self.shows = run_dir, shows
+    def __init__(self, options: OutputOptions, tokenizer: Tokenizer, run_dir: RunDir) -> None:
+        self.tokenizer, self.options, self.run_dir = tokenizer, options, run_dir
         self.prompts = {each: self._encode(each) for each in options.sample_prompts or []}
         if [] in self.prompts.values():
             raise ConfigError("sample_prompts: a prompt is empty; give each prompt some text")
@@ -102,7 +98,8 @@ class Sampler:
     def _encode(self, prompt: str) -> Any:
         if not self.options.sample_chat:
             return self.tokenizer.encode(prompt)
-        messages = [{"role": "user", "content": prompt}]
+        told = {"system": self.options.sample_system, "user": prompt}
+        messages = [{"role": role, "content": text} for role, text in told.items() if text]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     @torch.no_grad()
@@ -116,15 +113,7 @@ class Sampler:
                 made = model.generate([ids], max_new_tokens=self.options.sample_tokens)
             text = self.tokenizer.decode(made[0, len(ids) :])
             self.run_dir.samples.append({"step": step, "prompt": prompt, "text": text})
-            if self.shows:
-                tqdm.write(f"step {step}: {prompt} -> {text}", file=sys.stderr)
-
-
-def stage(what: str, shows: bool) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a terminal shows what a run does before its first step."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(what) if shows else contextlib.nullcontext()
+            say(f"step {step}: {prompt} -> {text}")
 
 
 @dataclass(kw_only=True)
@@ -193,13 +182,14 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
     steps = f"{trainer.total_steps:,} of {per_step:,} x {rows.width:,} tokens"
     if trainer.done:
         steps += f", of which {trainer.done:,} are done"
+    learned = f", of which {rows.num_targets:,} are learned" if rows.num_targets else ""
     return {
         "model": f"{config.model.path} ({type(model).__name__})",
         "parameters": f"{count / 1e6:,.1f} million, of which {100 * trained:.3g}% are trained",
         "device": f"{where}, {trainer.precision}",
         "loss": f"{config.loss.name}, {config.optimizer.name}, "
         f"learning rate {config.schedule.learning_rate:g}",
-        "data": f"{counted(len(rows), 'row')}, {counted(rows.num_tokens, 'token')}",
+        "data": f"{counted(len(rows), 'row')}, {counted(rows.num_tokens, 'token')}{learned}",
         "steps": steps,
         "memory": "everything is kept for backward" if plan is None else summary(plan),
         **({"kept by layer": plan.bars()} if plan and (plan.recomputes or plan.uses_host) else {}),
@@ -208,7 +198,7 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
     }
 
 
-def end(result: FinetuneResult, device: torch.device) -> dict[str, str]:
+def end(result: FinetuneResult) -> dict[str, str]:
     """Return what a run has reached, by name, and the next command, for a terminal."""
     rows: dict[str, str] = {}
     key, name = result.shown
@@ -227,10 +217,12 @@ def end(result: FinetuneResult, device: torch.device) -> dict[str, str]:
     ):
         if found := [entry[each] for entry in result.metrics if each in entry]:
             rows[label] = text(statistics.median(found))
-    if device.type == "cuda":
-        rows["peak of memory"] = f"{torch.cuda.max_memory_reserved(device) / 2**30:.1f} GiB"
+    if torch.cuda.is_initialized():
+        peak = max(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count())))
+        rows["peak of memory"] = f"{peak / 2**30:.1f} GiB"
+    rows["steps"] = f"{result.steps:,}"
     if result.exported_step != result.steps:
-        rows["exported step"] = f"{result.exported_step} of {result.steps}, the best evaluation"
+        rows["steps"] += f"; exported is step {result.exported_step:,}, the best evaluation"
     rows["export"] = str(result.model_dir)
     for file in ("loss.png", "metrics.jsonl"):
         if (result.output_dir / file).exists():

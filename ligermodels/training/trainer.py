@@ -10,7 +10,6 @@ number. A checkpoint therefore holds only the weights and the optimizer's state.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ligermodels import float8
 from ligermodels.adapters import LoraLinear
@@ -34,6 +32,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard, splits_of
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.parallel.shard import clip_grad_norm_
+from ligermodels.progress import say, stage, track
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
@@ -298,7 +297,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         metrics: dict[str, Mean] = {}
         targets = 0
-        for each in mine:
+        for each in track(mine, "evaluating", len(mine)):
             check()
             batch = self._batch(self.eval_rows, *each)
             batches, found = self.objective.begin(self.call, [batch])
@@ -372,26 +371,17 @@ class Trainer:
         """
         with error_on_all_ranks():
             logged = run_dir.metrics.cut(self.done or -1) if rank() == 0 else []
-        key = self.objective.shown[0]
+        key, output = self.objective.shown[0], self.config.output
         self._evaluated = from_rank_0({e["step"]: e[key] for e in logged if key in e})
         self._prune(checkpoints)
-        # In a log file each update of the bar is a new line, so the bar updates less often.
-        interval = 0.1 if sys.stderr.isatty() else 10.0
-        with tqdm(
-            total=self.total_steps,
-            initial=self.done,
-            unit="step",
-            disable=not progress,
-            mininterval=interval,
-            dynamic_ncols=True,
-        ) as bar:
+        with stage("training", self.total_steps, done=self.done, shows=progress) as advance:
             while True:
                 # A run that was interrupted before or in an evaluation has not logged it.
                 if self._is_due(self.eval_steps) and self.done not in self._evaluated:
-                    self._evaluate(run_dir, bar, check, sample)
-                keeps = self.config.output.keep_best and self.done == self.best
+                    self._evaluate(run_dir, check, sample)
+                keeps = output.keep_best and self.done == self.best
                 at_end = self._is_at_end()
-                if keeps or self._is_due(self.config.output.save_steps):
+                if keeps or self._is_due(output.save_steps):
                     if self.save(run_dir, checkpoints):
                         after_save(self.done)
                 if at_end:
@@ -403,11 +393,9 @@ class Trainer:
                 self.done += 1
                 seconds = time.perf_counter() - started
                 self._waiting.append({"step": self.done, **made, "seconds": seconds})
-                output = self.config.output
-                if any(
-                    map(self._is_due, (self.eval_steps, output.save_steps, output.logging_steps))
-                ):
-                    self._log(run_dir, started, bar)
+                often = self.eval_steps, output.save_steps, output.logging_steps
+                if any(map(self._is_due, often)):
+                    self._log(run_dir, started, advance)
                 self._between_steps = True
 
     def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> bool:
@@ -419,7 +407,7 @@ class Trainer:
             return False
         reshard(self.model)  # an evaluation that was broken off has left gathered weights
         if self._waiting:
-            self._log(run_dir, time.perf_counter(), None)
+            self._log(run_dir, time.perf_counter())
         if self.done == self._saved:
             return False
         with error_on_all_ranks(SaveError):
@@ -437,7 +425,6 @@ class Trainer:
     def _evaluate(
         self,
         run_dir: RunDir,
-        bar: tqdm[Any],
         check: Callable[[], None],
         sample: Callable[[int], Metrics],
     ) -> None:
@@ -445,30 +432,20 @@ class Trainer:
             if found := sample(self.done):
                 run_dir.log({"step": self.done, **found})
             return
-        number, size = 0, self.objective.batch_size * num_row_ranks()
-        most = self.config.data.max_eval_rows or len(self.eval_rows)
-        count = math.ceil(min(len(self.eval_rows), most) / size)
-
-        def each() -> None:
-            nonlocal number
-            number += 1
-            bar.set_description(f"evaluating {number}/{count}", refresh=sys.stderr.isatty())
-            check()
-
-        found = self.evaluate(each)
-        bar.set_description(refresh=False)
+        found = self.evaluate(check)
         key, name = self.objective.shown
         if odd := next((k for k in found if not math.isfinite(found[k])), None):
             label = "held-out loss" if odd == "eval_loss" else odd
             raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
         self._evaluated[self.done] = found[key]
         run_dir.log({"step": self.done, **found, **sample(self.done)})
-        if not bar.disable:
-            loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
-            shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
-            bar.write(f"step {self.done}: {loss}{name} {shown}", file=sys.stderr)
+        loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
+        shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
+        say(f"step {self.done}: {loss}{name} {shown}")
 
-    def _log(self, run_dir: RunDir, started: float, bar: tqdm[Any] | None) -> None:
+    def _log(
+        self, run_dir: RunDir, started: float, advance: Callable[[int, str], None] | None = None
+    ) -> None:
         """Read the losses of the waiting steps from the device, and log the steps.
 
         Reading waits for the device. The last step began at `started`, and its time includes that
@@ -494,14 +471,10 @@ class Trainer:
                     f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
                 )
             run_dir.log(entry)
-        if bar is None:
-            return
-        shown = {"loss": f"{entries[-1]['loss']:.4f}"}
-        shown["tokens/s"] = f"{speed['tokens_per_second']:,.0f}"
-        if "mfu" in speed:
-            shown["MFU"] = f"{speed['mfu']:.1%}"
-        bar.set_postfix(shown, refresh=False)
-        bar.update(len(entries))
+        if advance is not None:
+            mfu = f"  MFU {speed['mfu']:.1%}" if "mfu" in speed else ""
+            shown = f"loss {entries[-1]['loss']:.4f}  {speed['tokens_per_second']:,.0f} tokens/s"
+            advance(len(entries), shown + mfu)
 
 
 def _values(metrics: dict[str, Mean]) -> dict[str, Tensor]:

@@ -104,6 +104,9 @@ def test_prompts_are_continued_greedily(checkpoint, tmp_path):
     asked = OutputOptions(sample_prompts=["hi"], sample_chat=True)
     chat = Sampler(asked, tokenizer, RunDir(tmp_path))
     assert tokenizer.decode(chat.prompts["hi"]) == "<|user|>hi<|assistant|>"
+    asked.sample_system = "be brief"
+    told = Sampler(asked, tokenizer, RunDir(tmp_path)).prompts["hi"]
+    assert tokenizer.decode(told) == "<|system|>be brief<|user|>hi<|assistant|>"
 
 
 def test_samples_do_not_change_a_run_and_go_on_with_it(checkpoint, text, tmp_path):
