@@ -95,10 +95,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
     files = [make_text(tmp_path / "a.txt", 3000), tmp_path / "b.jsonl"]
     files[1].write_text('{"prompt": "ab", "completion": "cd"}\n' * 5)
     for separator in ("", None):
-        found = [
-            stored_documents(files, tokenizer, data_library, separator, progress=False)
-            for _ in range(2)
-        ]
+        found = [stored_documents(files, tokenizer, data_library, separator) for _ in range(2)]
         wanted = read_documents(files, tokenizer, separator=separator)
         for stored in found:
             assert len(stored) == len(wanted)
@@ -108,7 +105,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": \n')
     with pytest.raises(DataError, match=r"bad\.jsonl:1: this is not JSON"):
-        stored_documents([bad], tokenizer, data_library, None, progress=False)
+        stored_documents([bad], tokenizer, data_library, None)
 
 
 def test_a_streamed_run_equals_one_in_memory(tmp_path, cache):
