@@ -41,6 +41,7 @@ EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
     ("models/hf_model.py", "parallel"): "the layout of a model that PyTorch's fully_shard divided",
     ("models/auto.py", "adapters"): "AutoLiger.from_hf on the folder of an adapter",
+    ("training/data.py", "integrations"): "data sets and tables, by the library datasets",
     ("training/reports.py", "integrations"): "loggers by name, tasks of lm-eval",
 }
 # Files that compute the names of the modules they import: those in a folder, or what a user names.

@@ -14,7 +14,7 @@ import sys
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from ligermodels.cli.options import LoadingOptions, data_library
+from ligermodels.cli.options import LoadingOptions
 from ligermodels.errors import LigerError
 from ligermodels.training.options import option
 
@@ -70,7 +70,7 @@ def run(given: Arguments) -> None:
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
-    paths = local_files(given.files, data_library, progress=sys.stderr.isatty())
+    paths = local_files(given.files, progress=sys.stderr.isatty())
     evaluate_tasks = _lm_eval() if given.tasks else None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)

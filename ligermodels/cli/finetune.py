@@ -19,7 +19,7 @@ from typing import Any
 
 from ligermodels.cli import console, launch
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import CommonOptions, data_library, import_modules, parse
+from ligermodels.cli.options import CommonOptions, import_modules, parse
 from ligermodels.errors import LigerError
 from ligermodels.training.config import (
     FinetuneConfig,
@@ -148,7 +148,6 @@ def run(given: Arguments) -> None:
                 config,
                 progress=not given.command.quiet,
                 modules=given.command.modules or (),
-                data_library=data_library,
                 show=None if given.command.quiet else partial(console.show, "fine-tuning"),
             )
     except Interrupted as stop:

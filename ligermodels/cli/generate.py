@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.interrupts import raise_on_interrupt
-from ligermodels.cli.options import LoadingOptions, data_library
+from ligermodels.cli.options import LoadingOptions
 from ligermodels.errors import LigerError, counted
 from ligermodels.training.options import option
 
@@ -97,7 +97,7 @@ def run(given: Arguments) -> None:
             prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise LigerError(f"generate: the text on stdin is not UTF-8: {error}") from None
-    files = local_files([given.input] if given.input else [], data_library)
+    files = local_files([given.input] if given.input else [])
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))

@@ -157,13 +157,6 @@ def complain(command: str, message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def data_library() -> Any:
-    """Import what reads data sets, tables and data larger than memory."""
-    from ligermodels.integrations import hub_data
-
-    return hub_data
-
-
 def import_modules(names: Sequence[str] | None) -> None:
     """Import modules by name, from the current folder too, or .py files by path.
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ require("datasets")
 import datasets
 import numpy as np
 from huggingface_hub import constants
+from pyarrow import csv, parquet
 
 from ligermodels.converters.save_dir import sync_file
 from ligermodels.errors import DataError, LigerError, first_line
@@ -56,22 +55,15 @@ def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
     Raises:
         DataError: the file cannot be read, or its rows cannot be written.
     """
-    # The library takes a name for a pattern, and knows a file again by its time and size. So it
-    # gets a plain name, and a cache that is new.
-    with tempfile.TemporaryDirectory() as folder, _bars(progress):
-        plain = Path(folder) / f"table{file.suffix.lower()}"
+    with _bars(progress):
+        path = _path(file.stem, file_hash(file)[:16])
+        if path.is_file():
+            return path
+        read = csv.read_csv if file.suffix.lower() == ".csv" else parquet.read_table
         try:
-            shutil.copyfile(file, plain)
-            path = _path(file.stem, file_hash(plain)[:16])
-            if path.is_file():
-                return path
-            kind = plain.suffix.lstrip(".")
-            found = datasets.load_dataset(
-                kind, data_files=str(plain), split="train", cache_dir=str(Path(folder) / "cache")
-            )
+            found = datasets.Dataset(read(str(file)))
         except Exception as error:
-            why = first_line(error.__cause__ or error)
-            raise DataError(f"{file}: the file cannot be read: {why}") from error
+            raise DataError(f"{file}: the file cannot be read: {first_line(error)}") from error
         return _written(found, path)
 
 

@@ -14,8 +14,7 @@ text is then a string, or a list of messages, which the chat template formats:
     {"prompt", "completion", "label"}   a completion that is desirable (true) or not
     {"prompt", ...}                     a prompt; a reward function is given the other keys
 
-Any file may also be a table or a data set of the hub, which the library `datasets` reads. That is
-handed to `finetune`, because this package does not need it.
+Any file may also be a table or a data set of the hub, which the library `datasets` reads.
 
 `packing` packs the documents into rows. Both modules depend only on the files, the tokenizer and a
 seed. A run that was killed therefore finds the same rows in the same order when it resumes.
@@ -65,8 +64,6 @@ Record = dict[str, Any]
 Text = Any  # a string, or a list of messages
 # Key of a record, such as "prompt" -> the name that the data have for it.
 Columns = Mapping[str, str]
-# Returns `ligermodels.integrations.hub_data`, which it imports when that is needed.
-Library = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -542,12 +539,10 @@ def _dataset(name: str) -> tuple[str, str | None, str] | None:
     return match[1], match[2], match[3] or "train"
 
 
-def local_files(
-    names: Sequence[str], library: Library | None = None, *, progress: bool = True
-) -> list[Path]:
+def local_files(names: Sequence[str], *, progress: bool = True) -> list[Path]:
     """Return the files with the data: those of these names, or copies of data sets and tables.
 
-    Args: library: imports what reads data sets and tables; progress: whether it may show bars.
+    Args: progress: whether the library may show bars.
     Raises:
         DataError: a file is missing or not supported, a data set cannot be loaded, or the library
             `datasets` is needed and not installed.
@@ -555,9 +550,9 @@ def local_files(
     found: list[str | Path] = []
     for name in names:
         if dataset := _dataset(name):
-            found.append(opened(library, name).jsonl_of(*dataset, progress=progress))
+            found.append(_hub_data(name).jsonl_of(*dataset, progress=progress))
         elif Path(name).suffix.lower() in _TABLES and os.path.isfile(name):
-            found.append(opened(library, name).jsonl_of_table(Path(name), progress=progress))
+            found.append(_hub_data(name).jsonl_of_table(Path(name), progress=progress))
         else:
             found.append(name)
     return check_files(found)
@@ -566,7 +561,6 @@ def local_files(
 def stored_documents(
     files: Sequence[Path],
     tokenizer: Tokenizer,
-    library: Library | None,
     separator: str | None,
     columns: Columns | None = None,
 ) -> Sequence[Document]:
@@ -588,7 +582,7 @@ def stored_documents(
         "code": [file_hash(file) for file in (Path(__file__).parent / "data.py", *code)],
         "versions": [version(name) for name in ("jinja2", "sentencepiece", "tokenizers")],
     }
-    found = opened(library, "stream").stored_documents(
+    found = _hub_data("stream").stored_documents(
         lambda: all_documents(files, tokenizer, separator, columns),
         fingerprint(facts),
     )
@@ -596,20 +590,16 @@ def stored_documents(
     return found
 
 
-def opened(library: Library | None, what: str) -> Any:
-    """Return the library that reads data sets, or raise DataError that names what needs it."""
-    if library is None:
-        raise DataError(
-            f"{what}: this needs the library datasets; in Python, give finetune a data_library "
-            "that imports ligermodels.integrations.hub_data"
-        )
+def _hub_data(what: str) -> Any:
+    """Import what reads data sets, or raise DataError that names what needs it."""
     try:
-        return library()
+        from ligermodels.integrations import hub_data
     except ImportError as error:
         raise DataError(
             f"{what}: this needs the library datasets, but {error.name} is not installed: "
             "pip install 'ligermodels[data]'; or give text or .jsonl files"
         ) from None
+    return hub_data
 
 
 def read_pairs(

@@ -45,7 +45,7 @@ from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training import processes, reports
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig, config_text
-from ligermodels.training.data import Library, local_files, stored_documents
+from ligermodels.training.data import local_files, stored_documents
 from ligermodels.training.model import (
     check_same,
     file_hashes,
@@ -76,7 +76,6 @@ def finetune(
     *,
     progress: bool = True,
     modules: Sequence[str] = (),
-    data_library: Library | None = None,
     show: Callable[[dict[str, str]], None] | None = None,
 ) -> FinetuneResult:
     """Train, evaluate and export as `config` says.
@@ -85,9 +84,8 @@ def finetune(
     and `resume=True` continues it. SIGINT and SIGTERM save a checkpoint first, if the caller has no
     handlers of its own. On a CPU in float32, the resumed run gives the same weights bit for bit.
     `modules` are those that the command line has imported: run.yaml names them, and so does the
-    command in the message of an interrupted run. `data_library` imports what reads data sets,
-    tables and data larger than memory, such as `lambda: ligermodels.integrations.hub_data`.
-    Before the first step, `show` gets what the run will do: texts by name.
+    command in the message of an interrupted run. Before the first step, `show` gets what the run
+    will do: texts by name.
 
     Raises:
         DataError: a file is missing, unreadable or empty; the message names file and line.
@@ -105,7 +103,7 @@ def finetune(
     ):
         shows = show if rank() == 0 else None
         bar = progress and rank() == 0
-        run = Run(config, device, bar, interrupts, modules, data_library, shows)
+        run = Run(config, device, bar, interrupts, modules, shows)
         # fork_rng restores the random generators of the caller.
         gpus = [device] if device.type == "cuda" else []
         try:
@@ -162,7 +160,6 @@ class Run:
     progress: bool
     interrupts: Interrupts
     modules: Sequence[str]
-    library: Library | None
     show: Callable[[dict[str, str]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -189,7 +186,7 @@ class Run:
         with error_on_all_ranks():
             self._check_options()
             self.train_files, self.eval_files = (
-                local_files(names or [], self.library, progress=self.progress)
+                local_files(names or [], progress=self.progress)
                 for names in (config.data.train_files, config.data.eval_files)
             )
             models = str(config.model.path), getattr(config.loss, "teacher", None)
@@ -348,7 +345,7 @@ class Run:
             if not options.stream:
                 return objective.read(files, tokenizer)
             return stored_documents(
-                files, tokenizer, self.library, options.separator, options.names
+                files, tokenizer, options.separator, options.names
             )
 
         # Files with weights are sources of their own, whose rows are mixed.

@@ -7,7 +7,7 @@ are compared with those that the loss is computed from.
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,14 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
-from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.generation.generation_config import resolve_eos_token_ids
-from ligermodels.generation.prefill import read_prompts as prefill
-from ligermodels.generation.sampling import Sampler, Sampling
-from ligermodels.kernels.dispatch import without_autocast
 from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.layers.kv_cache import KVCache
 from ligermodels.losses import (
     LossOutput,
     Mean,
@@ -39,7 +34,7 @@ from ligermodels.losses import (
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard, whole_tensor
-from ligermodels.parallel.ranks import error_on_all_ranks, gathered, rank
+from ligermodels.parallel.ranks import error_on_all_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Document, Group, read_prompts
 from ligermodels.training.losses import GRPO
@@ -62,50 +57,6 @@ class Sample(NamedTuple):
     document: Document
     ended: bool
     log_probs: Tensor
-
-
-class SampledModel(nn.Module):
-    """A model before whose step completions are sampled: what a step runs, for the memory plan.
-
-    Sampling takes the most bytes when the cache has its whole length, and prompts are read or a
-    step is computed. For a step with several batches, the plan also counts the gradients, which do
-    not exist yet.
-
-    Args:
-        sampler: the model that samples, by default the same one.
-        longest: the tokens of the longest prompt.
-        new: how many are sampled at most.
-        rows, num_samples: the completions that are sampled together, and those of them that have
-            the same prompt.
-    """
-
-    def __init__(
-        self,
-        model: DecoderModel,
-        longest: int,
-        new: int,
-        rows: int,
-        num_samples: int,
-        sampler: DecoderModel | None = None,
-    ) -> None:
-        super().__init__()
-        self.model, self.sampler, self.longest, self.new = model, sampler or model, longest, new
-        self.rows, self.num_samples = rows, num_samples
-
-    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
-        """Sample with a cache for the completions; then return the head's output."""
-        prompt = input_ids[0, : self.longest]
-        with torch.no_grad(), without_autocast(prompt):
-            self._generate(prompt)
-        return self.model(input_ids, **inputs)
-
-    def _generate(self, prompt: Tensor) -> None:
-        model, places = self.sampler, range(0, self.rows, self.num_samples)
-        cache = KVCache.of(model, self.rows, len(prompt) + self.new - 1)
-        prefill(model, cache, places, [prompt] * len(places))
-        rule, vocab_size = Sampling(True, temperature=0.5, stops=[0]), model.config.vocab_size
-        sampler = Sampler(rule, self.rows, vocab_size, prompt.device, with_log_probs=True)
-        StepDecoder(model, cache, sampler, captures=False).run()
 
 
 class GRPOObjective(Objective):
@@ -149,22 +100,16 @@ class GRPOObjective(Objective):
             device = model.rotary_emb.inv_freq.device
             copied = type(model).from_hf(str(model.source.folder), dtype=dtype, device=device)
             self.sampler = copied.requires_grad_(False).eval()
+        held = 0 if self.sampler is model else bytes_here(self.sampler)
         if not self.options.beta:
-            return 0
+            return held
         adapter = self.config.adapter
         alone = adapter.lora_r is not None and not adapter.modules_to_save
         usual = "adapters-off" if alone else "bfloat16"
         self.reference_model = reference_copy(
             model, self.options.reference or usual, self.config.model.precision
         )
-        return bytes_here(self.reference_model)
-
-    def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
-        """Return the model, which samples before a step."""
-        longest = max(each.width for each in rows)
-        new, count = self.options.max_completion_length, self.options.num_generations
-        together = self.generation_batch_size
-        return SampledModel(self.model, longest, new, together, count, self.sampler)
+        return held + bytes_here(self.reference_model)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -206,7 +151,6 @@ class GRPOObjective(Objective):
         with error_on_all_ranks():
             documents = [sample.document for sample in samples[:counted]]
             rewards = self._rewards(groups[:counted], documents)
-        self._check_rewarded(groups, rewards)
         advantages = torch.zeros(len(groups))
         if counted:
             advantages[:counted] = group_advantages(rewards, count)
@@ -309,14 +253,10 @@ class GRPOObjective(Objective):
         return samples
 
     def _rewards(self, groups: list[Group], documents: list[Document]) -> Tensor:
-        """Return the reward of each completion: (completions) float64, NaN for None.
-
-        What the function does to its arguments, to the random state and to the gradient mode does
-        not reach the run.
-        """
+        """Return the reward of each completion: (completions) float64, NaN for None."""
         if not groups:  # This rank has no prompts. It only takes part in the sampling.
             return torch.zeros(0, dtype=torch.float64)
-        records = [copy.deepcopy(group.record) for group in groups]
+        records = [group.record for group in groups]
         prompts = [record["prompt"] for record in records]
         ids = [document.ids[document.loss_mask].tolist() for document in documents]
         texts: list[Any] = [self.tokenizer.decode(each) for each in ids]
@@ -325,44 +265,20 @@ class GRPOObjective(Objective):
                 texts[i] = [{"role": "assistant", "content": texts[i]}]
         columns = {name: [record.get(name) for record in records] for name in self.columns}
         where = f"reward function {self.options.reward_function}"
-        device = self.model.rotary_emb.inv_freq.device
-        gpus = [device] if device.type == "cuda" else []
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=gpus):
-                made = self.reward(
-                    prompts=prompts, completions=texts, completion_ids=ids, **columns
-                )
-            made = list(made)
+            made = self.reward(prompts=prompts, completions=texts, completion_ids=ids, **columns)
             rewards = [float("nan") if each is None else float(each) for each in made]
         except (Exception, SystemExit) as error:  # the function is the user's own
             raise LigerError(f"{where}: {type(error).__name__}: {first_line(error)}") from error
         if len(rewards) != len(groups):
             raise LigerError(f"{where}: it returned {len(rewards)} rewards for {len(groups)} texts")
-        largest = torch.finfo(torch.float32).max
         for group, each, reward in zip(groups, made, rewards):
-            if each is not None and not abs(reward) <= largest:
+            if each is not None and not math.isfinite(reward):
                 raise LigerError(
                     f"{where}: the reward of a completion of {short_repr(group.record['prompt'])} "
-                    f"is {reward}; return a finite number that float32 holds, or None for a "
-                    "completion without a reward"
+                    f"is {reward}; return a finite number, or None for none"
                 )
         return torch.tensor(rewards, dtype=torch.float64)
-
-    def _check_rewarded(self, groups: list[Group], rewards: Tensor) -> None:
-        """Raise LigerError on all ranks if no completion of any of them has a reward.
-
-        A step that learns from the completions of one rank is a step for all.
-        """
-        counts = gathered((len(rewards), int(rewards.isfinite().sum())))
-        if any(scored for _, scored in counts) or not any(number for number, _ in counts):
-            return
-        with error_on_all_ranks():
-            raise LigerError(
-                f"reward function {self.options.reward_function}: no completion of this step has a "
-                f"reward, of {short_repr(groups[0].record['prompt'])} and the other prompts; "
-                "return a number for some, or give a step more prompts "
-                "(--gradient-accumulation-steps)"
-            )
 
     def _metrics(self, rewards: Tensor, samples: list[Sample]) -> dict[str, Mean]:
         scored = ~rewards.isnan()

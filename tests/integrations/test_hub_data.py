@@ -8,7 +8,6 @@ import os
 import numpy as np
 import pytest
 
-from ligermodels.cli.options import data_library
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import local_files, read_documents, stored_documents
@@ -37,12 +36,12 @@ def test_tables_are_read(tmp_path, cache):
     table.to_parquet(tmp_path / "a.parquet")
     table.to_csv(tmp_path / "a.csv")
     for name in ("a.parquet", "a.csv"):
-        (file,) = local_files([str(tmp_path / name)], data_library)
+        (file,) = local_files([str(tmp_path / name)])
         assert rows(file) == ROWS and file.is_relative_to(cache)
-        assert local_files([str(tmp_path / name)], data_library) == [file]
+        assert local_files([str(tmp_path / name)]) == [file]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"bad\.parquet: the file cannot be read"):
-        local_files([str(tmp_path / "bad.parquet")], data_library)
+        local_files([str(tmp_path / "bad.parquet")])
 
 
 def test_a_copy_is_made_again_where_the_table_changed(tmp_path, cache):
@@ -51,7 +50,7 @@ def test_a_copy_is_made_again_where_the_table_changed(tmp_path, cache):
     for word in ("first", "again"):
         table.write_text(f"text\n{word}\n")
         os.utime(table, ns=(10**18, 10**18))
-        (file,) = local_files([str(table)], data_library)
+        (file,) = local_files([str(table)])
         assert rows(file) == [{"text": word}]
 
 
@@ -59,7 +58,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, cache):
     cache.write_text("no folder")
     (tmp_path / "a.csv").write_text("text\nfirst\n")
     with pytest.raises(DataError, match="the file cannot be written"):
-        local_files([str(tmp_path / "a.csv")], data_library)
+        local_files([str(tmp_path / "a.csv")])
 
 
 def test_a_run_learns_from_a_data_set_of_the_hub(tmp_path, cache, monkeypatch):
@@ -73,13 +72,13 @@ def test_a_run_learns_from_a_data_set_of_the_hub(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="no/such: the data set cannot be loaded: the hub cannot"):
-        local_files(["no/such"], data_library)
+        local_files(["no/such"])
     checkpoint = make_checkpoint(tmp_path / "tiny")
     given = {"max_steps": 2, "eval_files": ["some/data:test"]}
 
     def tune(**more):
         config = options(checkpoint, "some/data:main:train[:5]", tmp_path / "run", **given, **more)
-        return finetune(config, progress=False, data_library=data_library)
+        return finetune(config, progress=False)
 
     done = tune()
     assert {("some/data", "main", "train[:5]"), ("some/data", None, "test")} <= {*asked}
@@ -95,7 +94,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
     files = [make_text(tmp_path / "a.txt", 3000), tmp_path / "b.jsonl"]
     files[1].write_text('{"prompt": "ab", "completion": "cd"}\n' * 5)
     for separator in ("", None):
-        found = [stored_documents(files, tokenizer, data_library, separator) for _ in range(2)]
+        found = [stored_documents(files, tokenizer, separator) for _ in range(2)]
         wanted = read_documents(files, tokenizer, separator=separator)
         for stored in found:
             assert len(stored) == len(wanted)
@@ -105,7 +104,7 @@ def test_stored_documents_are_those_in_memory(tmp_path, cache):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": \n')
     with pytest.raises(DataError, match=r"bad\.jsonl:1: this is not JSON"):
-        stored_documents([bad], tokenizer, data_library, None)
+        stored_documents([bad], tokenizer, None)
 
 
 def test_a_streamed_run_equals_one_in_memory(tmp_path, cache):
@@ -113,8 +112,6 @@ def test_a_streamed_run_equals_one_in_memory(tmp_path, cache):
     losses = []
     for stream in (False, True):
         config = options(checkpoint, [text, text], tmp_path / str(stream), stream=stream)
-        made = finetune(config, progress=False, data_library=data_library)
+        made = finetune(config, progress=False)
         losses.append([entry.get("loss") for entry in made.metrics])
     assert losses[0] == losses[1]
-    with pytest.raises(DataError, match="stream: this needs the library datasets"):
-        finetune(options(checkpoint, text, tmp_path / "none", stream=True), progress=False)

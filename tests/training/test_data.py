@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ligermodels.cli.options import data_library
 from ligermodels.errors import DataError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import (
@@ -502,4 +501,4 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "ligermodels.integrations.hub_data", raising=False)
     monkeypatch.delattr("ligermodels.integrations.hub_data", raising=False)
     with pytest.raises(DataError, match=r"no/such: this needs the library datasets.*pip install"):
-        local_files(["no/such"], data_library)
+        local_files(["no/such"])

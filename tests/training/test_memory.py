@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import release_memory
 from ligermodels import ConfigError, LigerLlama, shard
-from ligermodels.generation import generate_many
 from ligermodels.heads.medusa import MedusaHeads, MedusaModel
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.rates import gpu_bytes
 from ligermodels.memory.simulate import simulate
 from ligermodels.training.distillation import TaughtModel, TeacherModel
-from ligermodels.training.grpo import SampledModel
 from ligermodels.training.model import outlook, planner, summary, weight_dtype
 from tests.memory.step_bytes import error_of_prediction
 from tests.training.tiny_run import tiny_config
@@ -74,35 +70,8 @@ def taught(model: LigerLlama, layers: int = 2) -> nn.Module:
     return TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=0.5))
 
 
-class Sampling(nn.Module):
-    """A model that samples before its forward what `SampledModel` counts: one token of each row."""
-
-    def __init__(self, counted: SampledModel) -> None:
-        super().__init__()
-        self.counted, self.model = counted, counted.model
-
-    def forward(self, ids: torch.Tensor, **inputs: Any) -> Any:
-        counted, model = self.counted, self.counted.sampler
-        prompts = [ids[0, : counted.longest]] * (counted.rows // counted.num_samples)
-        options = {"do_sample": True, "temperature": 0.5, "return_log_probs": True}
-        options |= {"eos_token_id": [*range(model.config.vocab_size)]}
-        rows = {"max_batch": counted.rows, "num_samples": counted.num_samples}
-        for _ in generate_many(model, prompts, counted.new, **rows, **options):
-            pass
-        return self.model(ids, **inputs)
-
-
-def run_of(step: nn.Module) -> nn.Module:
-    """Return what a run does where the plan counts `step`."""
-    return Sampling(step) if isinstance(step, SampledModel) else step
-
-
 STEPS = {
     "teacher": taught,
-    "sampling": lambda model: SampledModel(model, 8, 4000, 6, 3),
-    "sampling with a copy": lambda model: SampledModel(
-        model, 8, 4000, 6, 3, LigerLlama(tiny_config())
-    ),
     "heads": lambda model: MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False),
 }
 
@@ -111,7 +80,7 @@ STEPS = {
 @pytest.mark.parametrize("policy", ["all", "input"])
 @pytest.mark.parametrize("name", STEPS)
 def test_what_else_a_step_runs_counts(name: str, policy: str) -> None:
-    """A teacher's forward and the divergence, the cache of sampled rows, and Medusa's heads."""
+    """A teacher's forward and the divergence, and Medusa's heads."""
     torch.manual_seed(0)
     model = LigerLlama(tiny_config())
     step_module = STEPS[name](model)
@@ -119,10 +88,11 @@ def test_what_else_a_step_runs_counts(name: str, policy: str) -> None:
     others = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
     for x in (*model.parameters(), *model.buffers()):
         others.pop(id(x))
-    wrapped = run_of(step_module)
-    error = error_of_prediction(model, 24, wrapped=wrapped, held=others, step_module=step_module)
+    error = error_of_prediction(
+        model, 24, wrapped=step_module, held=others, step_module=step_module
+    )
     assert abs(error) < 0.002
-    alone = error_of_prediction(model, 24, wrapped=wrapped, held=others)
+    alone = error_of_prediction(model, 24, wrapped=step_module, held=others)
     assert alone < -0.1
 
 
@@ -139,15 +109,12 @@ def test_what_else_a_step_runs_counts_on_a_gpu(name: str) -> None:
     if name == "teacher":
         teacher = LigerLlama(config).to(device, torch.bfloat16)
         step = TaughtModel(model, TeacherModel(teacher, beta=0.5, temperature=1.0, share=1.0))
-    elif name.startswith("sampling"):
-        other = LigerLlama(config).to(device, torch.bfloat16) if "copy" in name else None
-        step = SampledModel(model, 512, 100_000, 16, 4, other)
     else:
         step = MedusaModel(model, MedusaHeads(model.head, 2), freeze_body=False)
     ids = torch.randint(32000, (4, 2048), device=device)
 
     def run() -> None:
-        run_of(step)(ids, labels=ids).loss.backward()
+        step(ids, labels=ids).loss.backward()
 
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
@@ -163,22 +130,21 @@ def test_what_else_a_step_runs_counts_beside_shards() -> None:
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        for make in (STEPS["teacher"], STEPS["sampling with a copy"]):
-            model = LigerLlama(tiny_config(tie_word_embeddings=False))
-            shard(model, init_device_mesh("cpu", (4,)))
-            step_module = make(model)
-            ours = {id(x) for x in (*model.parameters(), *model.buffers())}
-            held = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
-            held = {key: x for key, x in held.items() if key not in ours}
-            error = error_of_prediction(
-                model, 24, wrapped=run_of(step_module), held=held, step_module=step_module
-            )
-            assert abs(error) < 0.002
+        model = LigerLlama(tiny_config(tie_word_embeddings=False))
+        shard(model, init_device_mesh("cpu", (4,)))
+        step_module = taught(model)
+        ours = {id(x) for x in (*model.parameters(), *model.buffers())}
+        held = {id(x): x for x in (*step_module.parameters(), *step_module.buffers())}
+        held = {key: x for key, x in held.items() if key not in ours}
+        error = error_of_prediction(
+            model, 24, wrapped=step_module, held=held, step_module=step_module
+        )
+        assert abs(error) < 0.002
     finally:
         dist.destroy_process_group()
 
 
-def test_the_bytes_of_a_teacher_and_of_samples_decide_what_fits() -> None:
+def test_the_bytes_of_a_teacher_decide_what_fits() -> None:
     pytest.importorskip("triton")
     given = model("bf16")
 
@@ -189,6 +155,3 @@ def test_the_bytes_of_a_teacher_and_of_samples_decide_what_fits() -> None:
     with torch.device("meta"):
         beside = taught(given, layers=8)
     assert least(beside) > least() + sum(x.nbytes for x in beside.teacher.parameters())
-    # The cache of two rows: keys and values of 2 layers, 2 heads, 16 numbers of 2 bytes.
-    cache = 2 * 2 * 2 * 2 * 16 * 2 * (64 + 2**19)
-    assert least(SampledModel(given, 64, 2**19, 2, 1)) > cache > 2 * least()
