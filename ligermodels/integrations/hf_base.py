@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,45 +39,26 @@ _WITHOUT_EFFECT = {"cache_position", "return_dict", "logits_to_keep"}
 
 
 @contextmanager
-def layer_outputs(native: DecoderModel) -> Iterator[list[Tensor]]:
-    """Collect the hidden states between the layers of one forward pass, as transformers does."""
-    outputs: list[Tensor] = []
+def watched_layers(native: DecoderModel) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Collect the hidden states around the layers of one forward pass, and the routers' logits."""
+    states: list[Tensor] = []
+    logits: list[Tensor] = []
 
     def first(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        outputs.append(inputs[0])
+        states.append(inputs[0])
 
-    def following(layer: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        x, residual = output[:2]
-        outputs.append(x if residual is None else x + residual)
+    def following(layer: nn.Module, inputs: Any, output: tuple[Any, ...]) -> None:
+        x, residual, *others = output
+        states.append(x if residual is None else x + residual)
+        logits.extend(each.logits for each in others if isinstance(each, Routes))
 
     handles = [layer.register_forward_hook(following) for layer in native.layers]
     handles.append(native.layers[0].register_forward_pre_hook(first))
     try:
-        yield outputs
+        yield states, logits
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def first_layers(native: DecoderModel, count: int) -> Iterator[None]:
-    """Leave out the layers after the first `count`."""
-    skipped = [*native.layers][count:]
-    before = [vars(layer).get("forward") for layer in skipped]
-    for layer in skipped:
-        layer.forward = _skip
-    try:
-        yield
-    finally:
-        for layer, forward in zip(skipped, before):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
-
-
-def _skip(x: Tensor, residual: Tensor | None, context: Any) -> tuple[Tensor, Tensor | None]:
-    return x, residual
 
 
 def _is_seen_to_hide_nothing(mask: Tensor) -> bool:
@@ -88,22 +69,6 @@ def _is_seen_to_hide_nothing(mask: Tensor) -> bool:
     """
     looks = mask.is_cuda and type(mask) is Tensor and not torch.compiler.is_compiling()
     return looks and not torch.cuda.is_current_stream_capturing() and bool(mask.all())
-
-
-@contextmanager
-def router_logits(native: DecoderModel) -> Iterator[list[Tensor]]:
-    """Collect the logits of the routers in one forward pass."""
-    found: list[Tensor] = []
-
-    def following(layer: nn.Module, inputs: Any, output: tuple[Any, ...]) -> None:
-        found.extend(each.logits for each in output[2:] if isinstance(each, Routes))
-
-    handles = [layer.register_forward_hook(following) for layer in native.layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def native_inputs(
@@ -360,7 +325,7 @@ class LigerPreTrainedModel(PreTrainedModel):
             frame = frame.f_back  # a module around this one looks through its children
         caller = frame.f_globals.get("__name__", "")
         if caller.startswith("peft.") and caller != "peft.peft_model":
-            projections.split_for_peft(self, caller)
+            projections.split_for_peft(self)
         return super().named_modules(*args, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -482,28 +447,24 @@ class LigerModel(LigerPreTrainedModel):
         )
         if output_hidden_states is None:
             output_hidden_states = getattr(self.config, "output_hidden_states", False)
-        native = self.native
-        # An assistant that exits early (assistant_early_exit) lowers this number for its calls.
-        count = self.config.num_hidden_layers
-        early = count < native.built_from.num_hidden_layers
-        with (
-            first_layers(native, count) if early else nullcontext(),
-            layer_outputs(native) if output_hidden_states else nullcontext() as seen,
-            router_logits(native) if output_router_logits else nullcontext() as routed,
-        ):
-            hidden = native(**inputs)
-        if output_router_logits and not routed:
+        states: list[Tensor] = []
+        logits: list[Tensor] = []
+        if output_hidden_states or output_router_logits:
+            with watched_layers(self.native) as (states, logits):
+                hidden = self.native(**inputs)
+        else:
+            hidden = self.native(**inputs)
+        if output_router_logits and not logits:
             raise ValueError(
                 "output_router_logits=True: the model cannot honour this argument, because it has "
                 "no experts; leave it out"
             )
         # The last layer's output is normed.
-        states = None if seen is None else (*seen[:count], hidden)
         return MoeModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
-            hidden_states=states,
-            router_logits=tuple(routed) if routed else None,
+            hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
+            router_logits=tuple(logits) if output_router_logits else None,
         )
 
 

@@ -15,24 +15,7 @@ from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.models.base import DecoderModel
 
 
-class ResumesWithWords:
-    """The error of this package's trainers if a checkpoint's optimizer states do not fit."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        try:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        except ValueError as error:
-            if "parameter group" not in str(error):
-                raise
-            raise ConfigError(
-                f"{checkpoint}: its optimizer states are for another number of parameters than the "
-                "model has. If a model with HF's separate projections wrote them, such as one of "
-                "transformers, load this one with from_pretrained(..., split_projections=True); if "
-                "one with packed projections did, load it without"
-            ) from error
-
-
-class LigerTrainer(ResumesWithWords, Trainer):
+class LigerTrainer(Trainer):
     """`transformers.Trainer` that asks for no logits in an evaluation without metrics.
 
     Trainer itself asks for them in every evaluation, and then leaves them out. On a native model,
@@ -41,8 +24,7 @@ class LigerTrainer(ResumesWithWords, Trainer):
 
     Raises:
         ConfigError: the model is a native one, and the arguments smooth labels, add noise to the
-            embeddings (NEFTune), compute a loss of their own or ask for metrics; or a checkpoint to
-            resume from has optimizer states for other projections.
+            embeddings (NEFTune), compute a loss of their own or ask for metrics.
     """
 
     def __init__(self, model: Any = None, args: Any = None, **options: Any) -> None:

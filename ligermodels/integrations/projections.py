@@ -22,12 +22,6 @@ from ligermodels.layers.experts import STACKS, Experts
 from ligermodels.layers.fusion import is_plain
 from ligermodels.layers.gated_delta import GatedDeltaNet
 
-# Methods of PEFT that take the insides of transformers' models, and what stops them.
-REFUSED = {
-    "ADAPTION_PROMPT": "it calls the insides of transformers' attention",
-    "SHADOW": "it wraps blocks of transformers, whose outputs differ from native ones",
-}
-
 
 class Concatenated:
     """Stands where a packed projection was: the outputs of its parts, side by side.
@@ -218,17 +212,13 @@ def first_quantised(model: Any) -> str | None:
     return None
 
 
-def split_for_peft(model: Any, caller: str) -> None:
+def split_for_peft(model: Any) -> None:
     """Split the projections of a wrapper whose modules PEFT asks for, in order to adapt them.
 
-    Args: caller: the name of PEFT's module that asks.
     Raises:
-        ConfigError: the method is one of `REFUSED`, PEFT has repeated blocks with packed
-            projections, or what `split_projections` and `refuse_adapters` raise.
+        ConfigError: PEFT has repeated blocks with packed projections, or what `split_projections`
+            and `refuse_adapters` raise.
     """
-    for method in REFUSED:
-        if f".{method.lower()}." in caller:
-            _refuse_method(method)
     if model.base_model.layers is not model._native[0].layers and not _is_split(model):
         raise ConfigError(
             "layer_replication of PEFT has repeated blocks whose projections are packed; load the "
@@ -246,15 +236,12 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
 
     Args: configs: PEFT's configs by the names of the adapters.
     Raises:
-        ConfigError: a method is one of `REFUSED`, or a config names a packed projection, or
-            packed experts.
+        ConfigError: a config names a packed projection, or packed experts.
     """
-    from peft import PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
 
     paths = {module: path for path, module in model.named_modules()}
     for adapter, config in configs.items():
-        _refuse_method(PeftType(config.peft_type).name)
         targets = getattr(config, "target_modules", None)
         listed = [x for x in vars(config).values() if isinstance(x, list | set | tuple | dict)]
         named = tuple(f".{x.removesuffix('.weight')}" for x in chain(*listed) if isinstance(x, str))
@@ -288,14 +275,6 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
                     "no other program would find it; adapt the projections of attention only, or "
                     "experts with ligermodels.adapters.add_adapters or finetune --lora-targets"
                 )
-
-
-def _refuse_method(method: str) -> None:
-    if method in REFUSED:
-        raise ConfigError(
-            f"{method} of PEFT does not work on a native model: {REFUSED[method]}; use another "
-            "method, such as LoraConfig, or transformers' own model of this checkpoint"
-        )
 
 
 def _is_norm(module: nn.Module | None) -> bool:

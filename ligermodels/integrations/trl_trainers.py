@@ -28,7 +28,6 @@ from trl.trainer.utils import create_model_from_path
 from ligermodels.errors import ConfigError
 from ligermodels.integrations.hf_base import LigerPreTrainedModel
 from ligermodels.integrations.hf_model import LigerForCausalLM, LigerForSequenceClassification
-from ligermodels.integrations.hf_trainer import ResumesWithWords
 from ligermodels.integrations.projections import packed_afterwards
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.kernel_report import decoding_obstacle
@@ -63,7 +62,7 @@ def use_loss_head(model: nn.Module) -> bool:
     return True
 
 
-class _OnLossHead(ResumesWithWords):
+class _OnLossHead:
     """The methods that the trainers have in common; it comes before TRL's class."""
 
     _model_class: Any = LigerForCausalLM

@@ -344,9 +344,7 @@ class Run:
         def read(files: Sequence[Path]) -> Sequence[Any]:
             if not options.stream:
                 return objective.read(files, tokenizer)
-            return stored_documents(
-                files, tokenizer, options.separator, options.names
-            )
+            return stored_documents(files, tokenizer, options.separator, options.names)
 
         # Files with weights are sources of their own, whose rows are mixed.
         apart = [[file] for file in self.train_files]

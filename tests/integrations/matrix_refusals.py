@@ -14,8 +14,7 @@ from transformers import Trainer
 
 from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.integrations.peft_adapters import get_peft_model
-from ligermodels.integrations.projections import REFUSED
-from tests.integrations import test_peft_adapters, test_trl_trainers
+from tests.integrations import test_trl_trainers
 from tests.integrations.matrix_cells import NATIVE, SHELL, adapter, cut, tokens
 from tests.integrations.test_hf_trainer import examples, quiet, train
 from tests.integrations.test_trl_trainers import ANSWERS
@@ -159,17 +158,6 @@ REFUSALS = [
             "neftune_noise_alpha": liger_trainer({"neftune_noise_alpha": 5.0}),
             "label_smoothing_factor": liger_trainer({"label_smoothing_factor": 0.1}),
         }.items()
-    ),
-    *(
-        Refusal(
-            "PEFT",
-            f"`{method}`",
-            f"{method} of PEFT does not work on a native model: {why}",
-            lambda folder, place, method=method: get_peft_model(  # type: ignore[misc]
-                SHELL(folder), test_peft_adapters.REFUSED_CONFIGS[method]
-            ),
-        )
-        for method, why in REFUSED.items()
     ),
     Refusal(
         "PEFT",

@@ -143,7 +143,6 @@ def test_generation_with_an_assistant_and_from_embeddings(folders: dict[str, Pat
             [
                 model.generate(ids(1), assistant_model=assistant, **kept),
                 model.generate(ids(1), prompt_lookup_num_tokens=3, **kept),
-                model.generate(ids(1), assistant_early_exit=1, **kept),
                 model.generate(inputs_embeds=model.get_input_embeddings()(ids()), **kept),
                 model.generate(ids(1), use_cache=False, **kept),
             ]

@@ -16,7 +16,6 @@ from ligermodels.adapters import add_adapters
 from ligermodels.errors import ConfigError, SaveError
 from ligermodels.integrations.hf_model import LigerForCausalLM
 from ligermodels.integrations.peft_adapters import get_peft_model, load_peft_model
-from ligermodels.integrations.projections import REFUSED
 from tests.integrations.tiny import ids, theirs
 
 # The arguments with which a method works on a model of 48 features, beside its defaults.
@@ -41,19 +40,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 CALLS: dict[str, dict[str, Any]] = {
     name: {"task_ids": torch.tensor([0, 0])} for name in ("POLY", "MULTITASK_PROMPT_TUNING")
 }
+# They take the insides of transformers' models.
+WITHOUT_US = ("ADAPTION_PROMPT", "SHADOW")
 IN_THE_SUITE = {"LORA", "IA3", "LN_TUNING", "PREFIX_TUNING"}
 METHODS = [
     kind.name if kind.name in IN_THE_SUITE else pytest.param(kind.name, marks=pytest.mark.long)
     for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
-    if kind.name not in REFUSED
+    if kind.name not in WITHOUT_US
 ]
-# They leave a refused method no reason of its own to fail.
-REFUSED_CONFIGS = {
-    "ADAPTION_PROMPT": peft.AdaptionPromptConfig(
-        task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1
-    ),
-    "SHADOW": peft.ShadowConfig(task_type="CAUSAL_LM"),
-}
 
 
 def pair(folder: Path, config: Any, wrap: Any = get_peft_model, **options: Any) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from ligermodels.integrations.projections import REFUSED
 from tests import markdown
 
 PAGE = (markdown.ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
@@ -43,11 +42,6 @@ def test_every_example_is_listed() -> None:
     """The file `rows.py` is what the others share."""
     files = (markdown.ROOT / "examples" / "trainers").glob("*.py")
     assert {f"`{file.name}`" for file in files} - {"`rows.py`"} == {row[0] for row in rows("file")}
-
-
-def test_the_methods_that_do_not_work_are_listed() -> None:
-    listed = [row[:2] for row in rows("method")]
-    assert listed == [[f"`{name}`", why] for name, why in sorted(REFUSED.items())]
 
 
 def test_the_extras_have_the_versions_that_are_tested() -> None:
