@@ -8,18 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from ligermodels.converters.files import is_number
 from ligermodels.errors import CheckpointError, short_repr
 
-# Keys of the config that name modules; a conversion writes them anew from the tensors.
-NAMING = {
+# Keys of the config that are honoured, or mean nothing for the weights.
+_KNOWN = {
     *("target_modules", "modules_to_save", "exclude_modules", "rank_pattern", "alpha_pattern"),
-    *("layers_to_transform", "layers_pattern", "auto_mapping"),
-}
-# Keys that a converted adapter keeps, because they mean the same for it.
-KEPT = {
+    *("layers_to_transform", "layers_pattern", "auto_mapping", "target_parameters"),
     *("r", "lora_alpha", "lora_dropout", "peft_type", "task_type", "use_dora", "use_rslora"),
-    *("bias", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+    *("base_model_name_or_path", "revision", "peft_version", "inference_mode"),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
     *("init_lora_weights", "ensure_weight_tying"),
 }
@@ -43,10 +39,16 @@ def check_config(config: Mapping[str, Any]) -> None:
             "path_initial_model_for_weight_conversion)"
         )
     for key, value in config.items():
-        if key not in KEPT | NAMING and value:
-            raise CheckpointError(f"adapter: {key}={short_repr(value)} cannot be converted")
-    _check_numbers(config)
-    _check_names(config)
+        if key not in _KNOWN and value and (key, value) != ("bias", "none"):
+            raise CheckpointError(
+                f"adapter: {key}={short_repr(value)} cannot be converted; merge the adapter with "
+                "PEFT's merge_and_unload"
+            )
+    if config.get("target_modules") is None and not config.get("target_parameters"):
+        raise CheckpointError(
+            "adapter: target_modules is missing, so that it is unknown which modules the adapter "
+            "is for; write their names into adapter_config.json"
+        )
 
 
 def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
@@ -54,16 +56,14 @@ def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
 
     Args: linears: the name of each linear and embedding -> whether it is a linear of a layer.
     """
-    wanted = config["target_modules"]
+    wanted = config.get("target_modules") or ()
     wanted = wanted if isinstance(wanted, str) else frozenset(wanted)
     if isinstance(wanted, str) and wanted.lower() == _ALL_LINEAR:
         found = {name for name, in_layer in linears.items() if in_layer}
     elif isinstance(wanted, str):
         found = {name for name in linears if re.fullmatch(wanted, name)}
     else:
-        found = {
-            n for n in linears if n in wanted or (has_end(n, wanted) and _in_layers(config, n))
-        }
+        found = {name for name in linears if has_end(name, wanted)}
     excluded = config.get("exclude_modules") or []
     if isinstance(excluded, str):
         found = {name for name in found if not re.fullmatch(excluded, name)}
@@ -95,75 +95,6 @@ def scaling_of(config: Mapping[str, Any], module: str) -> float:
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-def _check_numbers(config: Mapping[str, Any]) -> None:
-    """Raise unless the ranks and alphas of a config can be computed with."""
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, dict):
-            raise CheckpointError(
-                f"adapter: {key} is {short_repr(patterns)}, but must be an object"
-            )
-        for pattern, value in patterns.items():
-            _check_pattern(key, pattern)
-            _check_number(f"{key}[{short_repr(pattern)}]", value, whole=key == "rank_pattern")
-    _check_number("lora_alpha", config.get("lora_alpha", 8), whole=False)
-    _check_number("r", config.get("r", 8), whole=True)
-
-
-def _check_number(key: str, value: Any, *, whole: bool) -> None:
-    if not is_number(value) or abs(value) > 1e30:
-        raise CheckpointError(
-            f"adapter: {key} is {short_repr(value)}, but must be a number from -1e30 to 1e30"
-        )
-    if whole and (not isinstance(value, int) or value < 1):
-        raise CheckpointError(
-            f"adapter: {key} is {short_repr(value)}, but must be a rank of at least 1"
-        )
-
-
-def _check_names(config: Mapping[str, Any]) -> None:
-    """Raise unless the keys that name modules have the types that PEFT gives them."""
-    wanted, layers = config.get("target_modules"), config.get("layers_to_transform")
-    for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
-        value = config.get(key)
-        if isinstance(value, str) and key != "modules_to_save":
-            _check_pattern(key, value)
-        elif value is not None and not _all_are(value, str):
-            raise CheckpointError(
-                f"adapter: {key} is {short_repr(value)}, but must be a list of names"
-            )
-        elif key == "layers_pattern":
-            for pattern in value or ():
-                _check_pattern(key, pattern)
-    if wanted is None:
-        raise CheckpointError(
-            "adapter: target_modules is missing, so that it is unknown which modules the adapter "
-            "is for; write their names into adapter_config.json"
-        )
-    if layers is not None and type(layers) is not int and not _all_are(layers, int):
-        raise CheckpointError(
-            f"adapter: layers_to_transform is {short_repr(layers)}, but must be a list of numbers"
-        )
-    if isinstance(wanted, str) and layers is not None:
-        raise CheckpointError(
-            "adapter: layers_to_transform has no meaning beside a target_modules that is a pattern"
-        )
-
-
-def _all_are(values: Any, kind: type) -> bool:
-    return isinstance(values, list | set) and all(type(each) is kind for each in values)
-
-
-def _check_pattern(key: str, pattern: str) -> None:
-    """Raise unless the pattern is a regular expression."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"adapter: {key}: {short_repr(pattern)} is not a regular expression: {error}"
-        ) from None
-
-
 def has_end(name: str, names: Set[str]) -> bool:
     """Return whether a module has one of the names, or ends in one."""
     return not names.isdisjoint(ends(name))
@@ -173,20 +104,6 @@ def ends(name: str) -> Iterator[str]:
     """Yield a module's name, and every end of it that begins after a dot."""
     yield name
     yield from (name[i + 1 :] for i, letter in enumerate(name) if letter == ".")
-
-
-def _in_layers(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether layers_to_transform, if it is set, names the layer of a module."""
-    layers = config.get("layers_to_transform")
-    if layers is None or layers == []:
-        return True
-    patterns = config.get("layers_pattern") or []
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    starts = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
-    found = next((m for start in starts if (m := re.match(rf"{start}\.(\d+)\.", name))), None)
-    return found is not None and int(found[found.re.groups]) in (
-        layers if isinstance(layers, list) else [layers]
-    )
 
 
 def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:

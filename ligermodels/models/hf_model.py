@@ -78,8 +78,8 @@ class HFModel(nn.Module):
         if theirs is not None and not hasattr(self, "model"):
             raise CheckpointError(
                 f"state dict: {theirs!r} is a name of HF's model, and this model's names differ; "
-                "load a checkpoint with from_hf, and convert an adapter with "
-                "ligermodels.adapters.peft_format.pack_adapter"
+                "load a checkpoint or an adapter with from_hf, or wrap the model for PEFT "
+                "(LigerForCausalLM.from_native)"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

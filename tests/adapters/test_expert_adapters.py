@@ -265,7 +265,7 @@ def test_an_adapter_that_peft_writes_for_parameters_of_experts(
     for name in [name for name in weights if "experts" in name]:
         rest = {key: x for key, x in weights.items() if key != name}
         save_file(rest, tmp_path / "adapter_model.safetensors")
-        with pytest.raises(CheckpointError, match=f"{name} is missing, but target_parameters"):
+        with pytest.raises(CheckpointError, match=f"{name} is missing"):
             AutoLiger.from_hf(tmp_path)
     save_file(weights, tmp_path / "adapter_model.safetensors")
     config["target_parameters"].append("experts.other")
