@@ -73,38 +73,6 @@ def _normed(
 
 
 @triton.jit
-def _forward_heads(
-    x_ptr,
-    head_stride,
-    out_ptr,
-    weight_ptr,
-    cos,
-    sin,
-    eps,
-    offset,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    TURNED: tl.constexpr,
-    LLAMA: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    column = tl.arange(0, BLOCK_HALF)[None, :]
-    weight_a, weight_b = _weights(weight_ptr, HALF, TURNED, BLOCK_HALF)
-    weight_a, weight_b = weight_a + offset, weight_b + offset
-    for start in range(0, HEADS, BLOCK_HEADS):
-        head = start + tl.arange(0, BLOCK_HEADS)[:, None]
-        mask = (head < HEADS) & (column < HALF)
-        _, _, a, b, _ = _normed(x_ptr, head_stride, head, mask, column, eps, HALF, TURNED, LLAMA)
-        a, b = a * weight_a, b * weight_b
-        at_a, at_b = _pairs(column, HALF, TURNED)
-        to = out_ptr + head * (2 * HALF)
-        dtype = out_ptr.dtype.element_ty
-        tl.store(to + at_a, (a * cos - b * sin).to(dtype), mask=mask)
-        tl.store(to + at_b, (b * cos + a * sin).to(dtype), mask=mask)
-
-
-@triton.jit
 def qk_norm_rope_forward_kernel(
     q_ptr,
     k_ptr,
@@ -141,92 +109,30 @@ def qk_norm_rope_forward_kernel(
     angle = batch * cos_batch_stride + position * TURNED + column
     cos = tl.load(cos_ptr + angle, mask=column < TURNED, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=column < TURNED, other=0.0).to(tl.float32)
-    q_ptr += batch * q_batch_stride + position * q_seq_stride
-    k_ptr += batch * k_batch_stride + position * k_seq_stride
     out_ptr += token * ((HEADS + KV_HEADS) * 2 * HALF)
-    _forward_heads(
-        q_ptr,
-        q_head_stride,
-        out_ptr,
-        q_weight_ptr,
-        cos,
-        sin,
-        eps,
-        offset,
-        HEADS,
-        HALF,
-        TURNED,
-        LLAMA,
-        BLOCK_HEADS,
-        BLOCK_HALF,
-    )
-    _forward_heads(
-        k_ptr,
-        k_head_stride,
-        out_ptr + HEADS * 2 * HALF,
-        k_weight_ptr,
-        cos,
-        sin,
-        eps,
-        offset,
-        KV_HEADS,
-        HALF,
-        TURNED,
-        LLAMA,
-        BLOCK_HEADS,
-        BLOCK_HALF,
-    )
-
-
-@triton.jit
-def _backward_heads(
-    x_ptr,
-    x_head_stride,
-    grad_ptr,
-    grad_head_stride,
-    grad_x_ptr,
-    weight_ptr,
-    grad_weight_a,
-    grad_weight_b,
-    cos,
-    sin,
-    eps,
-    offset,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    TURNED: tl.constexpr,
-    LLAMA: tl.constexpr,
-    GRAD_X_STRIDE: tl.constexpr,
-    NEEDS_WEIGHT_GRADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    column = tl.arange(0, BLOCK_HALF)[None, :]
-    # Load the weights from the cache for each token. In registers they would cause spills.
-    weight_a, weight_b = _weights(weight_ptr, HALF, TURNED, BLOCK_HALF)
-    weight_a, weight_b = weight_a + offset, weight_b + offset
-    for start in range(0, HEADS, BLOCK_HEADS):
-        head = start + tl.arange(0, BLOCK_HEADS)[:, None]
-        mask = (head < HEADS) & (column < HALF)
-        a, b, rounded_a, rounded_b, rstd = _normed(
-            x_ptr, x_head_stride, head, mask, column, eps, HALF, TURNED, LLAMA
-        )
-        at_a, at_b = _pairs(column, HALF, TURNED)
-        at = grad_ptr + head.to(tl.int64) * grad_head_stride
-        turned_a = tl.load(at + at_a, mask=mask, other=0.0).to(tl.float32)
-        turned_b = tl.load(at + at_b, mask=mask, other=0.0).to(tl.float32)
-        grad_a = turned_a * cos + turned_b * sin
-        grad_b = turned_b * cos - turned_a * sin
-        if NEEDS_WEIGHT_GRADS:
-            grad_weight_a += grad_a * rounded_a
-            grad_weight_b += grad_b * rounded_b
-        grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
-        mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * HALF)
-        to = grad_x_ptr + head * GRAD_X_STRIDE
-        dtype = grad_x_ptr.dtype.element_ty
-        tl.store(to + at_a, ((grad_a - a * mean) * rstd).to(dtype), mask=mask)
-        tl.store(to + at_b, ((grad_b - b * mean) * rstd).to(dtype), mask=mask)
-    return grad_weight_a, grad_weight_b
+    for of_k in tl.static_range(2):
+        if of_k:
+            x_ptr = k_ptr + batch * k_batch_stride + position * k_seq_stride
+            head_stride, weight_ptr = k_head_stride, k_weight_ptr
+        else:
+            x_ptr = q_ptr + batch * q_batch_stride + position * q_seq_stride
+            head_stride, weight_ptr = q_head_stride, q_weight_ptr
+        heads = KV_HEADS if of_k else HEADS
+        weight_a, weight_b = _weights(weight_ptr, HALF, TURNED, BLOCK_HALF)
+        weight_a, weight_b = weight_a + offset, weight_b + offset
+        for start in range(0, heads, BLOCK_HEADS):
+            head = start + tl.arange(0, BLOCK_HEADS)[:, None]
+            mask = (head < heads) & (column < HALF)
+            _, _, a, b, _ = _normed(
+                x_ptr, head_stride, head, mask, column, eps, HALF, TURNED, LLAMA
+            )
+            a, b = a * weight_a, b * weight_b
+            at_a, at_b = _pairs(column, HALF, TURNED)
+            to = out_ptr + head * (2 * HALF)
+            dtype = out_ptr.dtype.element_ty
+            tl.store(to + at_a, (a * cos - b * sin).to(dtype), mask=mask)
+            tl.store(to + at_b, (b * cos + a * sin).to(dtype), mask=mask)
+        out_ptr += HEADS * 2 * HALF
 
 
 @triton.jit
@@ -292,52 +198,48 @@ def qk_norm_rope_backward_kernel(
         cos = tl.load(cos_ptr + angle, mask=column < TURNED, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + angle, mask=column < TURNED, other=0.0).to(tl.float32)
         to = grad_qkv_ptr + token * ((GATES + HEADS + 2 * KV_HEADS) * 2 * HALF)
-        grad_q_weight_a, grad_q_weight_b = _backward_heads(
-            q_ptr + batch * q_batch_stride + position * q_seq_stride,
-            q_head_stride,
-            grad_q_ptr + batch * grad_q_batch_stride + position * grad_q_seq_stride,
-            grad_q_head_stride,
-            to,
-            q_weight_ptr,
-            grad_q_weight_a,
-            grad_q_weight_b,
-            cos,
-            sin,
-            eps,
-            offset,
-            HEADS,
-            HALF,
-            TURNED,
-            LLAMA,
-            2 * HALF if GATES == 0 else 4 * HALF,
-            partial_ptr is not None,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-        )
-        to += (GATES + HEADS) * 2 * HALF
-        grad_k_weight_a, grad_k_weight_b = _backward_heads(
-            k_ptr + batch * k_batch_stride + position * k_seq_stride,
-            k_head_stride,
-            grad_k_ptr + batch * grad_k_batch_stride + position * grad_k_seq_stride,
-            grad_k_head_stride,
-            to,
-            k_weight_ptr,
-            grad_k_weight_a,
-            grad_k_weight_b,
-            cos,
-            sin,
-            eps,
-            offset,
-            KV_HEADS,
-            HALF,
-            TURNED,
-            LLAMA,
-            2 * HALF,
-            partial_ptr is not None,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-        )
-        to += KV_HEADS * 2 * HALF
+        for of_k in tl.static_range(2):
+            if of_k:
+                x_ptr = k_ptr + batch * k_batch_stride + position * k_seq_stride
+                at_ptr = grad_k_ptr + batch * grad_k_batch_stride + position * grad_k_seq_stride
+                x_head_stride, grad_head_stride = k_head_stride, grad_k_head_stride
+                weight_ptr = k_weight_ptr
+            else:
+                x_ptr = q_ptr + batch * q_batch_stride + position * q_seq_stride
+                at_ptr = grad_q_ptr + batch * grad_q_batch_stride + position * grad_q_seq_stride
+                x_head_stride, grad_head_stride = q_head_stride, grad_q_head_stride
+                weight_ptr = q_weight_ptr
+            heads = KV_HEADS if of_k else HEADS
+            width = 2 * HALF if of_k or GATES == 0 else 4 * HALF
+            # Load the weights from the cache for each token. In registers they would cause spills.
+            weight_a, weight_b = _weights(weight_ptr, HALF, TURNED, BLOCK_HALF)
+            weight_a, weight_b = weight_a + offset, weight_b + offset
+            for start in range(0, heads, BLOCK_HEADS):
+                head = start + tl.arange(0, BLOCK_HEADS)[:, None]
+                mask = (head < heads) & (column < HALF)
+                a, b, rounded_a, rounded_b, rstd = _normed(
+                    x_ptr, x_head_stride, head, mask, column, eps, HALF, TURNED, LLAMA
+                )
+                at_a, at_b = _pairs(column, HALF, TURNED)
+                at = at_ptr + head.to(tl.int64) * grad_head_stride
+                turned_a = tl.load(at + at_a, mask=mask, other=0.0).to(tl.float32)
+                turned_b = tl.load(at + at_b, mask=mask, other=0.0).to(tl.float32)
+                grad_a = turned_a * cos + turned_b * sin
+                grad_b = turned_b * cos - turned_a * sin
+                if partial_ptr is not None:
+                    if of_k:
+                        grad_k_weight_a += grad_a * rounded_a
+                        grad_k_weight_b += grad_b * rounded_b
+                    else:
+                        grad_q_weight_a += grad_a * rounded_a
+                        grad_q_weight_b += grad_b * rounded_b
+                grad_a, grad_b = grad_a * weight_a, grad_b * weight_b
+                mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * HALF)
+                at = to + head * width
+                dtype = to.dtype.element_ty
+                tl.store(at + at_a, ((grad_a - a * mean) * rstd).to(dtype), mask=mask)
+                tl.store(at + at_b, ((grad_b - b * mean) * rstd).to(dtype), mask=mask)
+            to += heads * width
         grad_v = grad_v_ptr + batch * grad_v_batch_stride + position * grad_v_seq_stride
         wide = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         for start in range(0, KV_HEADS, BLOCK_HEADS):

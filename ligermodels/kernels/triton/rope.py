@@ -70,59 +70,13 @@ def _copy(
 
 
 @triton.jit
-def rope_forward_kernel(
-    qkv_ptr,
+def rope_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
     cos_ptr,
     sin_ptr,
     out_ptr,
-    seq,
-    batch_stride,
-    seq_stride,
-    cos_batch_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program handles all heads of one token. If IN_PLACE is set, it only rotates."""
-    token = tl.program_id(0).to(tl.int64)
-    batch = token // seq
-    position = token % seq
-    cos_row = batch * cos_batch_stride + position * HALF
-    qkv_ptr += batch * batch_stride + position * seq_stride
-    out_ptr += token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    rotated: tl.constexpr = HEADS + KV_HEADS
-    _rotate(
-        qkv_ptr,
-        HEAD_DIM,
-        out_ptr,
-        cos_ptr + cos_row,
-        sin_ptr + cos_row,
-        rotated,
-        False,
-        HALF,
-        HEAD_DIM,
-        INTERLEAVED,
-        BLOCK,
-    )
-    if not IN_PLACE:
-        if 2 * HALF < HEAD_DIM:
-            _copy(qkv_ptr, HEAD_DIM, out_ptr, rotated, 2 * HALF, HEAD_DIM, BLOCK)
-        v: tl.constexpr = rotated * HEAD_DIM
-        _copy(qkv_ptr + v, HEAD_DIM, out_ptr + v, KV_HEADS, 0, HEAD_DIM, BLOCK)
-
-
-@triton.jit
-def rope_backward_kernel(
-    grad_q_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    cos_ptr,
-    sin_ptr,
-    grad_ptr,
     seq,
     q_batch_stride,
     q_seq_stride,
@@ -136,55 +90,55 @@ def rope_backward_kernel(
     cos_batch_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    INVERSE: tl.constexpr,
     HALF: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles all heads of one token."""
+    """Each program handles all heads of one token. If IN_PLACE is set, it only rotates.
+
+    If k and v are None, q has packed rows, with the heads of all three.
+    """
     token = tl.program_id(0).to(tl.int64)
     batch = token // seq
     position = token % seq
     cos_row = batch * cos_batch_stride + position * HALF
     cos_ptr += cos_row
     sin_ptr += cos_row
-    grad_ptr += token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    grad_q_ptr += batch * q_batch_stride + position * q_seq_stride
-    grad_k_ptr += batch * k_batch_stride + position * k_seq_stride
-    _rotate(
-        grad_q_ptr,
-        q_head_stride,
-        grad_ptr,
-        cos_ptr,
-        sin_ptr,
-        HEADS,
-        True,
-        HALF,
-        HEAD_DIM,
-        INTERLEAVED,
-        BLOCK,
-    )
-    if 2 * HALF < HEAD_DIM:
-        _copy(grad_q_ptr, q_head_stride, grad_ptr, HEADS, 2 * HALF, HEAD_DIM, BLOCK)
-    grad_ptr += HEADS * HEAD_DIM
-    _rotate(
-        grad_k_ptr,
-        k_head_stride,
-        grad_ptr,
-        cos_ptr,
-        sin_ptr,
-        KV_HEADS,
-        True,
-        HALF,
-        HEAD_DIM,
-        INTERLEAVED,
-        BLOCK,
-    )
-    if 2 * HALF < HEAD_DIM:
-        _copy(grad_k_ptr, k_head_stride, grad_ptr, KV_HEADS, 2 * HALF, HEAD_DIM, BLOCK)
-    grad_ptr += KV_HEADS * HEAD_DIM
-    grad_v_ptr += batch * v_batch_stride + position * v_seq_stride
-    _copy(grad_v_ptr, v_head_stride, grad_ptr, KV_HEADS, 0, HEAD_DIM, BLOCK)
+    out_ptr += token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    q_ptr += batch * q_batch_stride + position * q_seq_stride
+    first: tl.constexpr = HEADS + KV_HEADS if k_ptr is None else HEADS
+    if k_ptr is None:
+        q_head_stride = HEAD_DIM
+        v_ptr = q_ptr + first * HEAD_DIM
+        v_head_stride = HEAD_DIM
+    else:
+        k_ptr += batch * k_batch_stride + position * k_seq_stride
+        v_ptr += batch * v_batch_stride + position * v_seq_stride
+    for of_k in tl.static_range(1 if k_ptr is None else 2):
+        x_ptr = k_ptr if of_k else q_ptr
+        head_stride = k_head_stride if of_k else q_head_stride
+        heads = KV_HEADS if of_k else first
+        _rotate(
+            x_ptr,
+            head_stride,
+            out_ptr,
+            cos_ptr,
+            sin_ptr,
+            heads,
+            INVERSE,
+            HALF,
+            HEAD_DIM,
+            INTERLEAVED,
+            BLOCK,
+        )
+        if not IN_PLACE and 2 * HALF < HEAD_DIM:
+            _copy(x_ptr, head_stride, out_ptr, heads, 2 * HALF, HEAD_DIM, BLOCK)
+        out_ptr += heads * HEAD_DIM
+    if not IN_PLACE:
+        _copy(v_ptr, v_head_stride, out_ptr, KV_HEADS, 0, HEAD_DIM, BLOCK)
 
 
 def rope_forward(
@@ -204,26 +158,9 @@ def rope_forward(
     out = qkv if in_place else qkv.new_empty((batch, seq, columns))
     if out.numel() == 0:
         return out
-    cos, sin = cos.contiguous(), sin.contiguous()
-    half = cos.shape[-1]
-    setting = launch(ROPE, num_heads * half)
-    rope_forward_kernel[(batch * seq,)](
-        qkv,
-        cos,
-        sin,
-        out,
-        seq,
-        qkv.stride(0),
-        qkv.stride(1),
-        0 if cos.shape[0] == 1 else seq * half,
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        HALF=half,
-        HEAD_DIM=columns // (num_heads + 2 * num_kv_heads),
-        INTERLEAVED=interleaved,
-        IN_PLACE=in_place,
-        **keywords(setting),
-    )
+    strides = (*qkv.stride()[:2], *[0] * 7)  # those of heads are known
+    heads = num_heads, num_kv_heads
+    _launch((qkv, None, None), cos, sin, out, strides, heads, False, interleaved, in_place)
     return out
 
 
@@ -237,31 +174,43 @@ def rope_backward(
 ) -> Tensor:
     """Launch the kernel for `reference.rope_backward`."""
     batch, seq, heads, head_dim = grad_q.shape
-    kv_heads, half = grad_k.shape[2], cos.shape[-1]
+    kv_heads = grad_k.shape[2]
     grad = grad_q.new_empty((batch, seq, (heads + 2 * kv_heads) * head_dim))
     if grad.numel() == 0:
         return grad
-    grads = (grad_q, grad_k, grad_v)
-    grad_q, grad_k, grad_v = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    setting = launch(ROPE, heads * half)
-    rope_backward_kernel[(batch * seq,)](
-        grad_q,
-        grad_k,
-        grad_v,
-        cos,
-        sin,
-        grad,
+    grads = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (grad_q, grad_k, grad_v))
+    strides = tuple(stride for x in grads for stride in x.stride()[:3])
+    _launch(grads, cos, sin, grad, strides, (heads, kv_heads), True, interleaved, False)
+    return grad
+
+
+def _launch(
+    inputs: tuple[Tensor | None, ...],
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    strides: tuple[int, ...],
+    heads: tuple[int, int],
+    inverse: bool,
+    interleaved: bool,
+    in_place: bool,
+) -> None:
+    batch, seq, columns = out.shape
+    half = cos.shape[-1]
+    setting = launch(ROPE, heads[0] * half)
+    rope_kernel[(batch * seq,)](
+        *inputs,
+        cos.contiguous(),
+        sin.contiguous(),
+        out,
         seq,
-        *grad_q.stride()[:3],
-        *grad_k.stride()[:3],
-        *grad_v.stride()[:3],
+        *strides,
         0 if cos.shape[0] == 1 else seq * half,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
+        *heads,
+        INVERSE=inverse,
         HALF=half,
-        HEAD_DIM=head_dim,
+        HEAD_DIM=columns // (heads[0] + 2 * heads[1]),
         INTERLEAVED=interleaved,
+        IN_PLACE=in_place,
         **keywords(setting),
     )
-    return grad
