@@ -77,7 +77,7 @@ AMD_SHARED, MAX_THREADS = 65536, 1024
 # The norms' backward kernels hold up to five arrays of a tile's size. From 8192 elements on, that
 # is more than the threads' registers hold, and a little may spill to the L1 cache. In float32 it is
 # more, because the launch config is the fastest one for bfloat16.
-NORM_BACKWARDS = ("rms_norm_backward_kernel", "layer_norm_backward_kernel")
+NORM_BACKWARD = "norm_backward_kernel"
 # The kernels of the gated delta rule hold tiles of 64 x 128 and more. They spill most in float32,
 # and on sm_80 with the launch config of larger GPUs.
 GATED_DELTA_SPILL = 832
@@ -93,7 +93,7 @@ HALF_OF_128_SPILL = 16
 AMD_MASK_SPILL = 16
 # On sm_100, those of heads of 256 with a window take two registers too many.
 MASK_SPILL = 8
-# LayerNorm of rows of 33 to 64 elements, which no model has. The compiler keeps values needlessly.
+# Norms of rows of 33 to 64 elements, which no model has. The compiler keeps values needlessly.
 AMD_SHORT_ROW_SPILL = 64
 
 
@@ -108,7 +108,7 @@ def allowed_amd_spill(launch: Recorded) -> int:
         return AMD_MASK_SPILL
     if name == "wide_attention_scores_kernel":
         return AMD_MASK_SPILL
-    short = name == "layer_norm_forward_kernel" and launch.constants["BLOCK"] == 64
+    short = name == "norm_forward_kernel" and launch.constants["BLOCK"] == 64
     return AMD_SHORT_ROW_SPILL if short else 0
 
 
@@ -129,13 +129,15 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         return HOPPER_SPILL
     if launch.kernel.__name__.startswith("gated_delta"):
         return GATED_DELTA_SPILL
-    if launch.kernel.__name__ not in NORM_BACKWARDS:
+    if launch.kernel.__name__ != NORM_BACKWARD:
         return 0
     tile = launch.constants["ROWS"] * launch.constants["BLOCK"]
     if tile < 8192:
         return 0
     if launch.signature["s_ptr"] == "*fp32" and tile > 8192:
         return 448
+    if "mean_ptr" in launch.pointers and tile > 8192:  # LayerNorm of such rows, which no model has
+        return 192
     return 64 if launch.attributes else 128
 
 
