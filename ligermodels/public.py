@@ -36,10 +36,7 @@ from ligermodels.models.auto import register as register
 from ligermodels.models.base import DecoderModel as DecoderModel
 from ligermodels.models.config import ModelConfig as ModelConfig
 from ligermodels.models.config import windows_from_types as windows_from_types
-from ligermodels.models.decoder_weight_map import attention_entries as attention_entries
-from ligermodels.models.decoder_weight_map import decoder_weight_map as decoder_weight_map
-from ligermodels.models.decoder_weight_map import experts_entries as experts_entries
-from ligermodels.models.decoder_weight_map import mlp_entries as mlp_entries
+from ligermodels.models.family import FamilyModel as FamilyModel
 from ligermodels.models.gemma import GemmaConfig as GemmaConfig
 from ligermodels.models.gemma import LigerGemma as LigerGemma
 from ligermodels.models.gemma2 import Gemma2Config as Gemma2Config

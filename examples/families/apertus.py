@@ -1,7 +1,6 @@
 """Apertus: norms of queries and keys, and an MLP without a gate whose activation is learned."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -13,8 +12,6 @@ import ligermodels as lm
 from ligermodels.layers import Attention, DecoderBlock, PreNormed, RMSNorm
 
 BETA, EPS = 0.5, -1e-6
-NORMS = {"input_layernorm": "attention_layernorm"}
-NORMS |= {"post_attention_layernorm": "feedforward_layernorm"}
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "original_max_position_embeddings": 8192}
 LLAMA3 |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -34,23 +31,6 @@ class ApertusConfig(lm.ModelConfig):
     pad_token_id: int | None = 3
     hidden_act: str = "xielu"
     attention_bias: bool = False
-
-
-def weight_map(config: ApertusConfig) -> lm.WeightMap:
-    """Return the map from parameters to the tensors of an Apertus checkpoint."""
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.attention_bias
-    constants: dict[str, Tensor] = {}
-
-    def mlp(index: int, name: str, hf: str) -> Iterator[lm.Entry]:
-        yield from lm.linear_entries(f"{name}.up_proj", hidden, (f"{hf}.up_proj", inner))
-        yield from lm.linear_entries(f"{name}.down_proj", inner, (f"{hf}.down_proj", hidden))
-        for alpha in ("alpha_p", "alpha_n"):
-            yield lm.packed_entry(f"{name}.{alpha}", (), (f"{hf}.act_fn.{alpha}", 1))
-        for constant, value in (("beta", BETA), ("eps", EPS)):
-            constants[f"{hf}.act_fn.{constant}"] = torch.tensor(value)
-
-    parts: dict[str, Any] = {"norms": NORMS, "head_norms": True, "qkv_bias": bias, "out_bias": bias}
-    return replace(lm.decoder_weight_map(config, mlp=mlp, **parts), constants=constants)
 
 
 class ApertusMLP(nn.Module):
@@ -79,7 +59,22 @@ class LigerApertus(lm.DecoderModel):
 
     config_class = ApertusConfig
     config: ApertusConfig
-    weight_map = staticmethod(weight_map)
+    hf_names: ClassVar[dict[str, str]] = {
+        "input_layernorm": "attention_layernorm",
+        "post_attention_layernorm": "feedforward_layernorm",
+        "mlp.alpha_p": "mlp.act_fn.alpha_p",
+        "mlp.alpha_n": "mlp.act_fn.alpha_n",
+    }
+
+    @classmethod
+    def weight_map(cls, config: ApertusConfig) -> lm.WeightMap:
+        """Return the map of `hf_names`. A checkpoint also has the constants of xIELU."""
+        constants = {
+            f"model.layers.{index}.mlp.act_fn.{name}": torch.tensor(value)
+            for index in range(config.num_hidden_layers)
+            for name, value in (("beta", BETA), ("eps", EPS))
+        }
+        return replace(super().weight_map(config), constants=constants)
 
     def __init__(self, config: ApertusConfig) -> None:
         super().__init__(config)

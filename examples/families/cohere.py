@@ -1,6 +1,5 @@
 """Cohere (Command R): attention and MLP side by side, layer norms, and interleaved rope."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,18 +33,6 @@ class CohereConfig(lm.ModelConfig):
     attention_bias: bool = False
     logit_scale: float = 0.0625
     use_qk_norm: bool = False
-
-
-def weight_map(config: CohereConfig) -> lm.WeightMap:
-    bias, width = config.attention_bias, (config.head_dim,)
-    heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
-
-    def attention(index: int, name: str, hf: str) -> Iterator[lm.Entry]:
-        yield from lm.attention_entries(config, name, hf, qkv_bias=bias, out_bias=bias)
-        for norm, rows in heads.items() if config.use_qk_norm else ():
-            yield lm.packed_entry(f"{name}.{norm}.weight", width, (f"{hf}.{norm}.weight", rows))
-
-    return lm.decoder_weight_map(config, norms=("input_layernorm",), attention=attention)
 
 
 class EachHeadNorm(nn.LayerNorm):
@@ -88,7 +75,7 @@ class LigerCohere(lm.DecoderModel):
 
     config_class = CohereConfig
     config: CohereConfig
-    weight_map = staticmethod(weight_map)
+    hf_names: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: CohereConfig) -> None:
         super().__init__(config)

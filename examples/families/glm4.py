@@ -34,34 +34,16 @@ class Glm4Config(lm.ModelConfig):
         super().__post_init__()
 
 
-NORMS = (
-    "input_layernorm",
-    "post_self_attn_layernorm",
-    "post_attention_layernorm",
-    "post_mlp_layernorm",
-)
-
-
-def weight_map(config: Glm4Config) -> lm.WeightMap:
-    """Return the map from parameters to the tensors of a GLM-4 checkpoint."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-
-    def mlp(index: int, name: str, hf: str) -> tuple[lm.Entry, ...]:
-        packed = (f"{hf}.gate_up_proj", 2 * inner)
-        gate_up = lm.linear_entries(f"{name}.gate_up_proj", hidden, packed)
-        return gate_up + lm.linear_entries(f"{name}.down_proj", inner, (f"{hf}.down_proj", hidden))
-
-    return lm.decoder_weight_map(config, qkv_bias=config.attention_bias, norms=NORMS, mlp=mlp)
-
-
 class Glm4Block(nn.Module):
     """h = x + norm(attention(norm(x))); the output is h + norm(mlp(norm(h)))."""
 
     def __init__(self, config: Glm4Config, layer_index: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        for name in NORMS:
-            setattr(self, name, RMSNorm(hidden, config.rms_norm_eps))
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_self_attn_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_mlp_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.self_attn = Attention(
             *(hidden, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
             bias=config.attention_bias,
@@ -88,7 +70,8 @@ class LigerGlm4(lm.DecoderModel):
 
     config_class = Glm4Config
     config: Glm4Config
-    weight_map = staticmethod(weight_map)
+    # This is packed in the checkpoint, too.
+    hf_names: ClassVar[dict[str, str]] = {"mlp.gate_up_proj": "mlp.gate_up_proj"}
 
     def __init__(self, config: Glm4Config) -> None:
         super().__init__(config)

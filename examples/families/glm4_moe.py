@@ -1,7 +1,6 @@
 """GLM-4.5: dense first layers, then experts beside an MLP that every token gets."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -41,24 +40,6 @@ class Glm4MoeConfig(lm.ModelConfig):
     routed_scaling_factor: float = 1.0
 
 
-def weight_map(config: Glm4MoeConfig) -> lm.WeightMap:
-    """Return the map to the tensors of a checkpoint. It leaves out the layer for a second token."""
-    inner, count = config.moe_intermediate_size, config.n_routed_experts
-
-    def mlp(index: int, name: str, hf: str) -> Iterator[lm.Entry]:
-        if index < config.first_k_dense_replace:
-            return (yield from lm.mlp_entries(config, name, hf))
-        yield from lm.experts_entries(config, f"{name}.routed", hf, count=count, inner=inner)
-        bias = (f"{hf}.gate.e_score_correction_bias", count)
-        yield lm.packed_entry(f"{name}.routed.router.correction_bias", (), bias)
-        width = config.n_shared_experts * inner
-        yield from lm.mlp_entries(config, f"{name}.shared", f"{hf}.shared_experts", inner=width)
-
-    options = {"qkv_bias": config.attention_bias, "head_norms": config.use_qk_norm}
-    ahead = lm.Towers((), (f"model.layers.{config.num_hidden_layers}.",))
-    return lm.decoder_weight_map(config, mlp=mlp, towers=ahead, **options)
-
-
 class RoutedAndShared(nn.Module):
     """Experts and an MLP. It stands in a block where an MLP would."""
 
@@ -84,7 +65,18 @@ class LigerGlm4Moe(lm.LigerLlama):
 
     config_class = Glm4MoeConfig
     config: Glm4MoeConfig
-    weight_map = staticmethod(weight_map)
+    hf_names: ClassVar[dict[str, str]] = {
+        "mlp.routed": "mlp",
+        "mlp.routed.router": "mlp.gate",
+        "mlp.routed.router.correction_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.shared": "mlp.shared_experts",
+    }
+
+    @classmethod
+    def weight_map(cls, config: Glm4MoeConfig) -> lm.WeightMap:
+        """Return the map of `hf_names`. It leaves out the layer for a second token."""
+        ahead = lm.Towers((), (f"model.layers.{config.num_hidden_layers}.",))
+        return replace(super().weight_map(config), towers=ahead)
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""

@@ -1,6 +1,5 @@
 """StarCoder2: layer norms with biases, and an MLP without a gate."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,22 +38,6 @@ class Starcoder2Config(lm.ModelConfig):
     use_bias: bool = True
     sliding_window: int | None = None
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The same window for every layer."""
-        return [self.sliding_window] * self.num_hidden_layers
-
-
-def weight_map(config: Starcoder2Config) -> lm.WeightMap:
-    """Return the map from parameters to the tensors of a StarCoder2 checkpoint."""
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.use_bias
-
-    def mlp(index: int, name: str, hf: str) -> Iterator[lm.Entry]:
-        yield from lm.linear_entries(f"{name}.c_fc", hidden, (f"{hf}.c_fc", inner), bias=bias)
-        yield from lm.linear_entries(f"{name}.c_proj", inner, (f"{hf}.c_proj", hidden), bias=bias)
-
-    return lm.decoder_weight_map(config, qkv_bias=bias, out_bias=bias, norm_bias=True, mlp=mlp)
-
 
 class PlainMLP(nn.Module):
     """c_proj(act(c_fc(x)))."""
@@ -79,7 +62,7 @@ class LigerStarcoder2(lm.DecoderModel):
 
     config_class = Starcoder2Config
     config: Starcoder2Config
-    weight_map = staticmethod(weight_map)
+    hf_names: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: Starcoder2Config) -> None:
         super().__init__(config)

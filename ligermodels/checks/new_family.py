@@ -154,7 +154,6 @@ def skeleton(name: str, folder: Path) -> str:
             norm=norm,
             norms=norms,
             _PRE=_PRE,
-            norm_bias=norm == "LayerNorm",
             over_heads=q_norm is not None and q_norm != (head,),
             head_norms=q_norm == (head,),
             qkv_bias=bias("attention_bias", "q_proj"),

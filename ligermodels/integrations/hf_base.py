@@ -31,8 +31,8 @@ from ligermodels.layers import RotaryEmbedding, Routes
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import family_named
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.decoder_weight_map import ONE_BY_ONE
 from ligermodels.models.inputs import flattened_documents
+from ligermodels.models.module_map import ONE_BY_ONE
 
 # What tools pass to every model, and what needs no answer here.
 _WITHOUT_EFFECT = {"cache_position", "return_dict", "logits_to_keep"}

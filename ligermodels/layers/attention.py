@@ -262,6 +262,15 @@ class Attention(Planned, CachedLayer, nn.Module):
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=out_bias)
 
+    @property
+    def hf_linears(self) -> dict[str, dict[str, int]]:
+        """The packed linear, and the linears of HF that it consists of, with their rows."""
+        rows = self.num_heads * self.head_dim * (2 if self.output_gate else 1)
+        linears = dict.fromkeys(("k_proj", "v_proj"), self._own_kv_heads * self.head_dim)
+        if self.values_are_keys:
+            del linears["v_proj"]
+        return {"qkv_proj": {"q_proj": rows, **{k: n for k, n in linears.items() if n}}}
+
     @overload
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor: ...
 

@@ -92,6 +92,12 @@ class GatedDeltaNet(Planned, nn.Module):
         self.in_proj = nn.Linear(hidden_size, sum(self.widths), **options)
         self.reset_parameters()
 
+    @property
+    def hf_linears(self) -> dict[str, dict[str, int]]:
+        """The packed linear, and the linears of HF that it consists of, with their rows."""
+        parts = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return {"in_proj": dict(zip(parts, self.widths, strict=True))}
+
     def reset_parameters(self) -> None:
         """Draw the decays as the paper does."""
         with torch.no_grad():

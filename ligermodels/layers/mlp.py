@@ -59,6 +59,12 @@ class GatedMLP(Planned, nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
+    @property
+    def hf_linears(self) -> dict[str, dict[str, int]]:
+        """The packed linear, and the linears of HF that it consists of, with their rows."""
+        inner = self.gate_up_proj.out_features // 2
+        return {"gate_up_proj": {"gate_proj": inner, "up_proj": inner}}
+
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
 

@@ -1,16 +1,17 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from ligermodels.converters.weight_map import Towers, WeightMap
 from ligermodels.errors import ConfigError, did_you_mean
 from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
@@ -39,7 +40,7 @@ from ligermodels.layers.kv_cache import CachedLayer, DecodeStep, KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
 from ligermodels.models.config import ModelConfig
-from ligermodels.models.hf_model import HFModel
+from ligermodels.models.hf_model import HFModel, WithoutInitialValues
 from ligermodels.models.inputs import (
     FLATTENED,
     check_embeds,
@@ -53,6 +54,7 @@ from ligermodels.models.inputs import (
     rows_mask,
 )
 from ligermodels.models.kernel_report import kernels_of
+from ligermodels.models.module_map import FUSED, ONE_BY_ONE, map_of
 from ligermodels.models.planned import PlannedModel
 
 # What generation keeps for the next call with a model in evaluation mode.
@@ -85,16 +87,6 @@ class DecoderContext(NamedTuple):
         return self.layers[0].cache
 
 
-def attention_of(config: ModelConfig, layer_index: int, **options: Any) -> Attention:
-    """Return the attention of a layer, with the heads and the window that the config gives it.
-
-    Args: options: the other arguments of `Attention`.
-    """
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    options |= {"sliding_window": config.sliding_windows[layer_index], "layer_index": layer_index}
-    return Attention(config.hidden_size, *heads, **options)
-
-
 class DecoderModel(HFModel, PlannedModel):
     """A decoder whose output is hidden states. The base class of every family.
 
@@ -105,6 +97,17 @@ class DecoderModel(HFModel, PlannedModel):
     # By this name, HF's Trainer knows that labels are shifted in the model, and leaves the first of
     # each row out of num_items_in_batch.
     loss_type = "ForCausalLM"
+
+    # HF's names of the modules and parameters that are called otherwise here: those in a layer
+    # without the layer's name, as {"mlp": "block_sparse_moe"}. A packed linear that is named here
+    # is one linear in HF, too. None means that the checkpoint has the model's own names.
+    hf_names: ClassVar[Mapping[str, str] | None] = None
+    # The layouts that experts may have in a checkpoint, the usual one first, and more `hf_names` of
+    # each: see `module_map`. Then HF's names of gate, up and down of a single expert.
+    expert_layouts: ClassVar[Mapping[str, Mapping[str, str]]] = {ONE_BY_ONE: {}, FUSED: {}}
+    expert_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
+    # The other tensors that a checkpoint may hold, such as a vision tower.
+    towers: ClassVar[Towers | None] = None
 
     # The factors of `load_balancing_loss` and of `router_z_loss` in the loss. A family sets them
     # from its config, and a user may set others, such as (0.01, 0.0) for the balance alone.
@@ -120,6 +123,26 @@ class DecoderModel(HFModel, PlannedModel):
         super().__init__(config)
         self._parts: list[nn.Module] = []  # the children of the layers, and
         self._attentions: list[Attention] = []  # the attentions found in them
+
+    @classmethod
+    def weight_map(cls, config: Any) -> WeightMap:
+        """Return the map from this config's parameters to the tensors of an HF checkpoint.
+
+        It follows from the modules and from `hf_names`. Without these, the checkpoint is one of an
+        architecture of one's own: see `HFModel.weight_map`.
+        """
+        if cls.hf_names is None:
+            return super().weight_map(config)
+        with torch.device("meta"), WithoutInitialValues():
+            model = cls(config)
+        return map_of(
+            model,
+            cls.hf_names,
+            layouts=cls.expert_layouts,
+            projections=cls.expert_projections,
+            tied=config.tie_word_embeddings,
+            towers=cls.towers,
+        )
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a new layer for `build`.

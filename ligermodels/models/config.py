@@ -179,6 +179,33 @@ class ModelConfig(hf_config.HFConfig):
         return []
 
     @property
+    def window(self) -> int | None:
+        """The window of the layers that have one."""
+        used = getattr(self, "use_sliding_window", True)
+        return getattr(self, "sliding_window", None) if used else None
+
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window, where the config has no layer_types."""
+        return self.window is not None
+
+    @property
+    def types(self) -> list[str]:
+        """The type of each layer: its layer_types, or what `slides` says."""
+        given = getattr(self, "layer_types", None)
+        slides = map(self.slides, range(self.num_hidden_layers))
+        return given or ["sliding_attention" if each else "full_attention" for each in slides]
+
+    @property
+    def sliding_windows(self) -> list[int | None]:
+        """For each layer, the number of keys that a query sees, including its own; None for all."""
+        return windows_from_types(self.types, self.window)
+
+    @property
+    def router_losses(self) -> tuple[float, float]:
+        """The factors of the balance of experts and of the routers' z-loss in the loss."""
+        return 0.0, 0.0
+
+    @property
     def rotary_dim(self) -> int:
         """The number of elements of a head that rope rotates: the first ones."""
         return int(self.head_dim * getattr(self, "partial_rotary_factor", 1.0))

@@ -1,39 +1,43 @@
 """Gemma 1: Llama with scaled embeddings, norm weights stored as w - 1, GELU and wide heads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import WeightMap
 from ligermodels.errors import ConfigError, short_repr
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock, RMSNorm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
-class GemmaConfig(ModelConfig):
-    """Fields of a Gemma `config.json`, under HF's names and with HF's defaults."""
-
-    model_type: ClassVar[str] = "gemma"
+class GemmaFields(ModelConfig):
+    """The fields that all versions of Gemma have in common, with HF's defaults."""
 
     vocab_size: int = 256000
-    hidden_size: int = 3072
-    intermediate_size: int = 24576
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 16
-    num_key_value_heads: int = 16
     head_dim: int = 256
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = 2
     eos_token_id: int | list[int] | None = 1
-    hidden_act: str = "gelu_pytorch_tanh"
     attention_bias: bool = False
+
+
+@dataclass(kw_only=True)
+class GemmaConfig(GemmaFields):
+    """Fields of a Gemma `config.json`, under HF's names and with HF's defaults."""
+
+    model_type: ClassVar[str] = "gemma"
+
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    hidden_act: str = "gelu_pytorch_tanh"
 
     def validate(self) -> None:
         """Check every field as ModelConfig does, and that hidden_activation agrees with hidden_act.
@@ -64,19 +68,19 @@ GemmaConfig.presets = {
 }
 
 
-def weight_map(config: GemmaConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Gemma checkpoint."""
-    bias = config.attention_bias
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias)
+class GemmaModel(FamilyModel):
+    """What the models of Gemma 1 to 3 have in common: scaled embeddings and norms of 1 + weight."""
 
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        super().__init__(config, embedding_scale=config.hidden_size**0.5, **options)
 
-def gemma_norm(config: ModelConfig, size: int) -> RMSNorm:
-    """Return Gemma's norm: its factor is 1 + weight, and it rounds only once, at the end."""
-    return RMSNorm(size, config.rms_norm_eps, offset=1.0, casting_mode="gemma")
+    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
+        """Return a norm whose factor is 1 + weight, and which rounds only once, at the end."""
+        return super().norm_of(size, offset=1.0, casting_mode="gemma")
 
 
 @register
-class LigerGemma(DecoderModel):
+class LigerGemma(GemmaModel):
     """The Gemma model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -84,21 +88,12 @@ class LigerGemma(DecoderModel):
 
     config_class = GemmaConfig
     config: GemmaConfig
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: GemmaConfig) -> None:
-        super().__init__(config)
-        self.build(
-            norm=gemma_norm(config, config.hidden_size),
-            embedding_scale=config.hidden_size**0.5,
-        )
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            attention_of(config, layer_index, bias=config.attention_bias),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            gemma_norm(config, hidden),
-            gemma_norm(config, hidden),
+            self.attention_of(layer_index, bias=self.config.attention_bias),
+            self.mlp_of(),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -8,14 +8,12 @@ from typing import ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Towers, WeightMap
-from ligermodels.layers import GatedMLP, RotaryEmbedding, SandwichBlock
+from ligermodels.converters.weight_map import Towers
+from ligermodels.layers import SandwichBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
-from ligermodels.models.config import sizes, windows_from_types
-from ligermodels.models.decoder_weight_map import decoder_weight_map
-from ligermodels.models.gemma import gemma_norm
-from ligermodels.models.gemma2 import SANDWICH_NORMS, SandwichConfig
+from ligermodels.models.config import sizes
+from ligermodels.models.gemma import GemmaModel
+from ligermodels.models.gemma2 import SandwichConfig
 
 
 @dataclass(kw_only=True)
@@ -34,14 +32,9 @@ class Gemma3Config(SandwichConfig):
     rope_local_base_freq: float = 1e4  # theta of the sliding layers
     sliding_window_pattern: int = 6  # without layer_types, every so many-th layer is full
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
-        types = self.layer_types or [
-            "sliding_attention" if (index + 1) % self.sliding_window_pattern else "full_attention"
-            for index in range(self.num_hidden_layers)
-        ]
-        return windows_from_types(types, self.sliding_window)
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window: all but every so many-th one do."""
+        return (layer_index + 1) % self.sliding_window_pattern != 0
 
 
 _GEMMA3_TEXT = {"vocab_size": 262144, "max_position_embeddings": 32768, "sliding_window": 512}
@@ -58,33 +51,8 @@ Gemma3Config.presets = {
 }
 
 
-# The text model's tensor names in multimodal checkpoints (published ones and those written by
-# transformers 5), and the prefixes of tensors that are not part of the text model.
-_TOWERS = Towers(
-    spellings=(
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.language_model.", "model."),
-    ),
-    left_out=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
-)
-
-
-def weight_map(config: Gemma3Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Gemma 3 checkpoint."""
-    bias = config.attention_bias
-    return decoder_weight_map(
-        config, qkv_bias=bias, out_bias=bias, head_norms=True, norms=SANDWICH_NORMS, towers=_TOWERS
-    )
-
-
 @register
-class LigerGemma3(DecoderModel):
+class LigerGemma3(GemmaModel):
     """The text model of Gemma 3, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -92,37 +60,30 @@ class LigerGemma3(DecoderModel):
 
     config_class = Gemma3Config
     config: Gemma3Config
-    weight_map = staticmethod(weight_map)
+    # Multimodal checkpoints, published ones and those written by transformers 5, have other names.
+    towers = Towers(
+        spellings=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+        left_out=(
+            *("vision_tower.", "multi_modal_projector."),
+            *("model.vision_tower.", "model.multi_modal_projector."),
+        ),
+    )
 
     def __init__(self, config: Gemma3Config) -> None:
-        super().__init__(config)
-        self.build(
-            norm=gemma_norm(config, config.hidden_size),
-            embedding_scale=config.hidden_size**0.5,
-            logit_softcap=config.final_logit_softcapping,
-        )
-        self.rotary_emb_local = RotaryEmbedding(
-            config.head_dim, config.rope_local_base_freq, config.max_position_embeddings
-        )
+        super().__init__(config, logit_softcap=config.final_logit_softcapping)
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
-        config, hidden = self.config, self.config.hidden_size
-        return SandwichBlock(
-            attention_of(
-                config,
-                layer_index,
-                bias=config.attention_bias,
-                scale=config.query_pre_attn_scalar**-0.5,
-                q_norm=gemma_norm(config, config.head_dim),
-                k_norm=gemma_norm(config, config.head_dim),
-            ),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            *(gemma_norm(config, hidden) for _ in SANDWICH_NORMS),
+        config = self.config
+        attention = self.attention_of(
+            layer_index,
+            bias=config.attention_bias,
+            scale=config.query_pre_attn_scalar**-0.5,
+            q_norm=self.norm_of(config.head_dim),
+            k_norm=self.norm_of(config.head_dim),
         )
-
-    @property
-    def ropes(self) -> list[str]:
-        """For each layer, the attribute of its rope; that of sliding layers has no rope_scaling."""
-        windows = self.built_from.sliding_windows
-        return ["rotary_emb" if window is None else "rotary_emb_local" for window in windows]
+        return SandwichBlock(attention, self.mlp_of(), *(self.norm_of() for _ in range(4)))

@@ -5,7 +5,6 @@ largest models have experts beside the MLP. The smallest ones have embeddings fo
 their last layers take the keys and values of earlier ones.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,15 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels import kernels
 from ligermodels.converters.files import is_int
-from ligermodels.converters.weight_map import (
-    Entry,
-    Towers,
-    WeightMap,
-    expert_entry,
-    linear_entries,
-    norm_entries,
-    packed_entry,
-)
+from ligermodels.converters.weight_map import Towers, WeightMap
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers import (
     Attention,
@@ -37,16 +28,16 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.fusion import pre_norm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderContext, DecoderModel
-from ligermodels.models.config import ModelConfig, windows_from_types
-from ligermodels.models.decoder_weight_map import decoder_weight_map, mlp_entries
-from ligermodels.models.gemma2 import SANDWICH_NORMS
+from ligermodels.models.base import DecoderContext
+from ligermodels.models.family import FamilyModel
+from ligermodels.models.gemma import GemmaFields
+from ligermodels.models.module_map import FUSED
 
 _ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 
 
 @dataclass(kw_only=True)
-class Gemma4Config(ModelConfig):
+class Gemma4Config(GemmaFields):
     """Fields of a Gemma 4 text `config.json`, under HF's names and with HF's defaults."""
 
     model_type: ClassVar[str] = "gemma4_text"
@@ -58,8 +49,8 @@ class Gemma4Config(ModelConfig):
     default_rope: ClassVar[dict[str, Any]] = _ROPE
     # "vision" lets the tokens of an image see each other; there are none in a text.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"use_bidirectional_attention": ("vision",)}
-    largest = ModelConfig.largest | {"global_head_dim": 2**16}
-    positive = (*ModelConfig.positive, "rope_local_base_freq", "final_logit_softcapping")
+    largest = GemmaFields.largest | {"global_head_dim": 2**16}
+    positive = (*GemmaFields.positive, "rope_local_base_freq", "final_logit_softcapping")
     small_fields: ClassVar[dict[str, Any]] = {
         "global_head_dim": 24,
         "num_global_key_value_heads": 1,
@@ -85,12 +76,7 @@ class Gemma4Config(ModelConfig):
     rope_theta: float = 1e6  # theta of the full layers; rope_scaling is also theirs
     rope_scaling: dict[str, Any] | None = field(default_factory=lambda: dict(_ROPE))
     rope_local_base_freq: float = 1e4  # theta of the sliding layers
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = 2
-    eos_token_id: int | list[int] | None = 1
     hidden_activation: str = "gelu_pytorch_tanh"
-    attention_bias: bool = False
     sliding_window: int | None = 512
     layer_types: list[str] | None = None  # None: every sixth layer is full; the last always is
     final_logit_softcapping: float | None = None
@@ -141,17 +127,14 @@ class Gemma4Config(ModelConfig):
                 f"moe_intermediate_size {inner}; expected sizes, the second at most the first"
             )
 
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window: all but each sixth one."""
+        return (layer_index + 1) % 6 != 0
+
     @property
     def types(self) -> list[str]:
         """The type of each layer. The last one is full, as in transformers."""
-        count = self.num_hidden_layers
-        pattern = (["sliding_attention"] * 5 + ["full_attention"]) * count
-        return [*(self.layer_types or pattern)[: count - 1], "full_attention"]
-
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
-        return windows_from_types(self.types, self.sliding_window)
+        return [*super().types[: self.num_hidden_layers - 1], "full_attention"]
 
     def kv_sizes(self, index: int) -> tuple[int, int]:
         """Return the size of the heads and the number of key heads of a layer."""
@@ -186,88 +169,6 @@ class Gemma4Config(ModelConfig):
         layers = range(self.num_hidden_layers)
         sizes = [head_dim * heads for head_dim, heads in map(self.kv_sizes, layers)]
         return [0 if self.kv_source(i) is not None else sizes[i] for i in layers]
-
-
-_PLE_NORM = "post_per_layer_input_norm"
-_EXPERT_NORMS = (
-    "post_feedforward_layernorm_1",
-    "pre_feedforward_layernorm_2",
-    "post_feedforward_layernorm_2",
-)
-_TOWERS = Towers(
-    spellings=(("model.language_model.", "model."),),
-    kept=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-)
-
-
-def norm_names(config: Gemma4Config) -> tuple[str, ...]:
-    """Return the names of a block's norms over the hidden size."""
-    experts = _EXPERT_NORMS if config.enable_moe_block else ()
-    per_layer = (_PLE_NORM,) if config.hidden_size_per_layer_input else ()
-    return (*SANDWICH_NORMS, *experts, *per_layer)
-
-
-def weight_map(config: Gemma4Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Gemma 4 checkpoint.
-
-    Published checkpoints also hold projections of keys that no layer uses.
-    """
-    hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-    size = config.hidden_size_per_layer_input
-
-    def attention(index: int, name: str, hf: str) -> Iterator[Entry]:
-        head_dim, kv_heads = config.kv_sizes(index)
-        own = config.kv_source(index) is None
-        kv = ("k_proj", "v_proj")[: (1 + config.has_values(index)) * own]
-        rows = [("q_proj", heads * head_dim), *((each, kv_heads * head_dim) for each in kv)]
-        parts = [(f"{hf}.{each}", count) for each, count in rows]
-        yield from linear_entries(f"{name}.qkv_proj", hidden, *parts, bias=bias)
-        for norm in ("q_norm", "k_norm")[: 1 + own]:
-            yield from norm_entries(f"{name}.{norm}", f"{hf}.{norm}", head_dim)
-        out = f"{hf}.o_proj", hidden
-        yield from linear_entries(f"{name}.o_proj", heads * head_dim, out, bias=bias)
-
-    def mlp(index: int, name: str, hf: str) -> Iterator[Entry]:
-        yield from mlp_entries(config, name, hf, inner=config.mlp_width(index))
-        block, hf = f"layers.{index}", f"model.layers.{index}"
-        if config.enable_moe_block:
-            count, inner = config.num_experts or 0, config.moe_intermediate_size or 0
-            router, source = f"{block}.experts.router", f"{hf}.router"
-            yield from linear_entries(router, hidden, (f"{source}.proj", count))
-            yield packed_entry(f"{router}.input_scale", (), (f"{source}.scale", hidden))
-            scale = f"{source}.per_expert_scale", count
-            yield packed_entry(f"{router}.per_expert_scale", (), scale)
-            for one, width, rows in (("gate_up", hidden, 2 * inner), ("down", inner, hidden)):
-                each = f"experts.{one}_proj"
-                yield expert_entry(f"{block}.{each}", (width,), f"{hf}.{each}", count, rows)
-        if size:
-            for each, inputs, outputs in (
-                ("per_layer_input_gate", hidden, size),
-                ("per_layer_projection", size, hidden),
-            ):
-                yield from linear_entries(f"{block}.{each}", inputs, (f"{hf}.{each}", outputs))
-        yield packed_entry(f"{block}.layer_scalar", (), (f"{hf}.layer_scalar", 1))
-
-    made = decoder_weight_map(
-        config, attention=attention, mlp=mlp, norms=norm_names(config), towers=_TOWERS
-    )
-    entries = made.entries
-    if size:
-        rows, table = config.num_hidden_layers * size, "embed_tokens_per_layer.weight"
-        pieces = f"model.{table}", config.vocab_size_per_layer_input
-        projection, norm = "per_layer_model_projection", "per_layer_projection_norm"
-        entries += (
-            packed_entry(table, (rows,), pieces),
-            *linear_entries(projection, hidden, (f"model.{projection}", rows)),
-            *norm_entries(norm, f"model.{norm}", size),
-        )
-    unused = (
-        f"model.layers.{index}.self_attn.{each}.weight"
-        for index in range(config.num_hidden_layers)
-        if config.kv_source(index) is not None
-        for each in ("k_proj", "v_proj", "k_norm")
-    )
-    return replace(made, entries=entries, ignored=(*made.ignored, *unused))
 
 
 def gemma4_norm(config: Gemma4Config, size: int) -> RMSNorm:
@@ -305,15 +206,6 @@ class Gemma4Block(nn.Module):
     output is multiplied by `layer_scalar`, which is not trained.
     """
 
-    input_layernorm: RMSNorm
-    post_attention_layernorm: RMSNorm
-    pre_feedforward_layernorm: RMSNorm
-    post_feedforward_layernorm: RMSNorm
-    post_feedforward_layernorm_1: RMSNorm  # these three with experts
-    pre_feedforward_layernorm_2: RMSNorm
-    post_feedforward_layernorm_2: RMSNorm
-    post_per_layer_input_norm: RMSNorm  # with embeddings for each layer
-
     def __init__(self, config: Gemma4Config, index: int) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.hidden_size_per_layer_input
@@ -336,10 +228,15 @@ class Gemma4Block(nn.Module):
             kv_from=source,
         )
         self.mlp = GatedMLP(hidden, config.mlp_width(index), activation=config.activation)
-        for name in norm_names(config):
-            self.add_module(name, gemma4_norm(config, hidden))
+        self.input_layernorm = gemma4_norm(config, hidden)
+        self.post_attention_layernorm = gemma4_norm(config, hidden)
+        self.pre_feedforward_layernorm = gemma4_norm(config, hidden)
+        self.post_feedforward_layernorm = gemma4_norm(config, hidden)
         self.experts = None
         if config.enable_moe_block:
+            self.post_feedforward_layernorm_1 = gemma4_norm(config, hidden)
+            self.pre_feedforward_layernorm_2 = gemma4_norm(config, hidden)
+            self.post_feedforward_layernorm_2 = gemma4_norm(config, hidden)
             assert config.moe_intermediate_size
             inner = config.moe_intermediate_size
             self.experts = Experts(Gemma4Router(config), hidden, inner, config.activation)
@@ -348,6 +245,7 @@ class Gemma4Block(nn.Module):
         if size:
             self.per_layer_input_gate = nn.Linear(hidden, size, bias=False)
             self.per_layer_projection = nn.Linear(size, hidden, bias=False)
+            self.post_per_layer_input_norm = gemma4_norm(config, hidden)
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(
@@ -373,7 +271,7 @@ class Gemma4Block(nn.Module):
 
 
 @register
-class LigerGemma4(DecoderModel):
+class LigerGemma4(FamilyModel):
     """The text model of Gemma 4, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output. A model with
@@ -383,12 +281,34 @@ class LigerGemma4(DecoderModel):
     config_class = Gemma4Config
     config: Gemma4Config
     built_from: Gemma4Config
-    weight_map = staticmethod(weight_map)
     cast_without_gradient = ("layer_scalar",)
+    hf_names: ClassVar[dict[str, str]] = {
+        "experts": "",
+        "experts.router": "router",
+        "experts.router.weight": "router.proj.weight",
+        "experts.router.input_scale": "router.scale",
+    }
+    expert_layouts: ClassVar[dict[str, dict[str, str]]] = {FUSED: {}}
+    towers = Towers(
+        (("model.language_model.", "model."),),
+        kept=(
+            *("model.vision_tower.", "model.embed_vision."),
+            *("model.audio_tower.", "model.embed_audio."),
+        ),
+    )
 
     def __init__(self, config: Gemma4Config) -> None:
-        super().__init__(config)
-        hidden, longest = config.hidden_size, config.max_position_embeddings
+        scale, softcap = config.hidden_size**0.5, config.final_logit_softcapping
+        super().__init__(config, embedding_scale=scale, logit_softcap=softcap)
+        longest = config.max_position_embeddings
+        sizes = {kind: config.kv_sizes(index)[0] for index, kind in enumerate(config.types)}
+        full, sliding = sizes["full_attention"], sizes.get("sliding_attention", config.head_dim)
+        self.rotary_emb = RotaryEmbedding(full, config.rope_theta, longest, config.rope_scaling)
+        self.rotary_emb_local = RotaryEmbedding(sliding, config.rope_local_base_freq, longest)
+
+    def build(self, **options: Any) -> None:
+        """Make the modules as `DecoderModel` does, and those of the embeddings for each layer."""
+        config, hidden = self.config, self.config.hidden_size
         if size := config.hidden_size_per_layer_input:
             rows = config.num_hidden_layers * size
             self.embed_tokens_per_layer = ScaledEmbedding(
@@ -401,25 +321,27 @@ class LigerGemma4(DecoderModel):
             # HF divides the projection by the root of hidden_size before; the norm undoes that.
             eps = config.rms_norm_eps * hidden
             self.per_layer_projection_norm = RMSNorm(size, eps, casting_mode="gemma")
-        self.build(
-            norm=gemma4_norm(config, hidden),
-            embedding_scale=hidden**0.5,
-            logit_softcap=config.final_logit_softcapping,
+        super().build(**options)
+
+    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
+        """Return the final norm."""
+        return gemma4_norm(self.config, size or self.config.hidden_size)
+
+    @classmethod
+    def weight_map(cls, config: Gemma4Config) -> WeightMap:
+        """Return the map of `hf_names`; a checkpoint may hold projections that no layer uses."""
+        made = super().weight_map(config)
+        unused = (
+            f"model.layers.{index}.self_attn.{each}.weight"
+            for index in range(config.num_hidden_layers)
+            if config.kv_source(index) is not None
+            for each in ("k_proj", "v_proj", "k_norm")
         )
-        sizes = {kind: config.kv_sizes(index)[0] for index, kind in enumerate(config.types)}
-        full, sliding = sizes["full_attention"], sizes.get("sliding_attention", config.head_dim)
-        self.rotary_emb = RotaryEmbedding(full, config.rope_theta, longest, config.rope_scaling)
-        self.rotary_emb_local = RotaryEmbedding(sliding, config.rope_local_base_freq, longest)
+        return replace(made, ignored=(*made.ignored, *unused))
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: see `Gemma4Block`."""
         return Gemma4Block(self.config, layer_index)
-
-    @property
-    def ropes(self) -> list[str]:
-        """For each layer, the attribute of its rope; that of sliding layers has no rope_scaling."""
-        windows = self.built_from.sliding_windows
-        return ["rotary_emb" if window is None else "rotary_emb_local" for window in windows]
 
     def prepare_context(self, inputs: Tensor, **options: Any) -> DecoderContext:
         """Return what the layers share; with the tokens' embeddings for each layer, if any."""

@@ -1,26 +1,16 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, sinks, and windows in every second layer."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import (
-    MXFP4_BLOCKS,
-    Entry,
-    WeightMap,
-    expert_entry,
-    linear_entries,
-    packed_entry,
-)
 from ligermodels.layers import ClampedSwiGLU, DecoderBlock, Experts, RMSNorm, Router
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
-from ligermodels.models.config import sizes, windows_from_types
-from ligermodels.models.decoder_weight_map import attention_entries, decoder_weight_map
+from ligermodels.models.config import sizes
 from ligermodels.models.experts import ExpertsConfig
+from ligermodels.models.family import FamilyModel
+from ligermodels.models.module_map import ALTERNATING, MXFP4
 
 _YARN = {
     "rope_type": "yarn",
@@ -74,12 +64,9 @@ class GptOssConfig(ExpertsConfig):
         """That of the experts, whatever hidden_act is."""
         return "clamped SwiGLU"
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
-        pattern = ["sliding_attention", "full_attention"] * self.num_hidden_layers
-        types = self.layer_types or pattern[: self.num_hidden_layers]
-        return windows_from_types(types, self.sliding_window)
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window: layers 0, 2, 4, ... do."""
+        return layer_index % 2 == 0
 
 
 _GPT_OSS = {"pad_token_id": 199999, "eos_token_id": 200002}
@@ -90,45 +77,8 @@ GptOssConfig.presets = {
 }
 
 
-def weight_map(config: GptOssConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a gpt-oss checkpoint, in bfloat16 or MXFP4.
-
-    The weights of all experts are one tensor, (experts, in, out), where the columns of gate and up
-    alternate. In MXFP4 it is (experts, out, in).
-    """
-    hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_local_experts
-    bias = config.attention_bias
-
-    def attention(index: int, name: str, hf: str) -> Iterator[Entry]:
-        yield from attention_entries(config, name, hf, qkv_bias=bias, out_bias=bias)
-        yield packed_entry(f"{name}.sinks", (), (f"{hf}.sinks", config.num_attention_heads))
-
-    def experts(mxfp4: bool, index: int, name: str, hf: str) -> Iterator[Entry]:
-        yield from linear_entries(f"{name}.router", hidden, (f"{hf}.router", count), bias=True)
-        sides = ("gate_up", hidden, 2 * inner, 2), ("down", inner, hidden, 1)
-        for one, width, rows, parts in sides:
-            source = f"{hf}.experts.{one}_proj"
-            yield expert_entry(
-                f"{name}.{one}_proj",
-                (width,),
-                source + MXFP4_BLOCKS if mxfp4 else source,
-                count,
-                rows,
-                parts=parts,
-                transposed=not mxfp4,
-            )
-            yield expert_entry(f"{name}.{one}_bias", (), f"{source}_bias", count, rows, parts=parts)
-
-    return decoder_weight_map(
-        config,
-        attention=attention,
-        mlp=partial(experts, False),
-        mlp_layouts={"mxfp4": partial(experts, True)},
-    )
-
-
 @register
-class LigerGptOss(DecoderModel):
+class LigerGptOss(FamilyModel):
     """The gpt-oss model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -136,15 +86,12 @@ class LigerGptOss(DecoderModel):
 
     config_class = GptOssConfig
     config: GptOssConfig
-    weight_map = staticmethod(weight_map)
+    # All experts are one tensor, (experts, in, out), or in MXFP4 (experts, out, in).
+    expert_layouts: ClassVar[dict[str, dict[str, str]]] = {ALTERNATING: {}, MXFP4: {}}
 
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__(config)
-        self.build(norm=self._norm())
-        self.router_losses = config.router_losses
-
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, casting_mode="gemma")
+    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
+        """Return a norm that rounds only once, at the end."""
+        return super().norm_of(size, casting_mode="gemma")
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + experts(norm(h))."""
@@ -155,8 +102,8 @@ class LigerGptOss(DecoderModel):
         )
         activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
         return DecoderBlock(
-            attention_of(config, layer_index, bias=config.attention_bias, sinks=True),
+            self.attention_of(layer_index, bias=config.attention_bias, sinks=True),
             Experts(router, hidden, config.intermediate_size, activation, bias=True),
-            self._norm(),
-            self._norm(),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import AttentionContext, DecoderBlock, GatedMLP, RMSNorm, pre_norm
+from ligermodels.layers import AttentionContext, DecoderBlock, GatedMLP, pre_norm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
@@ -67,12 +65,6 @@ GraniteConfig.presets = {
 }
 
 
-def weight_map(config: GraniteConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Granite checkpoint."""
-    bias = config.attention_bias
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
-
-
 class ScaledBlock(DecoderBlock):
     """h = x + factor * attention(norm(x)); the output is h + factor * mlp(norm(h))."""
 
@@ -90,35 +82,26 @@ class ScaledBlock(DecoderBlock):
         return self.factor * x, residual
 
 
-class FactorsModel(DecoderModel):
+class FactorsModel(FamilyModel):
     """What the models of Granite 3 and Granite 4 have in common."""
 
     config: FactorsConfig
 
     def __init__(self, config: FactorsConfig) -> None:
-        super().__init__(config)
-        self.build(
-            norm=RMSNorm(config.hidden_size, config.rms_norm_eps),
-            embedding_scale=config.embedding_multiplier,
-            logit_scale=1 / config.logits_scaling,
-        )
+        factors = {"embedding_scale": config.embedding_multiplier}
+        super().__init__(config, logit_scale=1 / config.logits_scaling, **factors)
 
     def scaled_block(self, layer_index: int, mlp: GatedMLP, rotary_dim: int) -> ScaledBlock:
         """Return a layer with this MLP, where rope rotates so many elements of a head."""
-        config, hidden = self.config, self.config.hidden_size
-        return ScaledBlock(
-            attention_of(
-                config,
-                layer_index,
-                bias=config.attention_bias,
-                scale=config.attention_multiplier,
-                rotary_dim=rotary_dim,
-            ),
-            mlp,
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
-            factor=config.residual_multiplier,
+        config = self.config
+        attention = self.attention_of(
+            layer_index,
+            bias=config.attention_bias,
+            scale=config.attention_multiplier,
+            rotary_dim=rotary_dim,
         )
+        norms = self.norm_of(), self.norm_of()
+        return ScaledBlock(attention, mlp, *norms, factor=config.residual_multiplier)
 
 
 @register
@@ -130,11 +113,8 @@ class LigerGranite(FactorsModel):
 
     config_class = GraniteConfig
     config: GraniteConfig
-    weight_map = staticmethod(weight_map)
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + factor * attention(norm(x)), then h + factor * mlp(norm(h))."""
         config = self.config
-        inner, bias = config.intermediate_size, config.mlp_bias
-        mlp = GatedMLP(config.hidden_size, inner, bias=bias, activation=config.activation)
-        return self.scaled_block(layer_index, mlp, config.head_dim)
+        return self.scaled_block(layer_index, self.mlp_of(bias=config.mlp_bias), config.head_dim)

@@ -1,17 +1,13 @@
 """Granite 4, dense models: Granite 3 with gate and up in one tensor, and optional positions."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import ConfigError
-from ligermodels.layers import GatedMLP
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map, packed_mlp_entries
 from ligermodels.models.granite import PUBLISHED, FactorsConfig, FactorsModel
 
 
@@ -63,18 +59,6 @@ Granite4Config.presets = {
 }
 
 
-def weight_map(config: Granite4Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Granite 4 checkpoint."""
-    bias = config.attention_bias
-
-    def mlp(index: int, name: str, hf: str) -> Iterable[Entry]:
-        hf = f"{hf.removesuffix('mlp')}shared_mlp"
-        inner = config.shared_intermediate_size
-        return packed_mlp_entries(config, name, f"{hf}.input_linear", f"{hf}.output_linear", inner)
-
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp=mlp)
-
-
 @register
 class LigerGranite4(FactorsModel):
     """The dense Granite 4 model, built from fused layers.
@@ -86,12 +70,15 @@ class LigerGranite4(FactorsModel):
 
     config_class = Granite4Config
     config: Granite4Config
-    weight_map = staticmethod(weight_map)
+    # The first one is packed in the checkpoint, too.
+    hf_names: ClassVar[dict[str, str]] = {
+        "mlp.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.down_proj": "shared_mlp.output_linear",
+    }
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + factor * attention(norm(x)), then h + factor * mlp(norm(h))."""
         config = self.config
-        inner = config.shared_intermediate_size
-        mlp = GatedMLP(config.hidden_size, inner, activation=config.activation)
+        mlp = self.mlp_of(config.shared_intermediate_size)
         rotated = config.head_dim if config.position_embedding_type == "rope" else 0
         return self.scaled_block(layer_index, mlp, rotated)

@@ -87,7 +87,7 @@ class HFModel(nn.Module):
     def weight_map(cls, config: Any) -> WeightMap:
         """Return the map from this config's parameters to the tensors of an HF checkpoint.
 
-        A family defines it. An architecture of one's own need not: its checkpoint holds the
+        A family has one. An architecture of one's own need not: its checkpoint holds the
         parameters as they are, under their own names.
 
         Raises:
@@ -441,7 +441,7 @@ def _check_own_architecture(model: HFModel) -> None:
     others = [HFModel]
     for other in others:
         others += other.__subclasses__()
-        defines_map = "weight_map" in vars(other) and other is not HFModel
+        defines_map = {"weight_map", "hf_names"} & vars(other).keys()
         if defines_map and getattr(other, "config_class", None) is not None:
             if other.config_class.model_type == model_type:
                 raise ConfigError(

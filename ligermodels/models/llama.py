@@ -5,12 +5,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
@@ -80,14 +78,8 @@ LlamaConfig.presets = {
 }
 
 
-def weight_map(config: LlamaConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Llama checkpoint."""
-    bias = config.attention_bias
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
-
-
 @register
-class LigerLlama(DecoderModel):
+class LigerLlama(FamilyModel):
     """The Llama model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -95,20 +87,13 @@ class LigerLlama(DecoderModel):
 
     config_class = LlamaConfig
     config: LlamaConfig
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
+        config = self.config
         return DecoderBlock(
-            attention_of(config, layer_index, bias=config.attention_bias),
-            GatedMLP(
-                hidden, config.intermediate_size, bias=config.mlp_bias, activation=config.activation
-            ),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.attention_of(layer_index, bias=config.attention_bias),
+            self.mlp_of(bias=config.mlp_bias),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -5,12 +5,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Towers, WeightMap
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.converters.weight_map import Towers
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 _YARN = {
     "rope_type": "yarn",
@@ -61,11 +60,6 @@ class Ministral3Config(ModelConfig):
     hidden_act: str = "silu"
     sliding_window: int | None = None
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The same window for every layer."""
-        return [self.sliding_window] * self.num_hidden_layers
-
 
 Ministral3Config.presets = {
     "ministral-3-3b": sizes(3072, 9216, 26, 32, 8, tie_word_embeddings=True),
@@ -73,28 +67,8 @@ Ministral3Config.presets = {
 }
 
 
-# The text model's tensor names in multimodal checkpoints (published ones and those of transformers
-# in memory), and the prefixes of tensors that are not part of the text model.
-_TOWERS = Towers(
-    spellings=(
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.language_model.", "model."),
-    ),
-    kept=(
-        *("vision_tower.", "multi_modal_projector."),
-        *("model.vision_tower.", "model.multi_modal_projector."),
-    ),
-)
-
-
-def weight_map(config: Ministral3Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Ministral 3 checkpoint."""
-    return decoder_weight_map(config, towers=_TOWERS)
-
-
 @register
-class LigerMinistral3(DecoderModel):
+class LigerMinistral3(FamilyModel):
     """The text model of Ministral 3, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -102,18 +76,21 @@ class LigerMinistral3(DecoderModel):
 
     config_class = Ministral3Config
     config: Ministral3Config
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Ministral3Config) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+    # Published multimodal checkpoints, and those of transformers in memory, have other names.
+    towers = Towers(
+        spellings=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+        kept=(
+            *("vision_tower.", "multi_modal_projector."),
+            *("model.vision_tower.", "model.multi_modal_projector."),
+        ),
+    )
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            attention_of(config, layer_index),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.attention_of(layer_index), self.mlp_of(), self.norm_of(), self.norm_of()
         )

@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
@@ -29,11 +27,6 @@ class MistralConfig(ModelConfig):
     eos_token_id: int | list[int] | None = 2
     hidden_act: str = "silu"
     sliding_window: int | None = 4096
-
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The same window for every layer."""
-        return [self.sliding_window] * self.num_hidden_layers
 
 
 _MISTRAL = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
@@ -54,13 +47,8 @@ MistralConfig.presets = {
 }
 
 
-def weight_map(config: MistralConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Mistral checkpoint."""
-    return decoder_weight_map(config)
-
-
 @register
-class LigerMistral(DecoderModel):
+class LigerMistral(FamilyModel):
     """The Mistral model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -68,18 +56,9 @@ class LigerMistral(DecoderModel):
 
     config_class = MistralConfig
     config: MistralConfig
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: MistralConfig) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            attention_of(config, layer_index),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.attention_of(layer_index), self.mlp_of(), self.norm_of(), self.norm_of()
         )

@@ -1,22 +1,16 @@
 """Mixtral: Mistral with experts in the place of the MLP."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Entry, WeightMap
-from ligermodels.layers import DecoderBlock, Experts, RMSNorm, Router
+from ligermodels.layers import DecoderBlock, Experts, Router
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import sizes
-from ligermodels.models.decoder_weight_map import (
-    decoder_weight_map,
-    experts_entries,
-    fused_experts_entries,
-)
 from ligermodels.models.experts import ExpertsConfig
+from ligermodels.models.family import FamilyModel
+from ligermodels.models.module_map import FUSED, ONE_BY_ONE
 
 
 @dataclass(kw_only=True)
@@ -38,11 +32,6 @@ class MixtralConfig(ExpertsConfig):
     sliding_window: int | None = None
     num_local_experts: int = 8
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The same window for every layer."""
-        return [self.sliding_window] * self.num_hidden_layers
-
 
 MixtralConfig.presets = {
     "mixtral-8x7b-v0.1": {"max_position_embeddings": 32768},
@@ -50,31 +39,8 @@ MixtralConfig.presets = {
 }
 
 
-def weight_map(config: MixtralConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Mixtral checkpoint.
-
-    transformers 5 can also save all experts in one tensor, with its `save_original_format=False`.
-    """
-    count, inner = config.num_local_experts, config.intermediate_size
-
-    def experts(index: int, name: str, hf: str) -> Iterable[Entry]:
-        return experts_entries(
-            config,
-            name,
-            f"{hf.removesuffix('mlp')}block_sparse_moe",
-            count=count,
-            inner=inner,
-            projections=("w1", "w3", "w2"),
-        )
-
-    def fused(index: int, name: str, hf: str) -> Iterable[Entry]:
-        return fused_experts_entries(config, name, hf, count=count, inner=inner)
-
-    return decoder_weight_map(config, mlp=experts, mlp_layouts={"fused": fused})
-
-
 @register
-class LigerMixtral(DecoderModel):
+class LigerMixtral(FamilyModel):
     """The Mixtral model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -82,12 +48,12 @@ class LigerMixtral(DecoderModel):
 
     config_class = MixtralConfig
     config: MixtralConfig
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: MixtralConfig) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
-        self.router_losses = config.router_losses
+    # transformers 5 can also save all experts in one tensor, with its `save_original_format=False`.
+    expert_layouts: ClassVar[dict[str, dict[str, str]]] = {
+        ONE_BY_ONE: {"mlp": "block_sparse_moe", "mlp.router": "block_sparse_moe.gate"},
+        FUSED: {"mlp.router": "mlp.gate"},
+    }
+    expert_projections = ("w1", "w3", "w2")
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + experts(norm(h))."""
@@ -95,8 +61,8 @@ class LigerMixtral(DecoderModel):
         top_k = config.num_experts_per_tok
         router = Router(hidden, config.num_local_experts, top_k, normalize=True)
         return DecoderBlock(
-            attention_of(config, layer_index),
+            self.attention_of(layer_index),
             Experts(router, hidden, config.intermediate_size, config.activation),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -1,17 +1,14 @@
 """OLMo 2: norms after attention and MLP instead of before, and norms of all query heads at once."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from ligermodels.converters.weight_map import Entry, WeightMap, norm_entries
 from ligermodels.layers import Attention, AttentionContext, GatedMLP, RMSNorm
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import attention_entries, decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
@@ -43,20 +40,6 @@ Olmo2Config.presets = {
     "olmo-2-13b": _OLMO2 | sizes(5120, 13824, 40, 40),
     "olmo-2-32b": _OLMO2 | sizes(5120, 27648, 64, 40, 8),
 }
-
-
-def weight_map(config: Olmo2Config) -> WeightMap:
-    """Return the map from parameters to the tensors of an OLMo 2 checkpoint."""
-    bias = config.attention_bias
-
-    def attention(index: int, name: str, hf: str) -> Iterator[Entry]:
-        yield from attention_entries(config, name, hf, qkv_bias=bias, out_bias=bias)
-        heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
-        for norm, count in heads.items():
-            yield from norm_entries(f"{name}.{norm}", f"{hf}.{norm}", count * config.head_dim)
-
-    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
-    return decoder_weight_map(config, norms=norms, attention=attention)
 
 
 class AllHeadsNorm(RMSNorm):
@@ -96,7 +79,7 @@ class PostNormBlock(nn.Module):
 
 
 @register
-class LigerOlmo2(DecoderModel):
+class LigerOlmo2(FamilyModel):
     """The OLMo 2 model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -104,29 +87,20 @@ class LigerOlmo2(DecoderModel):
 
     config_class = Olmo2Config
     config: Olmo2Config
-    weight_map = staticmethod(weight_map)
 
-    def __init__(self, config: Olmo2Config) -> None:
-        super().__init__(config)
-        self.build(norm=self._norm())
-
-    def _norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, casting_mode="gemma")
+    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
+        """Return a norm that rounds only once, at the end."""
+        return super().norm_of(size, casting_mode="gemma")
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + norm(attention(x)), then h + norm(mlp(h))."""
         config, eps = self.config, self.config.rms_norm_eps
         q_size = config.num_attention_heads * config.head_dim
         k_size = config.num_key_value_heads * config.head_dim
-        return PostNormBlock(
-            attention_of(
-                config,
-                layer_index,
-                bias=config.attention_bias,
-                q_norm=AllHeadsNorm(q_size, eps, casting_mode="gemma"),
-                k_norm=AllHeadsNorm(k_size, eps, casting_mode="gemma"),
-            ),
-            GatedMLP(config.hidden_size, config.intermediate_size, activation=config.activation),
-            self._norm(),
-            self._norm(),
+        attention = self.attention_of(
+            layer_index,
+            bias=config.attention_bias,
+            q_norm=AllHeadsNorm(q_size, eps, casting_mode="gemma"),
+            k_norm=AllHeadsNorm(k_size, eps, casting_mode="gemma"),
         )
+        return PostNormBlock(attention, self.mlp_of(), self.norm_of(), self.norm_of())

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ligermodels.layers import RotaryEmbedding
 from ligermodels.models.auto import register
-from ligermodels.models.config import sizes, windows_from_types
-from ligermodels.models.olmo2 import LigerOlmo2, Olmo2Config, weight_map
+from ligermodels.models.config import sizes
+from ligermodels.models.olmo2 import LigerOlmo2, Olmo2Config
 
 
 @dataclass(kw_only=True)
@@ -25,14 +24,9 @@ class Olmo3Config(Olmo2Config):
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None  # None: every fourth layer is full
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
-        types = self.layer_types or [
-            "sliding_attention" if (index + 1) % 4 else "full_attention"
-            for index in range(self.num_hidden_layers)
-        ]
-        return windows_from_types(types, self.sliding_window)
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window: three of four do."""
+        return (layer_index + 1) % 4 != 0
 
 
 _OLMO3 = {
@@ -66,16 +60,3 @@ class LigerOlmo3(LigerOlmo2):
 
     config_class = Olmo3Config
     config: Olmo3Config
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Olmo3Config) -> None:
-        super().__init__(config)
-        self.rotary_emb_local = RotaryEmbedding(
-            config.head_dim, config.rope_local_base_freq, config.max_position_embeddings
-        )
-
-    @property
-    def ropes(self) -> list[str]:
-        """For each layer, the attribute of its rope; that of sliding layers has no rope_scaling."""
-        windows = self.built_from.sliding_windows
-        return ["rotary_emb" if window is None else "rotary_emb_local" for window in windows]

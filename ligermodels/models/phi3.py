@@ -5,17 +5,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Entry, WeightMap
 from ligermodels.errors import ConfigError
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import (
-    decoder_weight_map,
-    packed_attention_entries,
-    packed_mlp_entries,
-)
+from ligermodels.models.family import FamilyModel
 
 _LENGTH = "original_max_position_embeddings"
 
@@ -58,11 +52,6 @@ class Phi3Config(ModelConfig):
         if kind not in ("default", "longrope"):
             raise ConfigError(f"config: rope_scaling has rope_type {kind!r}, expected 'longrope'")
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The same window for every layer."""
-        return [self.sliding_window] * self.num_hidden_layers
-
 
 _PHI4 = {"vocab_size": 100352, "max_position_embeddings": 16384, "rope_theta": 250000.0}
 _PHI4 |= {"pad_token_id": 100349, "bos_token_id": 100257, "eos_token_id": 100265}
@@ -100,21 +89,8 @@ Phi3Config.presets = {
 }
 
 
-def weight_map(config: Phi3Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Phi-3 checkpoint, which are packed."""
-
-    def attention(index: int, name: str, hf: str) -> list[Entry]:
-        return packed_attention_entries(config, name, hf)
-
-    def mlp(index: int, name: str, hf: str) -> list[Entry]:
-        inner = config.intermediate_size
-        return packed_mlp_entries(config, name, f"{hf}.gate_up_proj", f"{hf}.down_proj", inner)
-
-    return decoder_weight_map(config, attention=attention, mlp=mlp)
-
-
 @register
-class LigerPhi3(DecoderModel):
+class LigerPhi3(FamilyModel):
     """The Phi-3 model, built from fused layers. Phi-4 is the same architecture.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -122,18 +98,17 @@ class LigerPhi3(DecoderModel):
 
     config_class = Phi3Config
     config: Phi3Config
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Phi3Config) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
+    # These are packed in the checkpoint, too.
+    hf_names: ClassVar[dict[str, str]] = {
+        "self_attn.qkv_proj": "self_attn.qkv_proj",
+        "mlp.gate_up_proj": "mlp.gate_up_proj",
+    }
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            attention_of(config, layer_index, rotary_dim=config.rotary_dim),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.attention_of(layer_index, rotary_dim=self.config.rotary_dim),
+            self.mlp_of(),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
-from ligermodels.models.config import ModelConfig, sizes, windows_from_types
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
@@ -31,17 +29,9 @@ class Qwen2Config(ModelConfig):
     max_window_layers: int = 28  # this many first layers have no window
     layer_types: list[str] | None = None  # overrides max_window_layers
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
-        window = self.sliding_window if self.use_sliding_window else None
-        types = self.layer_types or [
-            "sliding_attention"
-            if window is not None and index >= self.max_window_layers
-            else "full_attention"
-            for index in range(self.num_hidden_layers)
-        ]
-        return windows_from_types(types, window)
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window: later ones do, if there is one."""
+        return self.window is not None and layer_index >= self.max_window_layers
 
 
 _QWEN2 = {
@@ -74,13 +64,8 @@ Qwen2Config.presets = {
 }
 
 
-def weight_map(config: Qwen2Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Qwen2 checkpoint."""
-    return decoder_weight_map(config, qkv_bias=True)
-
-
 @register
-class LigerQwen2(DecoderModel):
+class LigerQwen2(FamilyModel):
     """The Qwen2 or Qwen2.5 model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -88,18 +73,12 @@ class LigerQwen2(DecoderModel):
 
     config_class = Qwen2Config
     config: Qwen2Config
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
         return DecoderBlock(
-            attention_of(config, layer_index, bias=True, out_bias=False),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.attention_of(layer_index, bias=True, out_bias=False),
+            self.mlp_of(),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -5,12 +5,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import WeightMap
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import sizes
-from ligermodels.models.decoder_weight_map import decoder_weight_map
+from ligermodels.models.family import FamilyModel
 from ligermodels.models.qwen2 import Qwen2Config
 
 
@@ -41,14 +39,8 @@ Qwen3Config.presets = {
 }
 
 
-def weight_map(config: Qwen3Config) -> WeightMap:
-    """Return the map from parameters to the tensors of a Qwen3 checkpoint."""
-    bias = config.attention_bias
-    return decoder_weight_map(config, qkv_bias=bias, out_bias=bias, head_norms=True)
-
-
 @register
-class LigerQwen3(DecoderModel):
+class LigerQwen3(FamilyModel):
     """The Qwen3 model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -56,24 +48,18 @@ class LigerQwen3(DecoderModel):
 
     config_class = Qwen3Config
     config: Qwen3Config
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
+        config = self.config
         return DecoderBlock(
-            attention_of(
-                config,
+            self.attention_of(
                 layer_index,
                 bias=config.attention_bias,
-                q_norm=RMSNorm(config.head_dim, config.rms_norm_eps),
-                k_norm=RMSNorm(config.head_dim, config.rms_norm_eps),
+                q_norm=self.norm_of(config.head_dim),
+                k_norm=self.norm_of(config.head_dim),
             ),
-            GatedMLP(hidden, config.intermediate_size, activation=config.activation),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.mlp_of(),
+            self.norm_of(),
+            self.norm_of(),
         )

@@ -3,20 +3,12 @@
 Qwen3.6 and Qwen3.8 have the same architecture.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import (
-    Entry,
-    Towers,
-    WeightMap,
-    linear_entries,
-    norm_entries,
-    packed_entry,
-)
+from ligermodels.converters.weight_map import Towers
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.checks import MAX_DELTA_KEY_DIM
 from ligermodels.layers import (
@@ -28,9 +20,8 @@ from ligermodels.layers import (
     SharedExperts,
 )
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import LayerEntries, decoder_weight_map
+from ligermodels.models.family import FamilyModel
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -92,7 +83,7 @@ class HybridConfig(ModelConfig):
             )
 
     @property
-    def kinds(self) -> list[str]:
+    def types(self) -> list[str]:
         """For each layer, whether its mixer is "linear_attention" or "full_attention"."""
         every, count = self.full_attention_interval, self.num_hidden_layers
         return self.layer_types or [_LINEAR if (i + 1) % every else _FULL for i in range(count)]
@@ -101,14 +92,14 @@ class HybridConfig(ModelConfig):
     def cache_widths(self) -> list[int]:
         """The size of the keys of a token in each layer's cache: none in a gated delta net."""
         width = self.num_key_value_heads * self.head_dim
-        return [width if kind == _FULL else 0 for kind in self.kinds]
+        return [width if kind == _FULL else 0 for kind in self.types]
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a row's states in all gated delta nets: see `LinearAttention`."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
         rows = (self.linear_conv_kernel_dim - 1) * (2 * keys + values)
-        return self.kinds.count(_LINEAR) * (itemsize * rows + 4 * values * self.linear_key_head_dim)
+        return self.types.count(_LINEAR) * (itemsize * rows + 4 * values * self.linear_key_head_dim)
 
 
 @dataclass(kw_only=True)
@@ -136,60 +127,16 @@ Qwen3_5Config.presets = {
 }
 
 
-# Published checkpoints also have a vision tower and layers for a second token, which pass through.
-_TOWERS = Towers((("model.language_model.", "model."),), kept=("model.visual.", "mtp."))
-
-
-def hybrid_weight_map(
-    config: HybridConfig,
-    mlp: LayerEntries | None = None,
-    mlp_layouts: Mapping[str, LayerEntries] | None = None,
-) -> WeightMap:
-    """Return the map of a checkpoint with both kinds of layers; see `decoder_weight_map`."""
-    hidden, head, bias = config.hidden_size, config.head_dim, config.attention_bias
-    q_rows, kv_rows = config.num_attention_heads * head, config.num_key_value_heads * head
-    heads, values = config.linear_num_value_heads, config.linear_value_head_dim
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    channels = 2 * keys + heads * values
-
-    def mixer(index: int, name: str, hf: str) -> Iterator[Entry]:
-        if config.kinds[index] == _FULL:
-            # A query head in q_proj is followed by its gate.
-            qkv = (f"{hf}.q_proj", 2 * q_rows), (f"{hf}.k_proj", kv_rows), (f"{hf}.v_proj", kv_rows)
-            yield from linear_entries(f"{name}.qkv_proj", hidden, *qkv, bias=bias)
-            for norm in ("q_norm", "k_norm"):
-                yield from norm_entries(f"{name}.{norm}", f"{hf}.{norm}", head)
-            out = (f"{hf}.o_proj", hidden)
-            yield from linear_entries(f"{name}.o_proj", q_rows, out, bias=bias)
-            return
-        name, hf = (x.replace("self_attn", "linear_attn") for x in (name, hf))
-        sizes = {"qkv": channels, "z": heads * values, "b": heads, "a": heads}
-        projections = ((f"{hf}.in_proj_{part}", rows) for part, rows in sizes.items())
-        yield from linear_entries(f"{name}.in_proj", hidden, *projections)
-        taps = (1, config.linear_conv_kernel_dim)
-        yield packed_entry(f"{name}.conv1d.weight", taps, (f"{hf}.conv1d.weight", channels))
-        yield packed_entry(f"{name}.A_log", (), (f"{hf}.A_log", heads))
-        yield packed_entry(f"{name}.dt_bias", (), (f"{hf}.dt_bias", heads))
-        yield from norm_entries(f"{name}.norm", f"{hf}.norm", values)
-        yield from linear_entries(f"{name}.out_proj", heads * values, (f"{hf}.out_proj", hidden))
-
-    return decoder_weight_map(
-        config, attention=mixer, mlp=mlp, mlp_layouts=mlp_layouts, towers=_TOWERS
-    )
-
-
-class HybridModel(DecoderModel):
+class HybridModel(FamilyModel):
     """A decoder of both kinds of layers. A family defines `make_mlp`."""
 
     config: Any
+    # Published checkpoints also have a vision tower and layers for a second token.
+    towers = Towers((("model.language_model.", "model."),), kept=("model.visual.", "mtp."))
 
-    def __init__(self, config: HybridConfig) -> None:
-        super().__init__(config)
-        self.build(norm=self.norm_of(config.hidden_size))
-
-    def norm_of(self, size: int) -> RMSNorm:
+    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
         """Return a norm whose factor is 1 + weight."""
-        return RMSNorm(size, self.config.rms_norm_eps, offset=1.0, casting_mode="gemma")
+        return super().norm_of(size, offset=1.0, casting_mode="gemma")
 
     def make_mlp(self) -> GatedMLP | SharedExperts:
         """Return the MLP of a layer, or what stands in its place."""
@@ -198,8 +145,8 @@ class HybridModel(DecoderModel):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + mixer(norm(x)), then h + mlp(norm(h))."""
         config, hidden = self.config, self.config.hidden_size
-        mlp, norms = self.make_mlp(), (self.norm_of(hidden), self.norm_of(hidden))
-        if config.kinds[layer_index] == _LINEAR:
+        mlp, norms = self.make_mlp(), (self.norm_of(), self.norm_of())
+        if config.types[layer_index] == _LINEAR:
             mixer = LinearAttention(
                 hidden,
                 config.linear_num_key_heads,
@@ -211,13 +158,11 @@ class HybridModel(DecoderModel):
                 layer_index=layer_index,
             )
             return LinearBlock(mixer, mlp, *norms)
-        head = config.head_dim
-        attention = attention_of(
-            config,
+        attention = self.attention_of(
             layer_index,
             bias=config.attention_bias,
-            q_norm=self.norm_of(head),
-            k_norm=self.norm_of(head),
+            q_norm=self.norm_of(config.head_dim),
+            k_norm=self.norm_of(config.head_dim),
             rotary_dim=config.rotary_dim,
             output_gate=True,
         )
@@ -233,9 +178,7 @@ class LigerQwen3_5(HybridModel):
 
     config_class = Qwen3_5Config
     config: Qwen3_5Config
-    weight_map = staticmethod(hybrid_weight_map)
 
     def make_mlp(self) -> GatedMLP:
         """Return the MLP of a layer."""
-        config = self.config
-        return GatedMLP(config.hidden_size, config.intermediate_size, activation=config.activation)
+        return self.mlp_of()

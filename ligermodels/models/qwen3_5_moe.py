@@ -1,24 +1,16 @@
 """Qwen3.5 with experts: in each layer, experts beside an MLP that every token gets."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Entry, WeightMap, linear_entries
-from ligermodels.layers import Experts, GatedMLP, Router, SharedExperts
+from ligermodels.layers import Experts, Router, SharedExperts
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
-from ligermodels.models.decoder_weight_map import (
-    ONE_BY_ONE,
-    experts_entries,
-    fused_experts_entries,
-    mlp_entries,
-)
 from ligermodels.models.experts import ExpertsConfig
-from ligermodels.models.qwen3_5 import QWEN3_5, HybridConfig, HybridModel, hybrid_weight_map
+from ligermodels.models.module_map import FUSED, ONE_BY_ONE
+from ligermodels.models.qwen3_5 import QWEN3_5, HybridConfig, HybridModel
 
 
 @dataclass(kw_only=True)
@@ -56,23 +48,6 @@ class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
 Qwen3_5MoeConfig.presets = {"qwen3.5-35b-a3b": QWEN3_5 | sizes(2048, 512, 40, 16, 2)}
 
 
-def weight_map(config: Qwen3_5MoeConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Qwen3.5-MoE checkpoint.
-
-    Published checkpoints have all experts in one tensor; transformers saves each one alone.
-    """
-    hidden, shared = config.hidden_size, config.shared_expert_intermediate_size
-    count, inner = config.num_experts, config.moe_intermediate_size
-
-    def mlp(experts: Callable[..., list[Entry]], index: int, name: str, hf: str) -> Iterator[Entry]:
-        yield from experts(config, f"{name}.experts", hf, count=count, inner=inner)
-        yield from mlp_entries(config, f"{name}.shared", f"{hf}.shared_expert", inner=shared)
-        yield from linear_entries(f"{name}.gate", hidden, (f"{hf}.shared_expert_gate", 1))
-
-    layouts = {ONE_BY_ONE: partial(mlp, experts_entries)}
-    return hybrid_weight_map(config, partial(mlp, fused_experts_entries), layouts)
-
-
 @register
 class LigerQwen3_5Moe(HybridModel):
     """The text model of Qwen3.5 with experts, built from fused layers.
@@ -82,17 +57,19 @@ class LigerQwen3_5Moe(HybridModel):
 
     config_class = Qwen3_5MoeConfig
     config: Qwen3_5MoeConfig
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Qwen3_5MoeConfig) -> None:
-        super().__init__(config)
-        self.router_losses = config.router_losses
+    hf_names: ClassVar[dict[str, str]] = {
+        "mlp.experts": "mlp",
+        "mlp.experts.router": "mlp.gate",
+        "mlp.shared": "mlp.shared_expert",
+        "mlp.gate": "mlp.shared_expert_gate",
+    }
+    # Published checkpoints have all experts in one tensor; transformers saves each one alone.
+    expert_layouts: ClassVar[dict[str, dict[str, str]]] = {FUSED: {}, ONE_BY_ONE: {}}
 
     def make_mlp(self) -> SharedExperts:
         """Return the experts of a layer, and the MLP beside them."""
         config, hidden = self.config, self.config.hidden_size
         router = Router(hidden, config.num_experts, config.num_experts_per_tok, normalize=True)
         experts = Experts(router, hidden, config.moe_intermediate_size, config.activation)
-        inner = config.shared_expert_intermediate_size
-        shared = GatedMLP(hidden, inner, activation=config.activation)
+        shared = self.mlp_of(config.shared_expert_intermediate_size)
         return SharedExperts(experts, shared, nn.Linear(hidden, 1, bias=False))

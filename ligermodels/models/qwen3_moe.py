@@ -1,23 +1,15 @@
 """Qwen3-MoE: Qwen3 with experts in the place of the MLP, in every layer or in some of them."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.converters.weight_map import Entry, WeightMap
-from ligermodels.layers import DecoderBlock, Experts, GatedMLP, RMSNorm, Router
+from ligermodels.layers import DecoderBlock, Experts, GatedMLP, Router
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import ModelConfig, sizes
-from ligermodels.models.decoder_weight_map import (
-    decoder_weight_map,
-    experts_entries,
-    fused_experts_entries,
-    mlp_entries,
-)
 from ligermodels.models.experts import ExpertsConfig
+from ligermodels.models.family import FamilyModel
 
 
 @dataclass(kw_only=True)
@@ -58,11 +50,6 @@ class Qwen3MoeConfig(ExpertsConfig):
     decoder_sparse_step: int = 1  # every so many layers one has experts,
     mlp_only_layers: list[int] | None = None  # but none of these
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The same window for every layer."""
-        return [self.sliding_window if self.use_sliding_window else None] * self.num_hidden_layers
-
     def has_experts(self, layer_index: int) -> bool:
         """Return whether a layer has experts in the place of an MLP."""
         if layer_index in (self.mlp_only_layers or ()):
@@ -85,33 +72,8 @@ Qwen3MoeConfig.presets = {
 }
 
 
-def weight_map(config: Qwen3MoeConfig) -> WeightMap:
-    """Return the map from parameters to the tensors of a Qwen3-MoE checkpoint.
-
-    transformers 5 can also save all experts in one tensor, with its `save_original_format=False`.
-    """
-    count, inner = config.num_experts, config.moe_intermediate_size
-
-    def mlp(index: int, name: str, hf: str) -> Iterable[Entry]:
-        if config.has_experts(index):
-            return experts_entries(config, name, hf, count=count, inner=inner)
-        return mlp_entries(config, name, hf)
-
-    def fused(index: int, name: str, hf: str) -> Iterable[Entry]:
-        return (
-            fused_experts_entries(config, name, hf, count=count, inner=inner)
-            if config.has_experts(index)
-            else ()
-        )
-
-    bias = config.attention_bias
-    return decoder_weight_map(
-        config, qkv_bias=bias, out_bias=bias, head_norms=True, mlp=mlp, mlp_layouts={"fused": fused}
-    )
-
-
 @register
-class LigerQwen3Moe(DecoderModel):
+class LigerQwen3Moe(FamilyModel):
     """The Qwen3-MoE model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -119,36 +81,22 @@ class LigerQwen3Moe(DecoderModel):
 
     config_class = Qwen3MoeConfig
     config: Qwen3MoeConfig
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: Qwen3MoeConfig) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
-        self.router_losses = config.router_losses
+    hf_names: ClassVar[dict[str, str]] = {"mlp.router": "mlp.gate"}
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         config, hidden = self.config, self.config.hidden_size
         mlp: GatedMLP | Experts
         if config.has_experts(layer_index):
-            router = Router(
-                hidden,
-                config.num_experts,
-                config.num_experts_per_tok,
-                normalize=config.norm_topk_prob,
-            )
+            count, top_k = config.num_experts, config.num_experts_per_tok
+            router = Router(hidden, count, top_k, normalize=config.norm_topk_prob)
             mlp = Experts(router, hidden, config.moe_intermediate_size, config.activation)
         else:
-            mlp = GatedMLP(hidden, config.intermediate_size, activation=config.activation)
-        return DecoderBlock(
-            attention_of(
-                config,
-                layer_index,
-                bias=config.attention_bias,
-                q_norm=RMSNorm(config.head_dim, config.rms_norm_eps),
-                k_norm=RMSNorm(config.head_dim, config.rms_norm_eps),
-            ),
-            mlp,
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            mlp = self.mlp_of()
+        attention = self.attention_of(
+            layer_index,
+            bias=config.attention_bias,
+            q_norm=self.norm_of(config.head_dim),
+            k_norm=self.norm_of(config.head_dim),
         )
+        return DecoderBlock(attention, mlp, self.norm_of(), self.norm_of())

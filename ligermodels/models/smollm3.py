@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers import DecoderBlock, GatedMLP, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
-from ligermodels.models.base import DecoderModel, attention_of
 from ligermodels.models.config import sizes
-from ligermodels.models.llama import LlamaConfig, weight_map
+from ligermodels.models.family import FamilyModel
+from ligermodels.models.llama import LlamaConfig
 
 
 @dataclass(kw_only=True)
@@ -55,15 +55,9 @@ class SmolLM3Config(LlamaConfig):
             )
         super().validate()
 
-    @property
-    def sliding_windows(self) -> list[int | None]:
-        """The window of each sliding layer, and None for each other layer."""
-        window = self.sliding_window if self.use_sliding_window else None
-        layers = range(self.num_hidden_layers)
-        slides = [not self.uses_positions(i) for i in layers]
-        if self.layer_types is not None:
-            slides = [kind == "sliding_attention" for kind in self.layer_types]
-        return [window if each else None for each in slides]
+    def slides(self, layer_index: int) -> bool:
+        """Return whether a layer has the window: those without positions do, if there is one."""
+        return self.window is not None and not self.uses_positions(layer_index)
 
 
 SmolLM3Config.presets = {
@@ -73,7 +67,7 @@ SmolLM3Config.presets = {
 
 
 @register
-class LigerSmolLM3(DecoderModel):
+class LigerSmolLM3(FamilyModel):
     """The SmolLM3 model, built from fused layers.
 
     `model(input_ids)` returns hidden states. With labels it returns the head's output.
@@ -81,25 +75,14 @@ class LigerSmolLM3(DecoderModel):
 
     config_class = SmolLM3Config
     config: SmolLM3Config
-    weight_map = staticmethod(weight_map)
-
-    def __init__(self, config: SmolLM3Config) -> None:
-        super().__init__(config)
-        self.build(norm=RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config, hidden = self.config, self.config.hidden_size
+        config = self.config
+        rotated = config.head_dim if config.uses_positions(layer_index) else 0
         return DecoderBlock(
-            attention_of(
-                config,
-                layer_index,
-                bias=config.attention_bias,
-                rotary_dim=config.head_dim if config.uses_positions(layer_index) else 0,
-            ),
-            GatedMLP(
-                hidden, config.intermediate_size, bias=config.mlp_bias, activation=config.activation
-            ),
-            RMSNorm(hidden, config.rms_norm_eps),
-            RMSNorm(hidden, config.rms_norm_eps),
+            self.attention_of(layer_index, bias=config.attention_bias, rotary_dim=rotated),
+            self.mlp_of(bias=config.mlp_bias),
+            self.norm_of(),
+            self.norm_of(),
         )
