@@ -17,6 +17,7 @@ from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
     CrossAttention,
+    GatedMLP,
     HeadOutput,
     LayerNorm,
     LossHead,
@@ -156,6 +157,29 @@ class DecoderModel(HFModel, PlannedModel):
             f"{type(self).__name__} does not define make_block(layer_index); define it, so that "
             "it returns a layer, or make the modules without build"
         )
+
+    def norm_of(self, size: int | None = None, **options: Any) -> RMSNorm:
+        """Return a norm over `size` features, by default the hidden size.
+
+        Args: options: the other arguments of `RMSNorm`.
+        """
+        return RMSNorm(size or self.config.hidden_size, self.config.rms_norm_eps, **options)
+
+    def attention_of(self, layer_index: int, **options: Any) -> Attention:
+        """Return the attention of a layer, with the heads and the window that the config says.
+
+        Args: options: the other arguments of `Attention`.
+        """
+        config = self.config
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        options |= {"sliding_window": config.sliding_windows[layer_index]}
+        return Attention(config.hidden_size, *heads, layer_index=layer_index, **options)
+
+    def mlp_of(self, inner: int | None = None, bias: bool = False) -> GatedMLP:
+        """Return an MLP whose gate and up have the width `inner`, by default intermediate_size."""
+        config = self.config
+        inner = inner or config.intermediate_size
+        return GatedMLP(config.hidden_size, inner, bias=bias, activation=config.activation)
 
     def build(
         self,

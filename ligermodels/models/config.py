@@ -201,11 +201,6 @@ class ModelConfig(hf_config.HFConfig):
         return windows_from_types(self.types, self.window)
 
     @property
-    def router_losses(self) -> tuple[float, float]:
-        """The factors of the balance of experts and of the routers' z-loss in the loss."""
-        return 0.0, 0.0
-
-    @property
     def rotary_dim(self) -> int:
         """The number of elements of a head that rope rotates: the first ones."""
         return int(self.head_dim * getattr(self, "partial_rotary_factor", 1.0))

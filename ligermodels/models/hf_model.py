@@ -441,7 +441,7 @@ def _check_own_architecture(model: HFModel) -> None:
     others = [HFModel]
     for other in others:
         others += other.__subclasses__()
-        defines_map = {"weight_map", "hf_names"} & vars(other).keys()
+        defines_map = "weight_map" in vars(other) or getattr(other, "hf_names", None) is not None
         if defines_map and getattr(other, "config_class", None) is not None:
             if other.config_class.model_type == model_type:
                 raise ConfigError(

@@ -94,9 +94,10 @@ def tokens(
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Return the norm of a - b, divided by the norm of b."""
-    a, b = a.detach().double(), b.detach().double()
-    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+    """Return the norm of a - b, divided by the norm of b, both summed up in float64."""
+    a, b = a.detach(), b.detach()
+    difference, size = (x.norm(dtype=torch.float64) for x in (a - b, b))
+    return (difference / size.clamp_min(1e-30)).item()
 
 
 def step(model: torch.nn.Module, ids: Tensor, **inputs: Any) -> Any:

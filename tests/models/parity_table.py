@@ -4,7 +4,7 @@
     python -m tests.models.parity_table --gpu      docs/parity_gpu.md, from tests/gpu
 
 With --families mixtral ..., the rows of other families remain. Further arguments go to pytest (-n 2
-runs two processes). Nothing is written unless all tests pass.
+runs two processes). The rows of a family are written as soon as all of its tests have passed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,25 @@ Errors = dict[tuple[str, str], dict[str, float]]
 
 
 class Collector:
-    """A pytest plugin that keeps what the tests of every worker recorded."""
+    """A pytest plugin that keeps what the tests of every worker recorded.
 
-    def __init__(self) -> None:
+    Args: passed: called when all tests of a family have passed, with the families so far.
+    """
+
+    def __init__(self, passed: Callable[[Collector, list[str]], None] | None = None) -> None:
         self.errors: Errors = {}
         self.ratios: dict[str, tuple[float, float]] = {}
+        self.left: dict[str, set[str]] = {}  # family -> its tests that have not passed
+        self.failed: set[str] = set()
+        self.passed = passed
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.pytest_xdist_node_collection_finished(None, [item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        for test in ids if not self.left else ():
+            self.left.setdefault(family_of(test), set()).add(test)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         for key, value in report.user_properties:
@@ -44,6 +58,18 @@ class Collector:
             elif key == "bfloat16":
                 family, mean, largest = value
                 self.ratios[family] = (mean, largest)
+        left = self.left.get(family_of(report.nodeid), set())
+        if report.skipped or (report.when == "teardown" and report.nodeid not in self.failed):
+            left.discard(report.nodeid)
+        if report.failed:
+            self.failed.add(report.nodeid)
+        if report.when == "teardown" and not left and self.passed is not None:
+            self.passed(self, [family for family, tests in self.left.items() if not tests])
+
+
+def family_of(test: str) -> str:
+    """Return the family of a test, whose id is its parameters: family, or family-feature."""
+    return test.partition("[")[2].rstrip("]").partition("-")[0]
 
 
 def cell(column: str, errors: dict[str, float]) -> str:
@@ -145,26 +171,28 @@ def rows(text: str) -> list[tuple[str, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests, write the page if they pass, and return pytest's exit code."""
+    """Run the tests, write the page of families that pass, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", action="store_true", help="the tests that run on a GPU")
     parser.add_argument("--families", nargs="+", default=zoo.FAMILIES, help="the rows to measure")
     parser.add_argument("--out", type=Path, help="the page to write")
     options, rest = parser.parse_known_args(arguments)
     tests = "tests/gpu/test_parity_on_gpu.py" if options.gpu else "tests/models/test_parity.py"
-    collector = Collector()
+    out = options.out or (GPU_PAGE if options.gpu else PAGE)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    old = (GPU_PAGE if options.gpu else PAGE).read_text()
+
+    def write(collector: Collector, passed: list[str]) -> None:
+        done = [family for family in zoo.FAMILIES if family in {*passed} & {*options.families}]
+        out.write_text(page(old, collector, done, options.gpu))
+
+    collector = Collector(write)
     # This test would fail, because the page may still be out of date.
     selection = ["--deselect", f"{tests}::test_the_published_table_lists_this_zoo"]
     selection += ["-m", "long or not long"]  # every pair, not the default run's sample
     if options.families != zoo.FAMILIES:
         selection += ["-k", " or ".join(options.families)]
     code = pytest.main(["-q", *selection, *rest, str(ROOT / tests)], plugins=[collector])
-    if code == pytest.ExitCode.OK:
-        out = options.out or (GPU_PAGE if options.gpu else PAGE)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        old = (GPU_PAGE if options.gpu else PAGE).read_text()
-        out.write_text(page(old, collector, options.families, options.gpu))
-        print(f"wrote {out}")
     return int(code)
 
 

@@ -42,7 +42,7 @@ class Scale:
 
 TINY = Scale(131, 48, 56, 4, 2, 16, 24, 5, 16, 9, 12)
 WIDE = Scale(1009, 256, 384, 8, 4, 64, 48, 20, 32, 24, 12)
-REAL = Scale(None, 256, 384, 8, 4, 64, 300, 70, 128, 130, 24)
+REAL = Scale(None, 256, 384, 8, 4, 64, 200, 70, 128, 130, 24)
 
 
 @dataclass(frozen=True)
