@@ -110,7 +110,11 @@ def page(text: str, collector: Collector, measures: Collection[str], gpu: bool =
     before, _, old = text.partition(start)
     said = f"{measured}."
     if others := [family for family in zoo.FAMILIES if family not in measures]:
-        said = old.splitlines()[0]
+        said, *earlier = old.partition("\n\n")[0].splitlines()
+        for each in earlier:  # The rows of mixtral, gpt_oss are of ...
+            names, _, versions_of = each.removeprefix("The rows of ").partition(" are of ")
+            if rest := [name for name in names.split(", ") if name in others]:
+                said += f"\nThe rows of {', '.join(rest)} are of {versions_of}"
         if said != f"{measured}.":
             said += f"\nThe rows of {', '.join(measures)} are of {measured}."
     tables = {each[0]: each[4:] for each in map(str.splitlines, old.split("\n## "))}
@@ -149,6 +153,8 @@ def page(text: str, collector: Collector, measures: Collection[str], gpu: bool =
             lines.append(f"| {family} | {mean:.3f} | {most:.3f} |")
     scale = zoo.REAL if gpu else zoo.TINY
     for family in zoo.FAMILIES:
+        if family in others and not kept(family):
+            continue
         lines += ["", f"## {family}", "", *heading("feature")]
         if family in others:
             lines += kept(family)
