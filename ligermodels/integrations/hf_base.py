@@ -184,6 +184,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     Attributes:
         family: the class of the native model.
         weight_map: the map from the native model's parameters to HF's tensors.
+        maps_to_load: that, and the maps of other layouts that a checkpoint may have.
     """
 
     family: ClassVar[type[DecoderModel]]
@@ -212,6 +213,8 @@ class LigerPreTrainedModel(PreTrainedModel):
         # transformers writes the weights of each expert alone, also if the hub has them in one.
         one_by_one = ONE_BY_ONE if ONE_BY_ONE in found.layouts else None
         self.weight_map = found.in_layout(one_by_one)
+        others = (found.in_layout(name) for name in (None, *found.layouts) if name != one_by_one)
+        self.maps_to_load = [self.weight_map, *(x for x in others if not x.is_mxfp4)]
         # A checkpoint also holds these, and the model has no place for them.
         self._keys_to_ignore_on_load_unexpected = [
             f"^{re.escape(name)}$" for name in self.weight_map.constants
@@ -248,11 +251,11 @@ class LigerPreTrainedModel(PreTrainedModel):
     def _take_hf_names(self, split_projections: bool) -> None:
         """Let transformers load and save HF's tensors, and split the projections if it is asked."""
         self.register_load_state_dict_pre_hook(pack_hf_names)
-        # transformers looks up the first when it loads and uses the second when it saves.
-        repacked = projections.separate(self.weight_map) if split_projections else self.weight_map
-        found = conversions(repacked)
-        register_checkpoint_conversion_mapping(type(self).__name__, found, overwrite=True)
-        self._weight_conversions = found
+        # transformers looks up the first when it loads, and then keeps those that it has used.
+        found = [projections.separate(x) if split_projections else x for x in self.maps_to_load]
+        to_load = conversions(*found)
+        register_checkpoint_conversion_mapping(type(self).__name__, to_load, overwrite=True)
+        self._weight_conversions = self._to_save = conversions(found[0])
         if split_projections:
             projections.split_projections(self)
 
@@ -285,6 +288,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         The config names HF's model class, so that every tool opens the folder.
         """
         projections.pack_experts(self)  # PEFT's parameters are none of the files
+        self._weight_conversions = self._to_save
         if self.weight_map.constants:
             weights = options.get("state_dict") or self.state_dict()
             options["state_dict"] = weights | self.weight_map.constants

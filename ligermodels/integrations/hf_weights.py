@@ -28,15 +28,16 @@ def wrapper_name(native: str) -> str:
     return f"model.{native}"
 
 
-def conversions(weight_map: WeightMap) -> list[WeightConverter]:
-    """Return transformers' description of the weight map, one entry for each kind of parameter."""
+def conversions(*weight_maps: WeightMap) -> list[WeightConverter]:
+    """Return transformers' description of weight maps, one entry for each kind of parameter."""
     kinds: dict[tuple[str, ...], WeightConverter] = {}
-    for entries in _groups(weight_map):
+    for entries in chain.from_iterable(map(_groups, weight_maps)):
         targets = [wrapper_name(entry.name) for entry in entries]
         sources = list(dict.fromkeys(span.source for e in entries for span in e.spans))
         start = _common_start([*targets, *sources])
         tails = [name.removeprefix(start) for name in (*targets, *sources)]
-        if targets != sources and tuple(tails) not in kinds:
+        joined = any(span.expert is not None for entry in entries for span in entry.spans)
+        if (targets != sources or joined) and tuple(tails) not in kinds:
             patterns = [re.escape(tail) for tail in tails]
             kinds[tuple(tails)] = WeightConverter(
                 patterns[len(targets) :], patterns[: len(targets)], [Repack(to_hf=False)]
@@ -89,14 +90,19 @@ class Repack(ConversionOps):
             start + _plain(pattern): tensors[0] if isinstance(tensors, list) else tensors
             for pattern, tensors in input_dict.items()
         }
-        entries = {wrapper_name(entry.name): entry for entry in model.weight_map}
         made: Mapping[str, Tensor]
         if self.to_hf:
+            entries = {wrapper_name(entry.name): entry for entry in model.weight_map}
             mine = WeightMap(tuple(entries[name] for name in given))
             made = dict(hf_tensors(mine, {entries[name].name: x for name, x in given.items()}))
         else:
             names = [start + _plain(pattern) for pattern in target_patterns]
-            made = {name: native_tensor(entries[name], given) for name in names}
+            made = {
+                name: native_tensor(entry, given)
+                for entry in chain.from_iterable(model.maps_to_load)
+                if (name := wrapper_name(entry.name)) in names
+                and all(span.source in given for span in entry.spans)
+            }
         return {name.removeprefix(start): tensor for name, tensor in made.items()}
 
     @property

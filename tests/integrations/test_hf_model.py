@@ -21,8 +21,21 @@ from ligermodels.models.auto import AutoLiger
 from ligermodels.models.base import DecoderModel
 from tests import outside
 from tests.integrations.tiny import ids, theirs, tokenizer
+from tests.models import hf_models, zoo
 from tests.models.pairs import relative
 from tests.tiny_models import random_model
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_5_moe_text"])
+def test_experts_that_a_file_has_in_one_tensor_are_saved_one_by_one(
+    family: str, tmp_path: Path
+) -> None:
+    expected = hf_models.build(family, zoo.features(family)["basic"])
+    expected.save_pretrained(tmp_path / "one tensor", save_original_format=False)
+    model = LigerForCausalLM.from_pretrained(tmp_path / "one tensor")
+    model.save_pretrained(tmp_path / "saved")
+    for found in (model, theirs(tmp_path / "saved")):
+        assert relative(found(ids()).logits, expected(ids()).logits) < 1e-5
 
 
 @pytest.mark.usefixtures("registry")
