@@ -28,6 +28,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import accumulate, chain
@@ -46,6 +47,7 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; a split may be train[:1000].
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]]*\])?))?")
 _TABLES = (".parquet", ".csv")
+_STORED_FORMAT = 1  # of the tokens on the disk; another one where this module makes other tokens
 
 ROLES = {
     "system": "system",
@@ -128,7 +130,9 @@ def check_files(paths: Sequence[str | Path]) -> list[Path]:
     for file in files:
         open_regular(file, DataError).close()
         if file.suffix.lower() in _TABLES:
-            raise DataError(f"{file}: this is a table; give it to finetune, or make .jsonl of it")
+            raise DataError(
+                f"{file}: this is a table; read it by `local_files`, or make .jsonl of it"
+            )
     return files
 
 
@@ -154,17 +158,7 @@ def read_documents(
 
     Raises DataError, which names file and line.
     """
-    files = check_files(paths)
-    documents = list(all_documents(files, tokenizer, separator, columns))
-    check_targets(documents, files)
-    return documents
-
-
-def check_targets(documents: Iterable[Document], files: Sequence[Path]) -> None:
-    """Raise DataError unless a document has a target."""
-    if not any(document.num_targets for document in documents):
-        names = ", ".join(str(file) for file in files)
-        raise DataError(f"{names}: there is no text, or no document has a target")
+    return list(all_documents(check_files(paths), tokenizer, separator, columns))
 
 
 def all_documents(
@@ -182,7 +176,8 @@ def all_documents(
         if file.suffix.lower() in RECORD_SUFFIXES:
             yield from _converted(file, encoder.record, columns)
         else:
-            yield from (encoder.text(each) for each in split_text(_text_lines(file), separator))
+            lines = (line.rstrip("\r\n") for line in _lines(file))
+            yield from map(encoder.text, split_text(lines, separator))
 
 
 def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:
@@ -198,14 +193,6 @@ def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:
             part.append(line)
 
 
-def _text_lines(file: Path) -> Iterator[str]:
-    """Yield the lines of a text without their ends."""
-    for number, line in enumerate(_lines(file), start=1):
-        if "\0" in line:
-            raise DataError(f"{file}:{number}: the line holds NUL characters, so it is not text")
-        yield line.removesuffix("\n") if not line.endswith("\r\n") else line[:-2]
-
-
 def _converted(
     file: Path, convert: Callable[[Record], _T], columns: Columns | None = None
 ) -> Iterator[_T]:
@@ -214,27 +201,14 @@ def _converted(
     Raises:
         DataError: the file cannot be read, is not JSON, or holds something else than objects.
     """
-    for text, where in _json_texts(file):
+    for place, record in _records(file):
         try:
-            record = json.loads(text, object_pairs_hook=unique_keys(where, DataError))
-        except DataError:
-            raise
-        except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
-            raise DataError(f"{where}: this is not JSON: {first_line(error)}") from None
-        is_list = file.suffix.lower() == ".json" and isinstance(record, list)
-        for number, each in enumerate(record if is_list else [record], start=1):
-            place = f"{file}: object {number}" if is_list else where
-            try:
-                if not isinstance(each, dict):
-                    raise DataError(f"expected an object, found {_kind(each)}")
-                found = convert(_renamed(each, columns) if columns else each)
-            except UnicodeEncodeError:
-                raise DataError(
-                    f"{place}: a text holds half a surrogate pair, so it is not valid Unicode"
-                ) from None
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
-            yield found
+            if not isinstance(record, dict):
+                raise DataError(f"expected an object, found {_kind(record)}")
+            found = convert(_renamed(record, columns) if columns else record)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        yield found
 
 
 def _renamed(record: Record, columns: Columns) -> Record:
@@ -247,16 +221,26 @@ def _renamed(record: Record, columns: Columns) -> Record:
     return rest | {key: record[name] for key, name in columns.items()}
 
 
-def _json_texts(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield each line of JSON and its place, or the whole text of a .json file with a list."""
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each line of JSON, or of each item of a .json list."""
     if file.suffix.lower() == ".json":
         text = "".join(_lines(file))
         if text.lstrip().startswith("["):
-            yield text, str(file)
+            for number, each in enumerate(_parsed(text, str(file)), start=1):
+                yield f"{file}: object {number}", each
             return
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
-            yield line.rstrip("\r\n"), f"{file}:{number}"
+            yield (place := f"{file}:{number}"), _parsed(line.rstrip("\r\n"), place)
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys(place, DataError))
+    except DataError:
+        raise
+    except (ValueError, RecursionError) as error:  # RecursionError: it is nested too deeply
+        raise DataError(f"{place}: this is not JSON: {first_line(error)}") from None
 
 
 def _lines(file: Path) -> Iterator[str]:
@@ -464,7 +448,6 @@ class Encoder:
         return ids, loss_mask
 
     def _encode(self, text: str) -> list[int]:
-        text.encode()  # raises UnicodeEncodeError
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -566,28 +549,24 @@ def stored_documents(
 ) -> Sequence[Document]:
     """Return the documents of files as `read_documents` does, with the tokens on the disk.
 
-    They are made once for the same files, tokenizer and code. Only one line of a file of JSON lines
+    They are made once for the same files and tokenizer. Only one line of a file of JSON lines
     is in memory then, or only one document of a text.
 
     Raises:
-        DataError: a file cannot be read, a line is wrong, or no document has a target.
+        DataError: a file cannot be read, or a line is wrong.
     """
-    code = sorted((Path(__file__).parent.parent / "text").glob("*.py"))
     facts = {
         "files": [(file_hash(file), file.suffix.lower()) for file in check_files(files)],
         "separator": separator,
         "columns": columns,
         "tokenizer": {k: sha256(x).hexdigest() for k, x in sorted(tokenizer.files().items())},
         # Other versions of this code, or of the libraries it uses, may make other tokens.
-        "code": [file_hash(file) for file in (Path(__file__).parent / "data.py", *code)],
+        "format": _STORED_FORMAT,
         "versions": [version(name) for name in ("jinja2", "sentencepiece", "tokenizers")],
     }
-    found = _hub_data("stream").stored_documents(
-        lambda: all_documents(files, tokenizer, separator, columns),
-        fingerprint(facts),
+    return _hub_data("stream").stored_documents(
+        lambda: all_documents(files, tokenizer, separator, columns), fingerprint(facts)
     )
-    check_targets(found, files)
-    return found
 
 
 def _hub_data(what: str) -> Any:
@@ -610,7 +589,7 @@ def read_pairs(
     Raises:
         DataError: a file or a line is wrong; the message names them.
     """
-    return _read(paths, tokenizer, lambda record, encoder: [_pair(record, encoder)], columns)
+    return list(_read(paths, tokenizer, _pair, columns))
 
 
 def read_judged(
@@ -624,7 +603,7 @@ def read_judged(
     Raises:
         DataError: a file or a line is wrong, or there is only one example.
     """
-    groups = _read(paths, tokenizer, _judged, columns)
+    groups = [*chain.from_iterable(_read(paths, tokenizer, _judged, columns))]
     if len(groups) < 2:
         raise DataError("KTO needs at least two examples, because each is compared with another")
     return [
@@ -646,9 +625,7 @@ def read_prompts(
     Raises:
         DataError: a file or a line is wrong.
     """
-    return _read(
-        paths, tokenizer, lambda record, encoder: [_prompt(record, encoder, chat)], columns
-    )
+    return list(_read(paths, tokenizer, partial(_prompt, chat=chat), columns))
 
 
 def read_questions(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
@@ -660,25 +637,24 @@ def read_questions(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Gr
     Raises:
         DataError: a file or a line is wrong.
     """
-    return _read(paths, tokenizer, lambda record, encoder: [_question(record, encoder)])
+    return list(_read(paths, tokenizer, _question))
 
 
 def _read(
     paths: Sequence[str | Path],
     tokenizer: Tokenizer,
-    convert: Callable[[Record, Encoder], list[Group]],
+    convert: Callable[[Record, Encoder], _T],
     columns: Columns | None = None,
-) -> list[Group]:
-    encoder = Encoder(tokenizer)
-    groups: list[Group] = []
+) -> Iterator[_T]:
+    """Yield what `convert` makes of each record of files, of which there must be one."""
+    encoder, found = Encoder(tokenizer), None
     for file in check_files(paths):
         if file.suffix.lower() not in RECORD_SUFFIXES:
             raise DataError(f"{file}: expected a .jsonl file, with one object per line")
-        found = _converted(file, lambda record: convert(record, encoder), columns)
-        groups += chain.from_iterable(found)
-    if not groups:
+        for found in _converted(file, lambda record: convert(record, encoder), columns):
+            yield found
+    if found is None:
         raise DataError(f"{', '.join(map(str, paths))}: there is no record")
-    return groups
 
 
 def _pair(record: Record, encoder: Encoder) -> Group:

@@ -37,7 +37,6 @@ IGNORE_INDEX = -100
 # tokenizer's own pad token may be one that the model has no embedding for.
 PAD_ID = 0
 _WINDOW = 2**16  # documents that are packed together
-_CYCLE = 1000  # rows in which mixed sources have their shares
 _MULTIPLE = 64  # a batch of groups is as long as its longest row, rounded up to a multiple of this
 
 
@@ -184,8 +183,8 @@ class PackedRows:
             self.sources.append(len(rows))
         if not len(self):
             raise DataError(
-                f"no document has a target within the first {seq_len} tokens; use longer rows "
-                "(--seq-len)"
+                f"there is no text, or no document has a target within the first {seq_len} tokens; "
+                "use longer rows (--seq-len)"
             )
         self.width = -(-longest // multiple) * multiple
 
@@ -290,41 +289,25 @@ def row_order(
     return lambda count: int(permutation(count // num_rows)[count % num_rows])
 
 
-class MixedOrder:
-    """The index of the row for a running count, when sources are mixed by weights.
+def mixed_order(
+    sizes: Sequence[int], weights: Sequence[float], seed: int, number: int
+) -> Callable[[int], int]:
+    """Return a function from a running count to a row index, when sources are mixed by weights.
 
-    Of every 1000 consecutive rows, each source has its share, in a random order. Each source goes
-    through its rows in epochs, as `row_order` does. The index depends only on the seed and the
-    count, so that a resumed run goes on with the same rows.
+    The source of each count is drawn by its weight, as `datasets.interleave_datasets` does. Each
+    source goes through its rows in epochs, as `row_order`. The index depends only on the seed and
+    the count, so that a resumed run goes on with the same rows.
 
-    Args: sizes: the rows of each source; weights: their shares, in any unit.
+    Args: sizes: the rows of each source; weights: in any unit; number: how many counts there are.
     """
-
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        shares = np.array(weights) / sum(weights) * _CYCLE
-        self._counts = np.maximum(1, shares.round()).astype(np.int64)
-        self.cycle_length = int(self._counts.sum())
-        self._offsets = np.cumsum([0, *sizes])
-        self._orders = [row_order(size, seed, number) for number, size in enumerate(sizes)]
-        self._seed = seed
-        self._cycle = lru_cache(maxsize=2)(self._new_cycle)
-
-    def _new_cycle(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each count of a cycle, and how often it came before in the cycle."""
-        sources: np.ndarray = np.repeat(np.arange(len(self._counts)), self._counts)
-        sources = generator(self._seed, 2, number).permutation(sources)
-        before = np.zeros_like(sources)
-        for source, count in enumerate(self._counts):
-            before[sources == source] = np.arange(count)
-        return sources, before
-
-    def __call__(self, count: int) -> int:
-        """Return the index of a row."""
-        cycle, at = divmod(count, self.cycle_length)
-        sources, before = self._cycle(cycle)
-        source = int(sources[at])
-        within = cycle * int(self._counts[source]) + int(before[at])
-        return int(self._offsets[source]) + self._orders[source](within)
+    shares = np.array(weights) / sum(weights)
+    sources = generator(seed, 2).choice(len(sizes), number, p=shares)
+    rows: np.ndarray = np.empty(number, np.int64)
+    for source, first in enumerate(np.cumsum([0, *sizes[:-1]])):
+        places = np.flatnonzero(sources == source)
+        order = row_order(sizes[source], seed, source)
+        rows[places] = first + np.fromiter(map(order, range(len(places))), np.int64)
+    return lambda count: int(rows[count])
 
 
 @dataclass(frozen=True)

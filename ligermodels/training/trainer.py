@@ -41,7 +41,7 @@ from ligermodels.training.packing import (
     IGNORE_INDEX,
     Batch,
     GroupedRows,
-    MixedOrder,
+    mixed_order,
     row_order,
 )
 from ligermodels.training.processes import (
@@ -122,7 +122,8 @@ class Trainer:
             len(self.rows), schedule.seed, lengths=lengths, near=per_step
         )
         if weights := self.config.data.data_weights:
-            self._row = MixedOrder(self.rows.sources, weights, schedule.seed)
+            number = self.total_steps * per_step
+            self._row = mixed_order(self.rows.sources, weights, schedule.seed, number)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a forward pass. Sharded weights are gathered in bf16."""

@@ -207,7 +207,6 @@ def test_an_end_token_that_the_tokenizer_adds_is_not_doubled(tmp_path):
         ({"messages": [{"role": "user"}]}, '"content" is missing'),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "begins with a turn of the"),
         ({"messages": [{"role": "gpt", "content": "b"}]}, "its roles are 'gpt'; name the turns"),
-        ('{"text": "\\ud800"}', "half a surrogate pair"),
         ('{"text": "a", "meta": {"x": 1, "x": 2}}', "key 'x' appears twice"),
         ("[" * 100_000, "this is not JSON: maximum recursion depth"),
     ],
@@ -246,9 +245,6 @@ def test_records_of_other_tools_are_read(tmp_path):
     "name, data, message",
     [
         ("a.txt", b"fine\n\xff", "a.txt:2: the line is not UTF-8 text"),
-        ("a.txt", b"a\nb\0b", "a.txt:2: the line holds NUL characters"),
-        ("a.txt", b" \n", "there is no text"),
-        ("a.json", b"[]", "there is no text"),
         ("a.json", b'[{"text": "a"},\n{"text" 1}]', "a.json: this is not JSON: .*: line 2 col"),
         ("a.json", b'[{"text": "a"}, 1]', "a.json: object 2: expected an object, found a number"),
         ("a.parquet", b"PAR1", "this is a table"),
@@ -408,7 +404,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Tokenizer, tmp_path: 
         ({"tools": "clock"}, '"tools": this is not JSON'),
         ({"tools": ["clock"]}, '"tools" must be a list of objects'),
         ({"chat_template_kwargs": [1]}, '"chat_template_kwargs" must be an object, found a list'),
-        ({"tools": [{"name": "\ud800"}]}, r"\.jsonl:1: a text holds half a"),
+        ({"tools": [{"name": "\ud800"}]}, r"\.jsonl:1: the text is not valid Unicode"),
     ):
         with pytest.raises(DataError, match=fault):
             read_pairs(jsonl(tmp_path, record | wrong), tokenizer)

@@ -13,11 +13,11 @@ from ligermodels.training.data import Document, Group
 from ligermodels.training.packing import (
     IGNORE_INDEX,
     GroupedRows,
-    MixedOrder,
     PackedRows,
     best_fit,
     cut,
     hold_out,
+    mixed_order,
     row_order,
     stack,
 )
@@ -159,19 +159,19 @@ def test_the_fingerprint_tells_ids_targets_and_rows_apart():
 
 
 def test_mixed_sources_have_their_shares_and_no_row_comes_twice_in_an_epoch():
-    sizes, weights = [30, 400, 50], [3, 1, 0.002]
-    order = MixedOrder(sizes, weights, seed=4)
-    counts = range(3 * order.cycle_length)
-    found = [order(i) for i in counts]
+    sizes, weights, number = [30, 400, 50], [3, 1, 0.002], 8000
+    order = mixed_order(sizes, weights, 4, number)
+    found = [order(i) for i in range(number)]
     starts = [0, 30, 430, 480]
     of_source = [[row for row in found if a <= row < b] for a, b in pairwise(starts)]
-    assert [len(rows) for rows in of_source] == [3 * 750, 3 * 250, 3]
-    for rows, size in zip(of_source, sizes):
+    for rows, size, weight in zip(of_source, sizes, weights):
+        assert len(rows) / number == pytest.approx(weight / sum(weights), abs=0.02)
         for start in range(0, len(rows) - size + 1, size):  # each epoch
             assert len({*rows[start : start + size]}) == size
     # It has no state, so a resumed run goes on with the same rows.
-    assert [MixedOrder(sizes, weights, seed=4)(i) for i in counts[1234:1300]] == found[1234:1300]
-    assert [MixedOrder(sizes, weights, seed=5)(i) for i in counts] != found
+    again, other = (mixed_order(sizes, weights, seed, number) for seed in (4, 5))
+    assert [*map(again, range(1234, 1300))] == found[1234:1300]
+    assert [*map(other, range(number))] != found
 
 
 def test_a_row_holds_documents_of_one_source():
