@@ -51,6 +51,7 @@ FINDERS = {
     "kernels/triton/__init__.py",
     "models/auto.py",
     "cli/options.py",
+    "integrations/loggers.py",
     "training/grpo.py",
     "training/losses.py",
 }

@@ -9,9 +9,31 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ligermodels.converters.files import read_if_present
-from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.training.run_dir import atomic_write
+from ligermodels.errors import ConfigError
+from ligermodels.training.run_dir import Lines, atomic_write
+
+# The modules that a logger may use, the first one that can be imported.
+_MODULES = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "csv": ("csv",),
+}
+
+
+def _library(name: str) -> Any:
+    """Import what a logger uses.
+
+    Raises:
+        ImportError: nothing of it is installed.
+    """
+    *others, last = _MODULES[name]
+    for module in others:
+        try:
+            return import_module(module)
+        except ImportError:
+            continue
+    return import_module(last)
 
 
 class TensorBoardLogger:
@@ -20,18 +42,11 @@ class TensorBoardLogger:
     Args: folder: the run's folder; start: the step from which a resumed run goes on.
     """
 
-    @staticmethod
-    def library() -> Any:
-        """Import what writes the files."""
-        try:
-            return import_module("torch.utils.tensorboard").SummaryWriter
-        except ImportError:
-            return import_module("tensorboardX").SummaryWriter
-
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
         # TensorBoard hides what older files have from this step on: of another run, all.
         purge = start + 1 if start else 0
-        self._writer = self.library()(str(folder / "tensorboard"), purge_step=purge)
+        writer = _library("tensorboard").SummaryWriter
+        self._writer = writer(str(folder / "tensorboard"), purge_step=purge)
         if not start:
             lines = (f"    {name}: {value}" for name, value in settings.items())
             self._writer.add_text("settings", "\n".join(lines))
@@ -53,15 +68,9 @@ class WandbLogger:
     same run there, whose id is kept in the folder.
     """
 
-    @staticmethod
-    def library() -> Any:
-        """Import the package."""
-        return import_module("wandb")
-
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
-        file = folder / "wandb_id"
-        known = _known(file) if start else None
-        self._run = self.library().init(
+        known = _known(file := folder / "wandb_id", start)
+        self._run = _library("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "ligermodels"),
             name=os.environ.get("WANDB_NAME", folder.name),
             config=dict(settings),
@@ -69,7 +78,7 @@ class WandbLogger:
             id=known,
             resume="allow" if known else None,
         )
-        atomic_write(file, lambda part: part.write_text(self._run.id, encoding="utf-8"))
+        file.write_text(self._run.id, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values."""
@@ -87,17 +96,11 @@ class MlflowLogger:
     on in the same run there, whose id is kept in the folder.
     """
 
-    @staticmethod
-    def library() -> Any:
-        """Import the package."""
-        return import_module("mlflow")
-
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
-        self._mlflow, file = self.library(), folder / "mlflow_id"
+        self._mlflow, known = _library("mlflow"), _known(file := folder / "mlflow_id", start)
         self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "ligermodels"))
-        known = _known(file) if start else None
         run = self._mlflow.start_run(run_id=known, run_name=None if known else folder.name)
-        atomic_write(file, lambda part: part.write_text(run.info.run_id, encoding="utf-8"))
+        file.write_text(run.info.run_id, encoding="utf-8")
         if known is None:
             self._mlflow.log_params(dict(settings))
 
@@ -111,38 +114,31 @@ class MlflowLogger:
 
 
 class CsvLogger:
-    """Writes `metrics.csv` in the run's folder: a line of step, metric and value for each value."""
-
-    @staticmethod
-    def library() -> Any:
-        """Return the module of Python that writes the file."""
-        return csv
+    """Writes `metrics.csv` when a run ends or stops: step, metric and value of what it measured."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
-        self._path = folder / "metrics.csv"
-        found = read_if_present(self._path, CheckpointError) if start else None
-        rows = list(csv.reader((found or b"").decode("utf-8", "replace").splitlines()))[1:]
-        kept = [row for row in rows if len(row) == 3 and row[0].isdigit() and int(row[0]) <= start]
-        atomic_write(self._path, lambda part: _write(part, [["step", "metric", "value"], *kept]))
+        self._folder = folder
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a line for each value."""
-        _write(self._path, [[step, name, value] for name, value in values.items()])
+        """Do nothing: metrics.jsonl has the values."""
 
     def close(self) -> None:
-        """Do nothing: each line is written at once."""
+        """Write the file."""
+        atomic_write(self._folder / "metrics.csv", self._write)
+
+    def _write(self, part: Path) -> None:
+        entries = Lines(self._folder / "metrics.jsonl").read()
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("step", "metric", "value"))
+            for entry in entries:
+                step = entry.pop("step")
+                writer.writerows((step, *item) for item in entry.items())
 
 
-def _write(path: Path, rows: list[Any]) -> None:
-    """Add rows to a CSV file."""
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
-
-
-def _known(file: Path) -> str | None:
-    """Return the id of a run that is kept in a file."""
-    found = read_if_present(file, CheckpointError)
-    return found.decode("utf-8", "replace").strip() or None if found else None
+def _known(file: Path, start: int) -> str | None:
+    """Return the id that a resumed run has in a file; None for a new one."""
+    return file.read_text("utf-8") if start and file.exists() else None
 
 
 _LOGGERS: dict[str, Any] = {
@@ -161,7 +157,7 @@ def loggers_by_name(names: list[str]) -> list[Any]:
     """
     for name in names:
         try:
-            _LOGGERS[name].library()
+            _library(name)
         except ImportError as error:
             raise ConfigError(
                 f"report_to: {name} needs {name}, which cannot be imported ({error}); "

@@ -38,8 +38,6 @@ def use_loss_head(model: nn.Module) -> bool:
 
     Args: model: a model that TRL's `add_fused_lm_head` was applied to.
     Returns: whether it is a model of this package, which has a loss head.
-    Raises:
-        ConfigError: TRL's forward has other settings than those of the supported version.
     """
     wrapper = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(wrapper, LigerForCausalLM):
@@ -50,15 +48,9 @@ def use_loss_head(model: nn.Module) -> bool:
     if forward is None:
         return False
     settings = inspect.getclosurevars(forward.__func__).nonlocals
-    try:
-        wrapper.fused_head.temperature = settings["temperature"]
-        wrapper.fused_head.cast_to_fp32 = settings["cast_lm_head_to_fp32"]
-        wrapper.fused_head.outputs = settings["outputs"]
-    except KeyError as error:
-        raise ConfigError(
-            f"TRL {trl.__version__}: its fused head has no setting {error}; install the version "
-            "that ligermodels[trainers] names"
-        ) from None
+    wrapper.fused_head.temperature = settings["temperature"]
+    wrapper.fused_head.cast_to_fp32 = settings["cast_lm_head_to_fp32"]
+    wrapper.fused_head.outputs = settings["outputs"]
     return True
 
 

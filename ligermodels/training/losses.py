@@ -176,7 +176,7 @@ class KTO(Loss, name="kto"):
             copy of the model in a dtype; or, with adapters, the model with its adapters off
     """
 
-    computed_by = "kto:KTOObjective"
+    computed_by = "preferences:KTOObjective"
     splits_experts = True
 
     loss_type: str = option("kto", choices=("kto", "apo_zero_unpaired"))
@@ -245,7 +245,7 @@ class Reward(Loss, name="reward"):
         center_rewards_coefficient: weight of a term that keeps the rewards near 0
     """
 
-    computed_by = "reward:RewardObjective"
+    computed_by = "preferences:RewardObjective"
     classifies = True
 
     center_rewards_coefficient: float | None = option(None, at_least=0)

@@ -1,4 +1,4 @@
-"""Losses of preferences: DPO, ORPO, CPO and SimPO, and the reference model that DPO and KTO have.
+"""Losses of preferences: DPO, KTO, ORPO, CPO, SimPO and reward models, and reference models.
 
 By default the reference's log-probabilities are computed once and kept in a file. A run that has
 them needs no reference model in memory. The file lies in the folder of the run, and its name holds
@@ -23,18 +23,29 @@ from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.losses import LossOutput, Mean, cpo_loss, dpo_loss, orpo_loss, token_metrics
+from ligermodels.losses import (
+    LossOutput,
+    Mean,
+    bradley_terry_loss,
+    cpo_loss,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    orpo_loss,
+    token_metrics,
+)
+from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import local_tensor, reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
 from ligermodels.parallel.shard import shard
 from ligermodels.progress import track
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.data import read_pairs
-from ligermodels.training.losses import DPO
+from ligermodels.training.data import read_judged, read_pairs
+from ligermodels.training.losses import DPO, KTO, Reward
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import IGNORE_INDEX, GroupBatch, GroupedRows, padded
-from ligermodels.training.processes import partition
+from ligermodels.training.processes import partition, summed, summed_output
 from ligermodels.training.run_dir import atomic_write, writing
 
 _NAME = "log_probs"
@@ -188,6 +199,105 @@ class CPOObjective(PairObjective):
     """CPO and SimPO: a margin between the completions, and the likelihood of the chosen ones."""
 
     formula = staticmethod(cpo_loss)
+
+
+class KTOObjective(PairObjective):
+    """KTO: a loss of completions that are desirable or not."""
+
+    shown = ("eval_loss", "loss")
+    options: KTO
+    formula = staticmethod(kto_loss)
+    group_size = 1
+    token_stats = ("entropy", "mean_logits")
+
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return completions, each with another one for the KL."""
+        return read_judged(files, tokenizer, self.config.data.names)
+
+    def begin(
+        self, call: Call, batches: list[GroupBatch], *, shared: bool = False
+    ) -> tuple[list[Any], dict[str, Mean]]:
+        """Estimate the KL of the whole step, and keep only the rows of the loss."""
+        rows = sum(len(batch.groups) for batch in batches if batch.num_targets)
+        if shared:
+            rows = summed({"rows": rows})["rows"]
+        halves = [(_part(batch, 0), _part(batch, 1)) for batch in batches]
+        if self.options.loss_type == "apo_zero_unpaired":
+            return [first for first, _ in halves], {}
+        kl = torch.zeros(())
+        with torch.no_grad():
+            for _, other in halves:
+                log_probs = log_probs_of(call(other, reduction="none"))
+                reference = reference_log_probs(call, other, self.reference_model)
+                reference, mask = reference.to(log_probs.device), other.mask.to(log_probs.device)
+                part = kto_kl(log_probs, reference, mask, normalizer=rows)
+                kl = kl.to(part) + (part if other.num_targets else 0 * part)
+        if shared:
+            kl, _ = summed_output(kl, {})
+        return [replace(first, kl=kl) for first, _ in halves], {}
+
+    def counts(self, batch: GroupBatch) -> dict[str, int]:
+        """Count completions."""
+        return {"normalizer": len(batch.groups)}
+
+    def inputs(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the reference's log-probabilities, the labels and the KL of the step."""
+        assert batch.ref_log_probs is not None
+        found = {"ref_log_probs": batch.ref_log_probs[rows], "label": _labels(batch)[rows]}
+        return found if batch.kl is None else {**found, "kl": batch.kl}
+
+    def metrics(
+        self, tokens: CrossEntropyOutput, batch: GroupBatch, rows: Tensor
+    ) -> dict[str, Mean]:
+        """Return the metrics that depend on the head's output alone."""
+        mask, label = batch.mask[rows], _labels(batch)[rows, None]
+        metrics = token_metrics(mask, entropy=tokens.entropy)
+        assert tokens.mean_logits is not None
+        for name, some in (("chosen", label), ("rejected", ~label)):
+            metrics[f"logits/{name}"] = mean_of(tokens.mean_logits, mask & some)
+        return metrics
+
+
+class RewardObjective(PairObjective):
+    """The loss of Bradley and Terry's model, over the rewards of whole texts."""
+
+    options: Reward
+    shown = ("eval_accuracy", "accuracy")
+    padding = 0
+
+    def load(self, model: DecoderModel) -> int:
+        """Find the padding, before which the model reads the last token of a text."""
+        self.padding = model.config.pad_token_id or 0
+        return 0
+
+    def loss(self, call: Call, batch: GroupBatch, **normalizers: Tensor) -> LossOutput:  # type: ignore[override]
+        """Return the loss of a batch, and its metrics."""
+        position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        is_padding = batch.position_ids != position  # where positions restart
+        batch = replace(batch, input_ids=batch.input_ids.masked_fill(is_padding, self.padding))
+        out: Any = call(batch, labels=None)
+        chosen, rejected = out.logits.float()[:, 0].chunk(2)
+        margins = [group.record.get("margin") for group in batch.groups]
+        given = None if None in margins else torch.tensor(margins, device=chosen.device).float()
+        options = self.options.formula_options(bradley_terry_loss)
+        normalizer = normalizers["normalizer"]
+        return bradley_terry_loss(chosen, rejected, margin=given, normalizer=normalizer, **options)
+
+
+def _labels(batch: GroupBatch) -> Tensor:
+    """Return whether each completion is desirable: (rows) bool."""
+    return torch.tensor([group.label for group in batch.groups], device=batch.mask.device)
+
+
+def _part(batch: GroupBatch, number: int) -> GroupBatch:
+    """Return the rows of a batch that are the groups' documents of this number."""
+    count = len(batch.groups)
+    part = batch.chosen(slice(number * count, (number + 1) * count))
+    tokens = sum(len(group.documents[number]) for group in batch.groups)
+    targets = int((part.labels != IGNORE_INDEX).sum())
+    return replace(part, num_tokens=tokens, num_targets=targets) if batch.num_targets else part
 
 
 def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:
