@@ -63,7 +63,8 @@ def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
     elif isinstance(wanted, str):
         found = {name for name in linears if re.fullmatch(wanted, name)}
     else:
-        found = {name for name in linears if has_end(name, wanted)}
+        in_layers = (name for name in linears if _in_layers(config, name))
+        found = wanted & linears.keys() | {name for name in in_layers if has_end(name, wanted)}
     excluded = config.get("exclude_modules") or []
     if isinstance(excluded, str):
         found = {name for name in found if not re.fullmatch(excluded, name)}
@@ -104,6 +105,19 @@ def ends(name: str) -> Iterator[str]:
     """Yield a module's name, and every end of it that begins after a dot."""
     yield name
     yield from (name[i + 1 :] for i, letter in enumerate(name) if letter == ".")
+
+
+def _in_layers(config: Mapping[str, Any], name: str) -> bool:
+    """Return whether layers_to_transform, if it is set, names the layer of a module."""
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    patterns = config.get("layers_pattern") or []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    starts = [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]
+    found = next((m for start in starts if (m := re.match(rf"{start}\.(\d+)\.", name))), None)
+    layers = layers if isinstance(layers, list) else [layers]
+    return found is not None and int(found[found.re.groups]) in layers
 
 
 def _of_pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:

@@ -128,8 +128,6 @@ def add_lora(
             in_layer |= {part.hf: native.startswith("layers.") for part in parts}
     wanted, stacked = _stacked(config, packed)
     chosen = targets(config, in_layer) | {name for name in linear if has_end(name, wanted)}
-    if config.get("layers_to_transform") is not None:  # the tensors tell which layers these are
-        chosen = {name for name in chosen if f"{_PREFIX}{name}.{_A}" in weights}
     whole = {
         span.source: parameters[entry.name][span.row : span.row + span.rows]
         for entry in weight_map

@@ -22,6 +22,11 @@ NAMES: list[dict[str, Any]] = [
         "target_modules": r"(?:.*?(?:language|text).*?(?:attn|mlp).*?(?:q_proj|up_proj).*?)|"
         r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|up_proj)))"
     },
+    {"target_modules": ["q_proj"], "layers_to_transform": [1, 11]},
+    {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h"]},
+    {"target_modules": ["model.layers.0.self_attn.q_proj"], "layers_to_transform": [1]},
     {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp", "lm_head"]},
     {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["lm_head"]},
 ]
