@@ -64,7 +64,7 @@ def targets(config: Mapping[str, Any], linears: Mapping[str, bool]) -> set[str]:
         found = {name for name in linears if re.fullmatch(wanted, name)}
     else:
         in_layers = (name for name in linears if _in_layers(config, name))
-        found = wanted & linears.keys() | {name for name in in_layers if has_end(name, wanted)}
+        found = {*wanted} & linears.keys() | {name for name in in_layers if has_end(name, wanted)}
     excluded = config.get("exclude_modules") or []
     if isinstance(excluded, str):
         found = {name for name in found if not re.fullmatch(excluded, name)}

@@ -7,6 +7,7 @@ import torch
 
 from ligermodels import kernels
 from ligermodels.kernels.dispatch import select
+from tests.kernels.checks import compare
 from tests.kernels.conftest import BFLOAT16, FLOAT16, FLOAT32, places
 from tests.kernels.ops_table import CASES, leaves
 
@@ -29,6 +30,13 @@ def test_few_tokens(place, name, tokens, width, hidden, experts, top_k) -> None:
     assert select("expert_mlp", expected).are_few(tokens * top_k, experts)
     with torch.no_grad():
         torch.testing.assert_close(kernels.expert_mlp(**made), expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_one_expert_of_each_token_and_all(every_place, top_k) -> None:
+    case = CASES["expert_mlp of gpt-oss" if top_k == 1 else "expert_mlp"]
+    inputs = case.inputs((3,), 33, top_k=top_k)
+    compare(case.function, case.formula, inputs, every_place, constant=case.constant)
 
 
 def test_the_reference_takes_the_weight_of_each_pair() -> None:

@@ -362,10 +362,7 @@ def expert_sum_kernel(
 
     A negative place is that of no row.
     """
-    blocks = tl.cdiv(width, BLOCK)
-    program = tl.program_id(0)
-    token = (program // blocks).to(tl.int64)
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    token, column = _block_of_row(width, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
         row = token * TOP_K + k
@@ -403,13 +400,7 @@ def _torch_is_faster(x: Tensor, y: Tensor) -> bool:
 
 def _options(setting: Launch) -> dict[str, int]:
     """Return the options of a product's tile and its launch."""
-    return {
-        "ROWS": setting.rows,
-        "BLOCK": setting.block,
-        "DEPTH": setting.depth,
-        "num_warps": setting.num_warps,
-        "num_stages": setting.num_stages,
-    }
+    return {"ROWS": setting.rows, "DEPTH": setting.depth, **keywords(setting)}
 
 
 def _tiles(rows: int, experts: int, width: int, setting: Launch) -> tuple[int]:
@@ -544,9 +535,7 @@ def expert_sum(
             out,
             width,
             TOP_K=top_k,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     return out
 
@@ -629,8 +618,6 @@ def expert_glu_backward(
             alpha,
             limit,
             ACTIVATION=name,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     return grad_gate_up, out, grad_weights

@@ -41,34 +41,6 @@ ROWS_IN_TILE = 4, 128
 
 
 @triton.jit
-def _values(
-    codes,
-    levels_ptr,
-    scales_ptr,
-    row,
-    column,
-    first,
-    block_size,
-    blocks,
-    HIGH: tl.constexpr,
-    UNIFORM: tl.constexpr,
-):
-    """Return the values of codes in float32; of 4 bits, those of the low or the HIGH ones.
-
-    row, column: those of the values; UNIFORM: whether all columns from the first one on are in one
-    block, with one scale.
-    """
-    if levels_ptr is None:
-        values = codes.to(tl.float32)
-    elif HIGH:
-        values = tl.load(levels_ptr + (codes.to(tl.int32) >> 4))
-    else:
-        values = tl.load(levels_ptr + (codes.to(tl.int32) & 15))
-    at = first if UNIFORM else column
-    return values * tl.load(scales_ptr + row * blocks + at // block_size).to(tl.float32)
-
-
-@triton.jit
 def quantized_expert_linear_kernel(
     x_ptr,
     codes_ptr,
@@ -81,109 +53,63 @@ def quantized_expert_linear_kernel(
     width,
     block_size,
     blocks,
+    TRANSPOSED: tl.constexpr,
     UNIFORM: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """x W^T. Each program handles a tile of an expert's rows and a block of features.
+    """x W^T if TRANSPOSED, or x W, for a tile of an expert's rows and a block of columns.
 
-    levels_ptr is None for 8 bits. width: the codes of a row of the weight. With 4 bits, a code has
-    a column of the first half of x and one of the second.
+    levels_ptr is None for 8 bits. W has the rows `features`, and `width` codes in each. With 4 bits
+    a code has a column of the first half of W's in its low bits, and one of the second half in its
+    high bits; then a block of x W lies in one half. UNIFORM: whether the columns of W that a
+    program reads at once are in one block, with one scale.
     """
-    tiles = tl.cdiv(features, BLOCK)
+    HALVES: tl.constexpr = 1 if levels_ptr is None else 2
+    READ: tl.constexpr = HALVES if TRANSPOSED else 1  # halves that a program reads
+    depth = width if TRANSPOSED else features
+    tiles = tl.cdiv(features if TRANSPOSED else width, BLOCK)
     program = tl.program_id(0)
-    expert, first, end = _tile_of_expert(starts_ptr, program // tiles, experts, ROWS, EXPERTS)
+    tile = program // (tiles * (HALVES // READ))
+    expert, first, end = _tile_of_expert(starts_ptr, tile, experts, ROWS, EXPERTS)
     if expert < experts:
         row = first + tl.arange(0, ROWS)
-        feature = program % tiles * BLOCK + tl.arange(0, BLOCK)
-        # Rows and features outside read some inside, which is faster than a mask.
-        weight_row = (expert.to(tl.int64) * features + feature % features)[:, None]
-        columns = width if levels_ptr is None else 2 * width
-        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[None, :] * columns
-        out = tl.zeros((BLOCK, ROWS), tl.float32)
-        for start in range(0, width, DEPTH):
-            at = start + tl.arange(0, DEPTH)
-            inside = at < width
-            codes = tl.load(
-                codes_ptr + weight_row * width + at[None, :], mask=inside[None, :], other=0
-            )
-            x = tl.load(x_row + at[:, None], mask=inside[:, None], other=0.0)
-            low = tl.where(inside, at, 0)[None, :]
-            values = _values(
-                *(codes, levels_ptr, scales_ptr, weight_row, low, start, block_size, blocks),
-                *(False, UNIFORM),
-            )
-            out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
-            if levels_ptr is not None:
-                x = tl.load(x_row + (at + width)[:, None], mask=inside[:, None], other=0.0)
-                high = tl.where(inside, at + width, 0)[None, :]
-                values = _values(
-                    *(codes, levels_ptr, scales_ptr, weight_row, high, start + width, block_size),
-                    *(blocks, True, UNIFORM),
-                )
-                out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
-        at = row.to(tl.int64)[None, :] * features + feature[:, None]
-        mask = (row < end)[None, :] & (feature < features)[:, None]
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def quantized_expert_linear_backward_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    levels_ptr,
-    starts_ptr,
-    out_ptr,
-    experts,
-    features,
-    width,
-    block_size,
-    blocks,
-    UNIFORM: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """x W. Each program handles a tile of an expert's rows and a block of codes, as above."""
-    tiles = tl.cdiv(width, BLOCK)
-    program = tl.program_id(0)
-    expert, first, end = _tile_of_expert(starts_ptr, program // tiles, experts, ROWS, EXPERTS)
-    if expert < experts:
-        row = first + tl.arange(0, ROWS)
-        start = program % tiles * BLOCK
-        column = start + tl.arange(0, BLOCK)
-        code = (column % width)[:, None]
-        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[None, :] * features
+        block_start = program % tiles * BLOCK
+        own = block_start + tl.arange(0, BLOCK)
+        own_half = program // tiles % (HALVES // READ)
+        # Rows, features and codes outside read some inside, which is faster than a mask.
+        x_row = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[None, :] * depth * READ
         weight_first = expert.to(tl.int64) * features
-        low = tl.zeros((BLOCK, ROWS), tl.float32)
-        high = tl.zeros((BLOCK, ROWS), tl.float32)
-        for depth in range(0, features, DEPTH):
-            at = depth + tl.arange(0, DEPTH)
-            inside = at < features
-            weight_row = (weight_first + at % features)[None, :]
-            codes = tl.load(codes_ptr + weight_row * width + code)
-            x = tl.load(x_row + at[:, None], mask=inside[:, None], other=0.0)
-            values = _values(
-                *(codes, levels_ptr, scales_ptr, weight_row, code, start, block_size, blocks),
-                *(False, UNIFORM),
-            )
-            low = tl.dot(values.to(x.dtype), x, low, input_precision="ieee")
-            if levels_ptr is not None:
-                values = _values(
-                    *(codes, levels_ptr, scales_ptr, weight_row, code + width, start + width),
-                    *(block_size, blocks, True, UNIFORM),
-                )
-                high = tl.dot(values.to(x.dtype), x, high, input_precision="ieee")
-        columns = width if levels_ptr is None else 2 * width
-        at = row.to(tl.int64)[None, :] * columns + column[:, None]
-        mask = (row < end)[None, :] & (column < width)[:, None]
-        tl.store(out_ptr + at, low.to(out_ptr.dtype.element_ty), mask=mask)
-        if levels_ptr is not None:
-            tl.store(out_ptr + at + width, high.to(out_ptr.dtype.element_ty), mask=mask)
+        out = tl.zeros((BLOCK, ROWS), tl.float32)
+        for start in range(0, depth, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            inside = at < depth
+            if TRANSPOSED:
+                weight_row, code = (weight_first + own % features)[:, None], at[None, :]
+                column, column_start = tl.where(inside, at, 0)[None, :], start
+            else:
+                weight_row, code = (weight_first + at % features)[None, :], (own % width)[:, None]
+                column, column_start = code, block_start
+            codes = tl.load(codes_ptr + weight_row * width + code, mask=inside[None, :], other=0)
+            for read in tl.static_range(READ):
+                half = read if TRANSPOSED else own_half
+                if levels_ptr is None:
+                    values = codes.to(tl.float32)
+                else:
+                    values = tl.load(levels_ptr + ((codes.to(tl.int32) >> (4 * half)) & 15))
+                of_scale = (column_start if UNIFORM else column) + half * width
+                scale_at = scales_ptr + weight_row * blocks + of_scale // block_size
+                values *= tl.load(scale_at).to(tl.float32)
+                x_at = x_row + (at + read * width)[:, None]
+                x = tl.load(x_at, mask=inside[:, None], other=0.0)
+                out = tl.dot(values.to(x.dtype), x, out, input_precision="ieee")
+        most = features if TRANSPOSED else width
+        out_row = row.to(tl.int64)[None, :] * most * (HALVES // READ)
+        mask = (row < end)[None, :] & (own < most)[:, None]
+        out_at = out_ptr + out_row + (own + own_half * most)[:, None]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def expert_linear_add(out: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> None:
@@ -223,14 +149,11 @@ def _in_tile(
     out = x.new_empty(len(x), features if transposed else columns)
     if len(x):
         setting = launch(QUANTIZED if transposed else QUANTIZED_BACKWARD, x.element_size())
-        kernel = quantized_expert_linear_backward_kernel
-        if transposed:
-            kernel = quantized_expert_linear_kernel
-        block_size, step = (
-            columns // scales.shape[1],
-            setting.depth if transposed else setting.block,
-        )
-        kernel[_tiles(len(x), experts, features if transposed else width, setting)](
+        block_size = columns // scales.shape[1]
+        step = setting.depth if transposed else setting.block
+        (tiles,) = _tiles(len(x), experts, features if transposed else width, setting)
+        halves = 1 if transposed or levels is None else 2
+        quantized_expert_linear_kernel[(tiles * halves,)](
             x,
             codes,
             scales,
@@ -242,6 +165,7 @@ def _in_tile(
             width,
             block_size,
             scales.shape[1],
+            TRANSPOSED=transposed,
             UNIFORM=levels is None or (block_size % step == 0 and width % step == 0),
             EXPERTS=_padded(experts),
             **_options(setting),

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.checks import Routing
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 
 # By the number of experts: `rows` tokens, or pairs of a token and an expert, for each program.
 ROUTING = Launches(
@@ -210,9 +210,7 @@ def routing_forward(
             TOP_K=top_k,
             SLOTS=1 << (top_k - 1).bit_length(),
             ROWS=setting.rows,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     return weights, chosen
 
@@ -239,9 +237,7 @@ def routing_backward(
             NORMALIZE=options.normalize,
             TOP_K=experts.shape[1],
             ROWS=setting.rows,
-            BLOCK=setting.block,
-            num_warps=setting.num_warps,
-            num_stages=setting.num_stages,
+            **keywords(setting),
         )
     return out
 
@@ -256,9 +252,8 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     if not pairs:
         return order, place, experts.new_zeros(count + 1)
     counts, starts = experts.new_empty(count * programs), experts.new_empty(count + 1)
-    sizes = {"ROWS": setting.rows, "BLOCK": setting.block}
-    options = {"num_warps": setting.num_warps, "num_stages": setting.num_stages}
-    count_kernel[(programs,)](experts, counts, pairs, count, **sizes, **options)
+    options = {"ROWS": setting.rows, **keywords(setting)}
+    count_kernel[(programs,)](experts, counts, pairs, count, **options)
     ends = counts.cumsum(0, dtype=torch.int32)
-    place_kernel[(programs,)](experts, ends, starts, order, place, pairs, count, **sizes, **options)
+    place_kernel[(programs,)](experts, ends, starts, order, place, pairs, count, **options)
     return order, place, starts
