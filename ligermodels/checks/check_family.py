@@ -215,7 +215,7 @@ def shrunk(config: ModelConfig) -> ModelConfig:
 
 
 class _Worst(NamedTuple):
-    """The largest error of a check, and the parameter that has it."""
+    """The largest error of a check, and the parameter or module that has it."""
 
     error: float
     name: str
@@ -261,7 +261,8 @@ class _Checks:
             return Cell(None, f"{kind}{first_line(fault)}", False)
         error, name = found if isinstance(found, _Worst) else (found, "")
         ok = error <= BOUNDS[check]
-        return Cell(float(error), "" if ok or not name else f"the worst is {name}", ok)
+        which = "the first that differs is" if check == "logits" else "the worst is"
+        return Cell(float(error), "" if ok or not name else f"{which} {name}", ok)
 
     def _save_with_transformers(self) -> Any:
         """Let transformers make a random model from our config.json, and save it."""
@@ -306,9 +307,22 @@ class _Checks:
             raise _LeftOut(self.without)
         return copy.deepcopy(self.theirs).to(self.device)
 
-    def _logits(self) -> float:
-        expected = self._reference()(self.ids).logits
-        return _relative(_logits(self._ours(), self.ids), expected)
+    def _logits(self) -> _Worst:
+        """Compare the outputs of modules with the same name, too, in the order of computation."""
+        theirs, ours = self._reference(), self._ours()
+        with _outputs(theirs, f"{theirs.base_model_prefix}.") as expected:
+            logits = theirs(self.ids).logits
+        error = _relative(_logits(ours, self.ids), logits)
+        with _outputs(ours) as found:
+            _logits(ours, self.ids)
+        far = (
+            name
+            for name, values in found.items()
+            if name in expected
+            and values.shape == expected[name].shape
+            and not _relative(values, expected[name]) <= BOUNDS["logits"]
+        )
+        return _Worst(error, next(far, ""))
 
     def _loss(self) -> float:
         expected = self._reference()(self.ids, labels=self.labels).loss
@@ -320,7 +334,7 @@ class _Checks:
         theirs = self._reference()
         theirs(self.ids, labels=self.labels).loss.backward()
         with torch.no_grad():
-            for weight in theirs.parameters():
+            for weight in (*theirs.parameters(), *theirs.buffers()):
                 weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         folder = self.scratch / "gradients"
         theirs.save_pretrained(folder)
@@ -449,6 +463,30 @@ def _randomize(model: nn.Module, seed: int) -> None:
 def _logits(model: DecoderModel, ids: Tensor, **inputs: Any) -> Tensor:
     with torch.no_grad():
         return model.head.logits(model(ids, **inputs))
+
+
+@contextlib.contextmanager
+def _outputs(model: nn.Module, prefix: str = "") -> Iterator[dict[str, Tensor]]:
+    """Record the first output of each module within the context, by its name without a prefix.
+
+    A layer of this library returns two tensors, whose sum is its output.
+    """
+    found: dict[str, Tensor] = {}
+    layers = {*model.layers} if isinstance(model, DecoderModel) else ()
+
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        parts = [x for x in output if isinstance(x, Tensor)] if type(output) is tuple else [output]
+        value = sum(parts) if module in layers else parts[0]
+        if isinstance(value, Tensor):
+            found.setdefault(names[module], value.detach().clone())
+
+    names = {module: name.removeprefix(prefix) for name, module in model.named_modules()}
+    handles = [module.register_forward_hook(record) for module in names]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _gradients(

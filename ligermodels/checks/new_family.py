@@ -57,13 +57,6 @@ _SILENT = frozenset(
     "chunk_size_feed_forward max_window_layers".split()
 )
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", list: "list[str]"}
-_ALWAYS_OPEN = (
-    "Do norms subtract the mean? Then they are LayerNorm(hidden, eps, bias=False).",
-    "Is 1 added to the norms' weights? Then pass offset=1.0.",
-    "Do norms multiply by the weight before they round? Then pass casting_mode='gemma'.",
-    "Does rope rotate neighbours (x[..., ::2]) and not halves? Then interleaved_rope=True.",
-    "Is nn.Embedding made without padding_idx? Then trains_padding=True of build.",
-)
 
 
 def skeleton(name: str, folder: Path) -> str:
@@ -130,8 +123,10 @@ def skeleton(name: str, folder: Path) -> str:
             for k, v in odd_keys.items()
         ),
         *(f"What does {each} of a layer compute?" for each in strange),
-        *_ALWAYS_OPEN,
+        *(f"Why does {x} differ from layer 0 in {y}?" for x, y in _other_layers(shapes).items()),
     ]
+    if layer["self_attn.q_proj.weight"][0] != head * both["num_attention_heads"]:
+        questions.append("What are the rows of q_proj beside queries? An output_gate, perhaps.")
     template = Path(__file__).with_name("family.py.jinja").read_text("utf-8")
     rules: dict[str, Any] = {
         "trim_blocks": True,
@@ -187,6 +182,18 @@ def _fields(
             kind += " | None" * optional
         found[key] = kind, json.dumps(value) if isinstance(value, str) else repr(value)
     return found
+
+
+def _other_layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the first layer that has other tensors or shapes than layer 0, and one of them."""
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key):
+            layers.setdefault(found[1], {})[found[2]] = shape
+    for number, layer in sorted(layers.items(), key=lambda item: int(item[0])):
+        if odd := sorted(layer.items() ^ layers["0"].items()):
+            return {f"layer {number}": odd[0][0]}
+    return {}
 
 
 def _listed(lines: Iterable[str]) -> str:

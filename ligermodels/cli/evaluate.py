@@ -9,9 +9,10 @@ and the share of answers that equal the completions is printed.
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any
 
 from ligermodels.cli.options import LoadingOptions
@@ -36,7 +37,7 @@ class Arguments(LoadingOptions):
         generate: generate answers, and compare them with the completions
         max_new_tokens: the most tokens of an answer
         stop: texts before which an answer ends
-        output: a new file for the answers
+        output: file for the answers; after a stop, the same command goes on
         num_fewshot: examples before each question of a task (default: what the task says)
         limit: the most questions of a task
         task_folder: folder with YAML files of more tasks
@@ -67,11 +68,12 @@ def run(given: Arguments) -> None:
     from ligermodels.models.auto import AutoLiger
     from ligermodels.training.data import local_files
     from ligermodels.training.finetune import pick_device
+    from ligermodels.training.reports import lm_eval
 
     if not given.files and not given.tasks:
         raise LigerError("evaluate: give --files, --tasks, or both")
     paths = local_files(given.files, progress=sys.stderr.isatty())
-    evaluate_tasks = _lm_eval() if given.tasks else None
+    evaluate_tasks = lm_eval("tasks") if given.tasks else None
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
     model = AutoLiger.from_hf(folder, device=device, **given.loading())
@@ -114,11 +116,9 @@ def _files(
         options |= {"max_new_tokens": given.max_new_tokens, "stop_strings": given.stop}
         options["max_batch"] = given.batch_size
         model.eval()
-        path, mode = (given.output, "x") if given.output else (os.devnull, "w")
-        if given.output and os.path.lexists(path):
-            raise LigerError(f"{path}: this exists; give --output another file, or remove it first")
-        with open(path, mode, encoding="utf-8", errors="replace") as options["output"]:
-            return {x: file_matches(model, tokenizer, [files[x]], **options) for x in files}
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(given.output or f"{folder}/answers.jsonl")
+            return file_matches(model, tokenizer, files, output, **options)
     options |= {"batch_size": given.batch_size or 4, "separator": given.separator}
     options["seq_len"] = given.seq_len
     losses = {file: file_loss(model, tokenizer, [files[file]], **options) for file in files}
@@ -126,14 +126,3 @@ def _files(
         first, *others = losses.values()
         losses["all files"] = sum(others, first)
     return {file: one.to_dict() for file, one in losses.items()}
-
-
-def _lm_eval() -> Any:
-    try:
-        from ligermodels.integrations.lm_eval_tasks import evaluate_tasks
-    except ImportError as error:
-        raise LigerError(
-            f"evaluate: --tasks needs lm-eval and transformers, but {error.name} is not "
-            "installed (pip install 'ligermodels[trainers]' lm_eval)"
-        ) from None
-    return evaluate_tasks

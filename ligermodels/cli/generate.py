@@ -186,7 +186,7 @@ def _answer_file(
     from ligermodels.models.auto import AutoLiger
     from ligermodels.training.evaluate import answers, count_answered, write_answers
 
-    if done := count_answered(output, groups) if output.exists() else 0:
+    if done := count_answered(output, groups):
         print(f"{output}: {done:,} of {counted(len(groups), 'prompt')} answered", file=sys.stderr)
     if not (left := groups[done:]):
         return

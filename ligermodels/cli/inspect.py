@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli import console
 from ligermodels.cli.options import CommonOptions
 from ligermodels.errors import printable
 from ligermodels.memory.byte_sizes import GIB
@@ -89,14 +91,12 @@ def run(given: Arguments) -> None:
         "files": (found["files"], _bytes),
         "estimated memory": (found["memory"], _bytes),
     }
-    for title, (entries, show) in sections.items():
-        if not entries:
-            continue
-        print(f"\n{title}")
-        names = [printable(name) for name in entries]
-        width = max(map(len, names))
-        for name, value in zip(names, map(show, entries.values())):
-            print(f"  {name:<{width}}  {value[:500]}" + " ..." * (len(value) > 500))
+    for title, (entries, text) in sections.items():
+        rows = {f"  {printable(name)}": text(value) for name, value in entries.items()}
+        if rows:
+            print()
+            cut = {k: x[:500] + " ..." * (len(x) > 500) for k, x in rows.items()}
+            console.show(title, cut, sys.stdout)
     if outlook is not None:
         print(f"\ntraining with AdamW, {given.batch} x {given.seq} tokens ({outlook.rates})")
         plan = outlook.plan

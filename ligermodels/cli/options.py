@@ -18,6 +18,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypedDict, get_args, get_origin
 
+from typing_extensions import Required
+
 from ligermodels.errors import LigerError, did_you_mean, first_line, printable
 from ligermodels.training.config import EXPORT_DTYPES
 from ligermodels.training.options import (
@@ -36,10 +38,11 @@ class CommonOptions(Options):
     """The option that every command has.
 
     Attributes:
-        modules: import modules, or .py files, that register model families or losses
+        modules: import a module, or a .py file, that registers model families or losses (several:
+            --import A --import B)
     """
 
-    modules: list[str] | None = option(None, flag="import", metavar="MODULE")
+    modules: list[str] | None = option(None, flag="import", metavar="MODULE", repeats=True)
 
 
 @dataclass(kw_only=True)
@@ -140,12 +143,15 @@ def _described(each: Field[Any], types: Mapping[str, Any], helps: Mapping[str, s
     argument = tyro.conf.arg(
         name=name.replace("_", "-"),
         help=text,
-        metavar=None if kind is bool else f"{metavar} ..." if is_list else metavar,
+        metavar=None if kind is bool else metavar + " ..." * (is_list and not facts["repeats"]),
         help_behavior_hint="" if hides else f"(default: {each.default})",
     )
     annotated: Any = Annotated[bool if kind is bool else list[str] if is_list else str, argument]
     if facts["positional"]:
         annotated = tyro.conf.Positional[annotated]  # type: ignore[misc]
+    if facts["repeats"]:
+        # tyro (1.0) cannot append to a key that may be missing, so this one is always there.
+        annotated = Required[tyro.conf.UseAppendAction[annotated]]  # type: ignore[misc]
     return annotated
 
 

@@ -7,10 +7,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,28 +164,29 @@ def answers(
 def file_matches(
     model: DecoderModel,
     tokenizer: Tokenizer,
-    files: Sequence[str | Path],
-    *,
-    output: IO[str],
+    files: Mapping[str, Path],
+    output: Path,
     **options: Any,
-) -> dict[str, float]:
-    """Answer the questions of files, and return how many answers are right, as `is_right`.
+) -> dict[str, dict[str, float]]:
+    """Answer the questions of files, and return how many answers of each are right, as `is_right`.
 
     Args:
-        files: as in `read_questions`.
-        output: gets a line of JSON for each question: its record, what was generated, and whether
-            that is right.
+        files: as in `read_questions`, by the names in the result.
+        output: gets the lines of `write_answers`; those that it has are kept.
         options: those of `answers`.
-    Raises: as `read_questions` and `answers`.
+    Raises: as `read_questions`, `answers` and `count_answered`.
     """
-    groups = read_questions(files, tokenizer)
-    right = 0
-    for group, answer in zip(groups, answers(model, tokenizer, groups, **options)):
-        matches = is_right(answer.texts[0], group.references)
-        right += matches
-        line = {**group.record, KEY: answer.texts[0], "right": matches}
-        output.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return {"exact_match": right / len(groups), "right": right, "questions": len(groups)}
+    groups = {name: read_questions([file], tokenizer) for name, file in files.items()}
+    every = [*chain.from_iterable(groups.values())]
+    left = every[count_answered(output, every) :]
+    for _ in write_answers(output, left, answers(model, tokenizer, left, **options)):
+        pass
+    lines = map(json.loads, output.read_text("utf-8").splitlines())
+    found: dict[str, dict[str, float]] = {}
+    for name, part in groups.items():
+        right = sum(line["right"] for line in islice(lines, len(part)))
+        found[name] = {"exact_match": right / len(part), "right": right, "questions": len(part)}
+    return found
 
 
 def is_right(text: str, references: Iterable[str | float]) -> bool:
@@ -209,9 +211,12 @@ def _value(number: str) -> float:
 def count_answered(output: Path, groups: Sequence[Group]) -> int:
     """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
 
+    A file that is missing is made.
+
     Raises:
         LigerError: a line is not the answer to the prompt that has its place.
     """
+    output.touch()
     content = output.read_bytes()
     *whole, part = content.split(b"\n")
     for number, line in enumerate([*whole, part] if part else whole):
@@ -228,11 +233,17 @@ def count_answered(output: Path, groups: Sequence[Group]) -> int:
 def write_answers(
     output: Path, groups: Iterable[Group], found: Iterable[Answer]
 ) -> Iterator[Answer]:
-    """Append a line to a file for each prompt, its record and its texts; yield the answers."""
+    """Append a line to a file for each prompt, its record and its texts; yield the answers.
+
+    The line of a question also says whether the answer is right.
+    """
     with open(output, "ab") as file:
         for group, answer in zip(groups, found):
-            texts = answer.texts[0] if len(answer.texts) == 1 else answer.texts
-            file.write(_begin(group) + json.dumps(texts, ensure_ascii=False).encode() + b"}\n")
+            texts: Any = answer.texts[0] if len(answer.texts) == 1 else answer.texts
+            line = json.dumps(texts, ensure_ascii=False)
+            if group.references:
+                line += f', "right": {json.dumps(is_right(texts, group.references))}'
+            file.write(_begin(group) + line.encode(errors="replace") + b"}\n")
             file.flush()
             yield answer
 

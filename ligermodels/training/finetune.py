@@ -285,7 +285,7 @@ class Run:
         if self.config.output.push_to_hub is not None:
             reports.check_login()
         if self.config.data.eval_tasks:
-            reports.lm_eval()
+            reports.lm_eval("eval_tasks")
         for name, value in (
             ("sample_prompts", self.config.output.sample_prompts),
             ("eval_tasks", self.config.data.eval_tasks),
@@ -530,8 +530,11 @@ class Run:
             "ranks": self.ranks,
         }
         if saved is not None:
-            path, then = self.run_dir.path, saved["base"] | saved["others"]
-            check_same(source, path, then, base | others)
+            path = self.run_dir.path
+            check_same(source, path, saved["base"], base)
+            for name, digest in others.items():
+                then = {name: saved["others"].get(name)}
+                check_same(settings[name], path, then, {name: digest})
             if saved["rows"] != facts["rows"]:
                 before, after = saved["files"], facts["files"]
                 same = {*before.values()} & {*after.values()}

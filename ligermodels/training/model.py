@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +149,7 @@ def file_hashes(source: Path) -> dict[str, str]:
         return dict(zip(names, hashes))
 
 
-def check_same(source: Path, run: Path, then: dict[str, str], now: dict[str, str]) -> None:
+def check_same(source: str | Path, run: Path, then: Mapping[str, Any], now: dict[str, str]) -> None:
     """Raise CheckpointError unless the hashes of what a run was started with are still the same."""
     if other := sorted(name for name in {**then, **now} if then.get(name) != now.get(name)):
         raise CheckpointError(

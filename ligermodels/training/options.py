@@ -68,6 +68,7 @@ class Facts:
         metavar: what stands for its value in the help of the command line.
         is_size: whether it is a number of bytes, which may be written as 5GB.
         positional: whether the command line takes its value without its name.
+        repeats: whether the command line takes each item of a list with its name before it.
         only_for: another option, and its values for which this one has a meaning.
         needs: another option, without which this one has no meaning.
         at_least, more_than, at_most, less_than: the limits of a number.
@@ -79,6 +80,7 @@ class Facts:
     metavar: str | None = None
     is_size: bool = False
     positional: bool = False
+    repeats: bool = False
     only_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needs: str | None = None
     at_least: float | None = None

@@ -251,16 +251,17 @@ def check_login() -> None:
         ) from error
 
 
-def lm_eval() -> Any:
+def lm_eval(option: str) -> Any:
     """Import what runs the tasks of lm-eval.
 
+    Args: option: which needs it.
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it, or transformers, is not installed.
     """
     try:
         from ligermodels.integrations.lm_eval_tasks import evaluate_tasks
     except ImportError as error:
-        raise ConfigError(f"eval_tasks: {first_line(error)}") from None
+        raise ConfigError(f"{option}: {first_line(error)}") from None
     return evaluate_tasks
 
 
@@ -274,7 +275,7 @@ def task_scores(
     if not options.eval_tasks:
         return {}
     with autocast(), torch.random.fork_rng():
-        found = lm_eval()(
+        found = lm_eval("eval_tasks")(
             *(model, str(folder), options.eval_tasks),
             limit=options.eval_tasks_limit,
             task_folder=options.eval_tasks_folder,

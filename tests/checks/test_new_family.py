@@ -59,7 +59,7 @@ def test_the_file_computes_what_transformers_does(kind, more, tmp_path, monkeypa
     expected = model.eval()(ids).logits
     torch.testing.assert_close(ours.head.logits(ours(ids)), expected, rtol=1e-4, atol=1e-5)
     text = (tmp_path / f"new_{kind}.py").read_text()
-    assert "Is 1 added to the norms' weights?" in text and max(map(len, text.split("\n"))) <= 100
+    assert "Is 1 added to\n  the weights?" in text and max(map(len, text.split("\n"))) <= 100
     assert cli.main(["new-family", f"new_{kind}", "--from", "tiny"]) == 2
     assert "is supported by" in capsys.readouterr().err
 

@@ -237,7 +237,7 @@ def test_modules_register_their_families(call, tmp_path, monkeypatch):
     # A file is imported even if an installed module has its name.
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "wave.py").write_text(FAMILY.format(name="new_two"))
-    code, out, err = call("families", "new_one", "--import", "a_new_family")
+    code, out, err = call("families", "--import", "a_new_family", "new_one")
     assert (code, err) == (0, "") and "LigerNew" in out
     for _ in range(2):  # finetune imports it early, too
         assert call("families", "new_two", "--import", tmp_path / "folder" / "wave.py")[0] == 0

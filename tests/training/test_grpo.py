@@ -184,7 +184,8 @@ def test_another_reward_is_noticed(folder: Path, tmp_path: Path) -> None:
     given = {"reward_function": f"{file}:vowels", "max_steps": 1, "eval_steps": 1}
     run(folder, tmp_path / "run", **given)
     file.write_text(REWARDS.replace("max(1,", "max(2,"))
-    with pytest.raises(LigerError, match=r"reward_function changed; restore it"):
+    said = r"rewards.py:vowels: this is not .* reward_function changed; restore it"
+    with pytest.raises(LigerError, match=said):
         run(folder, tmp_path / "run", **given, resume=True)
 
 
