@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks import memory_plot, plots
 from benchmarks.cases import OPS, Absent, Case, Random
-from benchmarks.cases.token_losses import LOSSES
 from benchmarks.common import RESULTS
 from benchmarks.ops import as_tuple, differentiable, training_call
 from ligermodels import kernels
@@ -79,37 +78,6 @@ def test_every_op_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         implementation.function(*implementation.inputs())
     missing = set(kernels.__all__) - NOT_FUSED - {"glu"} - called
     assert not missing, f"benchmarks/cases has no case for {missing}"
-
-
-@pytest.mark.parametrize(("op", "sizes"), SMALL)
-def test_ours_is_what_eager_pytorch_computes(
-    op: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    case = reference = OPS[op].build(Random("cpu", torch.float32), **sizes)
-    if op == "linear_cross_entropy_budget":
-        head = OPS["linear_cross_entropy"]
-        reference = head.build(Random("cpu", torch.float32), **head.small)
-    inputs = case.inputs()
-    expected = outcome(reference, "eager", inputs)
-    for name in case.implementations:
-        if name.startswith(("ligermodels", "F.")):
-            assert_agree(outcome(case, name, inputs), expected, 1e-5)
-
-
-@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"medusa"}))  # it reads its parameters
-def test_the_losses_are_those_of_trl(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    sizes = {"rows": 64, "width": 32, "vocab": 96, "softcap": 3.0}
-    case = LOSSES[loss].build(Random("cpu", torch.float32), **sizes)
-    inputs = case.inputs()
-    names = [x for x in case.implementations if x.startswith(("ligermodels", "trl"))]
-    expected = outcome(case, "eager" if "eager" in case.implementations else names[0], inputs)
-    for name in names:
-        try:
-            assert_agree(outcome(case, name, inputs), expected, 1e-4)
-        except Absent:
-            assert name == "trl"
 
 
 @pytest.mark.gpu

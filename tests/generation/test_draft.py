@@ -48,16 +48,6 @@ def drafted(model, heads, prompt, **options):
     return ids, [len(x) for x in passes]
 
 
-@each
-def test_the_tokens_are_the_greedy_ones(family) -> None:
-    model, heads = with_heads(family)
-    for seed in range(2):
-        prompt = torch.randint(0, VOCAB, (1, 6), generator=torch.Generator().manual_seed(seed))
-        greedy = model.generate(prompt, max_new_tokens=30, eos_token_id=[])
-        ids, passes = drafted(model, heads, prompt, max_new_tokens=30, eos_token_id=[])
-        assert torch.equal(ids, greedy) and sum(passes) == 30
-
-
 @pytest.mark.parametrize("family, rope", [("llama", None), ("mistral", None), *LLAMA_ROPES])
 def test_a_draft_model(family, rope) -> None:
     """Its guesses are right and wrong. Angles that depend on the length are those of each token."""

@@ -64,21 +64,6 @@ def gradients(model: torch.nn.Module, forward, *args, **kwargs):
 
 
 @each_family
-@pytest.mark.parametrize("tied", [False, True])
-def test_triton_equals_plain_pytorch(family, tied, monkeypatch):
-    model = make(family=family, tie_word_embeddings=tied)
-    ids, labels = batch()
-    assert model.kernels()["rms_norm"].startswith("triton")
-    loss, grads = gradients(model, model, ids, labels=labels)
-    monkeypatch.setenv("LIGERMODELS_BACKEND", "torch")
-    assert model.kernels()["rms_norm"].startswith("torch")
-    plain_loss, plain_grads = gradients(model, model, ids, labels=labels)
-    assert abs(loss - plain_loss) < 1e-5 * plain_loss
-    for name, grad in plain_grads.items():
-        assert relative(grads[name], grad) < 1e-4, name
-
-
-@each_family
 def test_packed_documents_equal_separate_ones(family):
     lengths = [70, 1, 129]
     ids, labels = batch(1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.examples.trainer_cases import FAMILIES
-from tests.integrations import matrix, outside_tools, test_trainers_page
+from tests.integrations import matrix, outside_tools
 from tests.integrations.matrix_cells import CELLS, EXPERT_CELLS, Cell
 from tests.integrations.matrix_refusals import REFUSALS, Refusal
 from tests.integrations.tiny import checkpoint
@@ -65,41 +65,6 @@ def test_cell_with_experts(
 @pytest.mark.parametrize(("refusal", "family"), pairs(REFUSALS, [row.what for row in REFUSALS]))
 def test_refusal(refusal: Refusal, family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     assert refusal.words in matrix.words_of(refusal, folders[family], tmp_path)
-
-
-def test_the_docs_say_why_each_is_refused() -> None:
-    reasons = dict(test_trainers_page.rows("refused"))
-    assert reasons.keys() == {refusal.what for refusal in REFUSALS}
-    assert all(len(why.split()) > 4 for why in reasons.values())
-
-
-def table(heading: str) -> list[list[str]]:
-    """Return the rows of a table of the page; its first two lines are checked."""
-    page = matrix.PAGE.read_text(encoding="utf-8")
-    lines = page[page.index(f"| tool | {heading} |") :].split("\n\n")[0].splitlines()
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    assert rows[0] in (matrix.HEADINGS, matrix.EXPERT_HEADINGS, matrix.REFUSED_HEADINGS)
-    return rows[2:]
-
-
-def test_the_page_has_these_rows() -> None:
-    with_experts = [*map(matrix.head_of, EXPERT_CELLS)]
-    for heading, heads, count in (
-        ("feature", matrix.headed(), len(FAMILIES)),
-        ("with experts", with_experts, len(matrix.EXPERTS)),
-    ):
-        rows = table(heading)
-        assert [row[:4] for row in rows] == heads
-        for row in rows:
-            bound = 0.0 if row[3] == "exact" else float(row[3])
-            errors = [0.0 if cell == "exact" else float(cell) for cell in row[4:]]
-            assert len(errors) == count and max(errors) <= bound, row
-
-
-def test_the_page_has_these_refusals() -> None:
-    rows = table("refused")
-    assert [row[:3] for row in rows] == matrix.headed_refusals()
-    assert all(row[3:] == ["refused"] * len(FAMILIES) for row in rows)
 
 
 @pytest.mark.long

@@ -11,14 +11,9 @@ from torch import Tensor, nn
 from ligermodels.layers import (
     Attention,
     AttentionContext,
-    DecoderBlock,
-    GatedMLP,
-    RMSNorm,
     RotaryEmbedding,
 )
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.kv_cache import DecodeStep, KVCache
-from ligermodels.layers.recompute import POLICIES, run_layer
 from tests.models.pairs import relative
 
 HIDDEN, HEADS, GROUPS, SEQ = 48, 8, 2, 21
@@ -89,52 +84,3 @@ def test_equals_transformers(window: int | None, dtype: torch.dtype) -> None:
             mine, other = run(x.to(dtype))
             ratios.append(relative(mine, true) / relative(other, true))
         assert torch.tensor(ratios).log().mean().exp() <= 1.05
-
-
-@pytest.mark.parametrize("trains", ["everything", "sinks", "all but sinks"])
-def test_every_checkpointing_policy_gives_bitwise_the_same_gradients(trains: str) -> None:
-    block = DecoderBlock(make(), GatedMLP(HIDDEN, 64), RMSNorm(HIDDEN), RMSNorm(HIDDEN))
-    for name, parameter in block.named_parameters():
-        is_sinks = name.endswith("sinks")
-        parameter.requires_grad_(trains == "everything" or is_sinks == (trains == "sinks"))
-    trained = [p for p in block.parameters() if p.requires_grad]
-    x, context = torch.randn(2, SEQ, HIDDEN), context_of()
-    found = []
-    for policy in POLICIES:
-        out, residual = run_layer(block, x, None, context, policy)
-        found.append(torch.autograd.grad((out + residual).square().sum(), trained))
-    for grads in found[1:]:
-        assert all(map(torch.equal, grads, found[0]))
-
-
-@pytest.mark.long
-def test_compiled() -> None:
-    attention, x = make(), torch.randn(2, SEQ, HIDDEN)
-    torch._dynamo.reset()
-    outs = [
-        f(x, context_of())
-        for f in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True))
-    ]
-    assert relative(outs[1], outs[0]) <= 1e-6
-    grads = [torch.autograd.grad(out.square().sum(), [*attention.parameters()]) for out in outs]
-    assert all(relative(a, b) <= 1e-5 for a, b in zip(*grads))
-
-
-@pytest.mark.parametrize("window", [None, 5])
-@torch.no_grad()
-def test_a_cache_in_chunks_and_steps(window: int | None) -> None:
-    attention, x = make(window), torch.randn(2, SEQ, HIDDEN)
-    expected = attention(x, context_of())
-    rotary, cache = RotaryEmbedding(8), KVCache(None, 2, SEQ, sliding_windows=[window])
-    found = []
-    for start, end in ((0, 9), (9, 15), (15, 16), (16, SEQ)):
-        positions = torch.arange(start, end)[None]
-        found.append(attention(x[:, start:end], AttentionContext(*rotary(positions), cache=cache)))
-        cache.advance(end - start)
-        if end == 16:
-            break
-    for at in range(16, SEQ):
-        cache.step = DecodeStep(torch.full((2,), at + 1))
-        context = AttentionContext(*rotary(torch.tensor([[at]])), cache=cache)
-        found.append(attention(x[:, at : at + 1], context))
-    assert relative(torch.cat(found, 1), expected) <= 1e-6

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ligermodels.layers import AttentionMask, CrossAttention, RMSNorm, pre_norm
-from ligermodels.layers.recompute import POLICIES, run_layer
+from ligermodels.layers import AttentionMask, CrossAttention, RMSNorm
 from tests.layers.formulas import attended
 from tests.models.pairs import relative
 
@@ -54,31 +53,6 @@ def test_values_and_gradients(options: dict[str, Any], padded: bool) -> None:
     assert relative(out, expected) <= 1e-6
     for grad, want in zip(grads, wanted):
         assert relative(grad, want) <= 1e-5
-
-
-class Block(nn.Module):
-    """A layer that looks at a memory, which its context holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = RMSNorm(HIDDEN), CrossAttention(HIDDEN, 4, 2)
-
-    def forward(self, x: Tensor, residual: Tensor | None, context: Any) -> Any:
-        return self.attention(pre_norm(self.norm, x, residual), context)
-
-
-def test_every_level_has_the_same_gradients() -> None:
-    torch.manual_seed(0)
-    block = Block()
-    x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
-    memory = torch.randn(BATCH, KEYS, HIDDEN, requires_grad=True)
-    found = []
-    for policy in POLICIES:
-        out, residual = run_layer(block, x, None, memory, policy)
-        loss = (out + residual).square().sum()
-        found.append(torch.autograd.grad(loss, [x, memory, *block.parameters()]))
-    for grads in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(grads, found[0]))
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

@@ -18,7 +18,6 @@ from ligermodels.memory.planner import (
     Choices,
     Space,
     find_plan,
-    largest,
     search,
 )
 from ligermodels.memory.rates import Rates, Work
@@ -178,13 +177,6 @@ def test_further_bytes_are_priced() -> None:
     gains = plan.prediction.gains
     assert gains and gains[-1][1] == pytest.approx(whole.time(whole.uniform[LayerPlan()]))
     assert list(gains) == sorted(gains) and "GiB more" in str(plan)
-
-
-@pytest.mark.parametrize("start", [1, 8, 1024])
-def test_the_largest_number_is_found(start: int) -> None:
-    for limit in (0, 1, 2, 3, 8, 17, 64, 100, 5000, 10**6):
-        found = largest(lambda number: 777 * number, 777 * limit, start)
-        assert found <= limit <= found * 1.02 + 1
 
 
 def test_host_memory_makes_a_plan_faster_within_its_budget() -> None:

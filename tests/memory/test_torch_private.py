@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
 from ligermodels.memory.byte_sizes import MIB
 from ligermodels.memory.torch_private import (
@@ -18,8 +17,6 @@ from ligermodels.memory.torch_private import (
     SCRATCH,
     CachingAllocator,
     expandable_segments,
-    scratch,
-    sdpa_backend,
 )
 from tests.limits import SECONDS
 
@@ -49,23 +46,6 @@ def test_operators_take_the_arguments_from_which_their_scratch_is_told() -> None
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def test_scratch_of_flash_attention() -> None:
-    q, k = meta(2, 8, 200, 80), meta(2, 2, 200, 80)
-    sums = 2 * 8 * 256 * (96 + 1) * 4
-    assert scratch("aten::mm", (meta(2, 2), meta(2, 2))) == 0
-    flash = "aten::_scaled_dot_product_flash_attention_backward"
-    assert scratch(flash, (q, q, q, q)) == sums
-    assert scratch(flash, (q, q, k, k)) == sums + 2 * 2 * 200 * 8 * 80 * 2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there PyTorch is asked")
-def test_kernels_without_a_gpu() -> None:
-    assert sdpa_backend(32, 8, 128, torch.bfloat16) == SDPBackend.CUDNN_ATTENTION
-    assert sdpa_backend(16, 16, 256, torch.bfloat16) == SDPBackend.FLASH_ATTENTION
-    assert sdpa_backend(16, 16, 64, torch.float32) == SDPBackend.EFFICIENT_ATTENTION
-    assert sdpa_backend(16, 8, 64, torch.float32) == SDPBackend.MATH
 
 
 @pytest.mark.parametrize("torch_tells", [True, False])

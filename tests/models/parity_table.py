@@ -165,17 +165,6 @@ def page(text: str, collector: Collector, measures: Collection[str], gpu: bool =
     return "\n".join(lines) + "\n"
 
 
-def rows(text: str) -> list[tuple[str, str]]:
-    """Return the (family, feature) pairs of a page, in the order of its rows."""
-    found, family = [], ""
-    for one in text.splitlines():
-        if one.startswith("## "):
-            family = one.removeprefix("## ")
-        elif one.startswith("| ") and family in zoo.FAMILIES and "| logits |" not in one:
-            found.append((family, one.split(" | ")[0].removeprefix("| ")))
-    return found
-
-
 def main(arguments: list[str]) -> int:
     """Run the tests, write the page of families that pass, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.families import sampled
-from tests.models import parity, parity_table, zoo
+from tests.models import parity, zoo
 from tests.models.parity import RecordProperty, cases_of, hold
 
 # A load of a wrapper's checkpoint warns that it takes the text model alone.
@@ -48,10 +48,3 @@ def test_compiled_by_inductor(family: str, record_property: RecordProperty) -> N
 @pytest.mark.parametrize("family", sampled(zoo.FAMILIES))
 def test_bfloat16_errors_beside_transformers(family: str, record_property: RecordProperty) -> None:
     parity.hold_ratios(family, parity.check_bfloat16(family), record_property)
-
-
-def test_the_published_table_lists_this_zoo() -> None:
-    """docs/parity.md lists these families and features; `make parity` writes it."""
-    assert parity_table.rows(parity_table.PAGE.read_text()) == [
-        (family, name) for family in zoo.FAMILIES for name in zoo.features(family)
-    ]

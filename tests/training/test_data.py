@@ -229,18 +229,6 @@ def test_a_json_file_is_a_list_or_lines(tmp_path):
         assert found == ["^a$", "^bc$"]
 
 
-def test_records_of_other_tools_are_read(tmp_path):
-    file = write(
-        tmp_path,
-        "a.jsonl",
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        {"instruction": "do", "input": "", "output": "x"},
-    )
-    chat, alpaca = map(plain, read_documents([file], Letters()))
-    assert chat == ("<u>q$<a>a$", "........a$")
-    assert alpaca[0].endswith("### Response:\nx$") and alpaca[1].strip(".") == "x$"
-
-
 @pytest.mark.parametrize(
     "name, data, message",
     [
