@@ -152,24 +152,17 @@ def generate_options(
     """
     import torch
 
-    from ligermodels.generation.generation_config import (
-        checked_generation_config,
-        resolve_repetition_penalty,
-    )
-
     asked = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
     asked = {name: value for name, value in asked.items() if value is not None}
     if given.seed is not None:
         device = model.embed_tokens.weight.device
         asked["generator"] = torch.Generator(device).manual_seed(given.seed + answered)
     samples = bool(asked) and given.temperature != 0
-    config = checked_generation_config(model)
-    penalty = resolve_repetition_penalty(given.repetition_penalty, config)
     return {
         **({"do_sample": True, **asked} if samples else {}),
         **({} if heads is None else {"heads": heads}),
         "max_new_tokens": given.max_new_tokens,
-        "repetition_penalty": penalty,
+        "repetition_penalty": given.repetition_penalty,
         "stop_strings": given.stop,
     }
 

@@ -2,7 +2,7 @@
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from ligermodels.errors import CheckpointError, did_you_mean, short_repr
 from ligermodels.generation.sampling import Sampling
 from ligermodels.kernels.checks import check_count
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.config import ModelConfig
 
 
 def _are_token_ids(value: Any) -> bool:
@@ -42,7 +41,7 @@ _NOT_IMPLEMENTED = (
 _NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
-def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
+def _checked_config(model: DecoderModel) -> dict[str, Any]:
     """Return the generation_config.json that a model was loaded with, or {} if it had none.
 
     This warns of settings that are not implemented.
@@ -63,64 +62,6 @@ def checked_generation_config(model: DecoderModel) -> dict[str, Any]:
             stacklevel=5,  # This is the caller of `generate`.
         )
     return found
-
-
-def resolve_eos_token_ids(
-    asked: int | Iterable[int] | None, generation_config: Mapping[str, Any], config: ModelConfig
-) -> list[int]:
-    """Return the tokens that end a row.
-
-    They are `asked`, or else those of the file, or else those of the model config.
-
-    Raises:
-        ValueError: `asked` holds values that are not token ids.
-    """
-    found = _first(asked, generation_config.get("eos_token_id"), config.eos_token_id)
-    if found is None:
-        return []
-    try:
-        return [found] if isinstance(found, int) else [operator.index(token) for token in found]
-    except TypeError:
-        raise ValueError(f"eos_token_id={found!r}: expected a token id or several ids") from None
-
-
-def resolve_pad_token_id(
-    asked: int | None,
-    generation_config: Mapping[str, Any],
-    config: ModelConfig,
-    eos_token_ids: list[int],
-) -> int:
-    """Return the token for padding.
-
-    The order is the same as for the stop tokens. After that come the first stop token and 0.
-
-    Raises:
-        ValueError: `asked` is outside the vocabulary.
-    """
-    if asked is not None:
-        if not 0 <= asked < config.vocab_size:
-            raise ValueError(
-                f"pad_token_id={asked}: the id is outside the vocabulary of {config.vocab_size} "
-                "tokens"
-            )
-        return asked
-    named = (generation_config.get("pad_token_id"), config.pad_token_id, *eos_token_ids)
-    # In old configs -1 means no token. Then 0 works too, because the padding of prompts is masked.
-    return next((i for i in named if i is not None and 0 <= i < config.vocab_size), 0)
-
-
-def resolve_repetition_penalty(asked: float | None, generation_config: Mapping[str, Any]) -> float:
-    """Return `asked`, or else the penalty of the file, or else 1, which means no penalty.
-
-    Raises:
-        ValueError: the penalty is not a positive number of at most 10^6.
-    """
-    found = _first(asked, generation_config.get("repetition_penalty"), 1.0)
-    if not _is_penalty(found):
-        raise ValueError(
-            f"repetition_penalty={short_repr(found)}: the penalty must be {_PENALTY}; 1 means none"
-        )
-    return float(found)
 
 
 # The options that `resolve_rule` takes.
@@ -146,20 +87,39 @@ def resolve_rule(
 ) -> Sampling:
     """Return how tokens are chosen, which of them end a row, and the token for padding.
 
+    What is not given is that of generation_config.json, and then that of the model's config. After
+    that, padding is the first stop token or 0.
+
     Args: rule: further arguments of `Sampling`. The others are as in `generate`.
     Raises: as `generate`, of these arguments.
     """
-    if pad_token_id is not None:
-        check_count("generate", "pad_token_id", pad_token_id, 0)
-    defaults = checked_generation_config(model)
-    penalty = resolve_repetition_penalty(repetition_penalty, defaults)
-    stops = resolve_eos_token_ids(eos_token_id, defaults, model.config)
+    config, file, vocab_size = model.config, _checked_config(model), model.config.vocab_size
+    penalty = _first(repetition_penalty, file.get("repetition_penalty"), 1.0)
+    if not _is_penalty(penalty):
+        raise ValueError(
+            f"repetition_penalty={short_repr(penalty)}: the penalty must be {_PENALTY}; 1 means "
+            "none"
+        )
+    found = _first(eos_token_id, file.get("eos_token_id"), config.eos_token_id, [])
+    try:
+        stops = [operator.index(token) for token in ([found] if isinstance(found, int) else found)]
+    except TypeError:
+        raise ValueError(f"eos_token_id={found!r}: expected a token id or several ids") from None
     if beyond := [token for token in stops if abs(token) >= 2**63]:
         raise ValueError(
             f"eos_token_id={short_repr(beyond[0])}: expected a token id of at most 64 bits"
         )
-    pad = resolve_pad_token_id(pad_token_id, defaults, model.config, stops)
-    return Sampling(**rule, repetition_penalty=penalty, stops=stops, pad=pad)
+    if pad_token_id is not None:
+        pad = check_count("generate", "pad_token_id", pad_token_id, 0)
+        if pad >= vocab_size:
+            raise ValueError(
+                f"pad_token_id={pad}: the id is outside the vocabulary of {vocab_size} tokens"
+            )
+    else:
+        # In old configs -1 means no token. Then 0 works too: the padding of prompts is masked.
+        named = (file.get("pad_token_id"), config.pad_token_id, *stops)
+        pad = next((i for i in named if i is not None and 0 <= i < vocab_size), 0)
+    return Sampling(**rule, repetition_penalty=float(penalty), stops=stops, pad=pad)
 
 
 def _first(*values: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
-from ligermodels.generation.generation_config import resolve_eos_token_ids
+from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.kernels.loss_options import CrossEntropyOutput
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import (
@@ -224,7 +224,7 @@ class GRPOObjective(Objective):
             reshard(self.model)
             for name, weight in self.model.named_parameters():
                 model.get_parameter(name).copy_(whole_tensor(weight))
-        ends = resolve_eos_token_ids(None, model.source.generation_config, model.config)
+        ends = resolve_rule(model).stops
         prompts = [group.documents[0].ids.tolist() for group in groups]
         seed = int(torch.randint(2**48, ())) + rank()
         was_training = model.training
