@@ -210,8 +210,16 @@ class Simulator(Protocol):
         """Return a context in which autocast is disabled."""
 
     @property
-    def attend(self) -> Callable[..., Tensor]:
-        """A function (backend, q, k, v, options of `attend`) with a backend's allocations."""
+    def count_attention(self) -> Callable[..., Tensor]:
+        """A function (backend, q, k, options of `attend`) that counts the work, and returns q."""
+
+    @property
+    def sdpa(self) -> Callable[..., Tensor]:
+        """scaled_dot_product_attention, as the kernel that the device takes."""
+
+    @property
+    def flex(self) -> Callable[..., Tensor]:
+        """A function (q, k, v, options of `attend`) with the allocations of FlexAttention."""
 
     def copied(self, to_host: bool, size: int) -> None:
         """Count `size` bytes that go to the host or come back from it."""

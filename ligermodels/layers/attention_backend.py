@@ -152,27 +152,21 @@ def attend(
         backend = "dense"  # these need the keys in order; a cache may reorder them
     simulator = simulator_of(q.device) if q.is_meta else None
     if simulator is not None:
-        return simulator.attend(
-            *(backend, q, k, v, sinks),
-            mask=mask,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            causal=causal,
-        )
+        q = simulator.count_attention(backend, q, k, mask, window, softcap, causal)
+    sdpa = F.scaled_dot_product_attention if simulator is None else simulator.sdpa
     if backend == "sdpa":
         # In a compiled model with dynamic lengths the comparison is symbolic; this makes it a bool.
         is_causal = True if causal and q.shape[2] > 1 else False
         k, v = heads_for_sdpa(q, k, v)
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True
-        )
+        return sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
     if backend == "raw":
         return raw_attention(q, k, v, sinks, scale, causal)
     if backend == "varlen":
         return _varlen(q, k, v, sinks, mask, scale, window, causal)
     if backend == "wide":
         return _wide(q, k, v, mask, scale, window, causal)
+    if backend == "flex" and simulator is not None:
+        return simulator.flex(q, k, v, sinks, mask, window, causal)
     if backend == "flex":
         score_mod = None if softcap is None else _softcap_mod(softcap)
         blocks = None
@@ -194,7 +188,7 @@ def attend(
     if not mask.hides_nothing(window, key_positions, causal=causal):
         visible = mask.dense(window, q.device, key_positions, causal=causal)
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
+        return sdpa(q, k, v, visible, scale=scale, enable_gqa=True)
     with without_autocast(q):
         return _formula(q, k, v, sinks, visible, scale, softcap)
 

@@ -51,19 +51,48 @@ _KERNELS: dict[SDPBackend, tuple[Any, tuple[Any, ...]]] = {
     SDPBackend.EFFICIENT_ATTENTION: (_aten._scaled_dot_product_efficient_attention, (None, True)),
 }
 _CAST = torch.float32, torch.float16, torch.bfloat16  # what autocast casts
+_PRODUCTS = {F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm}
+_PRODUCTS |= {Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 _H100_SMS = 132  # multiprocessors of an H100 and an H200
 
 
-class SimulatedDevice:
-    """The device that meta tensors stand for; see `kernels.dispatch.Simulator`."""
+class SimulatedDevice(TorchFunctionMode):
+    """The device that meta tensors stand for; see `kernels.dispatch.Simulator`.
+
+    As a mode, it casts the operands of plain PyTorch's products as autocast does there.
+    """
 
     def __init__(
         self, device: torch.device, autocast: torch.dtype | None, tracker: Tracker
     ) -> None:
+        super().__init__()
         self.device, self.autocast, self.tracker = device, autocast, tracker
         here = device.type == "cuda" and torch.cuda.is_available()
         properties = torch.cuda.get_device_properties(device) if here else None
         self.num_sms = _H100_SMS if properties is None else properties.multi_processor_count
+        self.casts: dict[int, Tensor] = {}  # of leaves, as long as forward lasts
+        self.keeps = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.autocast is not None and func in _PRODUCTS:
+            args = tuple(map(self._cast, args))
+            kwargs = {key: self._cast(x) for key, x in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, x: Any) -> Any:
+        if self.autocast is None or not isinstance(x, Tensor) or x.dtype not in _CAST:
+            return x
+        if not (self.keeps and x.is_leaf and x.requires_grad and x.dtype == torch.float32):
+            return x.to(self.autocast)
+        if id(x) not in self.casts:
+            self.casts[id(x)] = x.to(self.autocast)
+        return self.casts[id(x)]
+
+    def end_forward(self) -> None:
+        self.keeps = False
+        self.casts.clear()
 
     @contextmanager
     def without_autocast(self) -> Iterator[None]:
@@ -79,16 +108,12 @@ class SimulatedDevice:
         else:
             self.tracker.work.from_host_bytes += size
 
-    def attend(
+    def count_attention(
         self,
         backend: str,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        *,
         mask: AttentionMask,
-        scale: float,
         window: int | None,
         softcap: float | None,
         causal: bool,
@@ -101,34 +126,19 @@ class SimulatedDevice:
         elif k.shape[2] != queries:  # keys of another sequence, which all queries see
             pairs = batch * heads * queries * k.shape[2]
         kind = attention_kind(backend, q, k, length, window, softcap, causal)
-        q = _Count.apply(q, self.tracker, kind, int(4 * pairs * head_dim))
-        if backend == "raw":
-            return attention_backend.raw_attention(q, k, v, sinks, scale, causal)
-        if backend == "varlen":
-            return attention_backend._varlen(q, k, v, sinks, mask, scale, window, causal)
-        if backend == "wide":
-            return attention_backend._wide(q, k, v, mask, scale, window, causal)
-        if backend == "flex":
-            if not mask.hides_nothing(window, causal=causal):
-                self.block_mask(mask, window, batch, causal)
-            out = Flex.apply(q, k, v)
-            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-            return out if sinks is None else attention_backend.sunk(out, lse, sinks)
-        visible = None
-        if backend == "dense" and not mask.hides_nothing(window, causal=causal):
-            visible = mask.dense(window, q.device, causal=causal)
-        if softcap is not None or sinks is not None:
-            with self.without_autocast():
-                return attention_backend._formula(q, k, v, sinks, visible, scale, softcap)
-        if self.autocast is not None:
-            q, k, v = (x.to(self.autocast) for x in (q, k, v))
-        return self._sdpa(q, k, v, visible, scale, causal)
+        return _Count.apply(q, self.tracker, kind, int(4 * pairs * head_dim))
 
-    def _sdpa(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, causal: bool
+    def sdpa(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        **options: Any,
     ) -> Tensor:
-        heads, queries, head_dim = q.shape[1:]
-        causal = causal and visible is None and queries > 1
+        q, k, v = map(self._cast, (q, k, v))
         if self.device.type == "cpu":
             if visible is not None:
                 # As PyTorch turns a bool mask into numbers to add.
@@ -136,17 +146,30 @@ class SimulatedDevice:
                 shown = torch.scalar_tensor(0.0, dtype=q.dtype, device=q.device)
                 visible = torch.where(visible, shown, hidden)
             return _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, attn_mask=visible, scale=scale
+                q, k, v, 0.0, is_causal, attn_mask=visible, scale=options["scale"]
             )[0]
         if visible is None:
-            k, v = attention_backend.heads_for_sdpa(q, k, v)
-            backend = sdpa_backend(heads, k.shape[1], head_dim, q.dtype)
+            backend = sdpa_backend(q.shape[1], k.shape[1], q.shape[-1], q.dtype)
             if backend in _KERNELS:
-                kernel, options = _KERNELS[backend]
-                return kernel(q, k, v, *options, 0.0, causal, scale=scale)[0]
-        return F.scaled_dot_product_attention(
-            q, k, v, visible, is_causal=causal, scale=scale, enable_gqa=True
-        )
+                kernel, given = _KERNELS[backend]
+                return kernel(q, k, v, *given, 0.0, is_causal, scale=options["scale"])[0]
+        return F.scaled_dot_product_attention(q, k, v, visible, is_causal=is_causal, **options)
+
+    def flex(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: AttentionMask,
+        window: int | None,
+        causal: bool,
+    ) -> Tensor:
+        if not mask.hides_nothing(window, causal=causal):
+            self.block_mask(mask, window, len(q), causal)
+        out = Flex.apply(q, k, v)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        return out if sinks is None else attention_backend.sunk(out, lse, sinks)
 
     def block_mask(self, mask: AttentionMask, window: int | None, batch: int, causal: bool) -> None:
         """Hold the index tensors of FlexAttention's block mask as long as the mask lives.
@@ -180,40 +203,6 @@ class _Count(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.tracker.work.attention[ctx.kind, "backward"] += ctx.flops
         return grad, None, None, None
-
-
-class Autocast(TorchFunctionMode):
-    """Casts the operands of plain PyTorch's products as autocast does on the simulated device."""
-
-    def __init__(self, simulator: SimulatedDevice) -> None:
-        super().__init__()
-        self.simulator = simulator
-        self.casts: dict[int, Tensor] = {}  # of leaves, as long as forward lasts
-        self.keeps = True
-        self.products = {F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm}
-        self.products |= {Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self.simulator.autocast is not None and func in self.products:
-            args = tuple(map(self._cast, args))
-            kwargs = {key: self._cast(x) for key, x in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
-
-    def end_forward(self) -> None:
-        self.keeps = False
-        self.casts.clear()
-
-    def _cast(self, x: Any) -> Any:
-        dtype = self.simulator.autocast
-        if not isinstance(x, Tensor) or x.dtype not in _CAST:
-            return x
-        if not (self.keeps and x.is_leaf and x.requires_grad and x.dtype == torch.float32):
-            return x.to(dtype)
-        if id(x) not in self.casts:
-            self.casts[id(x)] = x.to(dtype)
-        return self.casts[id(x)]
 
 
 @contextmanager
@@ -367,7 +356,7 @@ def simulate(model: Any, batch: int, seq: int, *, device: torch.device, **step: 
     called = options.called(model)
     tracker = Tracker(device.type)
     simulator = SimulatedDevice(device, options.autocast, tracker)
-    casts, sharding = Autocast(simulator), Sharding(model, called)
+    sharding = Sharding(model, called)
     with ExitStack() as stack:
         if on_gpu:
             for size in cublas_workspaces():
@@ -375,13 +364,13 @@ def simulate(model: Any, batch: int, seq: int, *, device: torch.device, **step: 
             stack.enter_context(no_launches(tracker))
         stack.enter_context(sharding.without_fsdp())
         stack.enter_context(simulating(simulator))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing compiled
         if options.autocast is not None:
-            stack.enter_context(casts)
+            stack.enter_context(simulator)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing compiled
         stack.enter_context(_without_values(called))
         stack.enter_context(_without_data(called, sharding))
         inputs = options.inputs(model, batch, seq)
-        return run_step(model, tracker, inputs, options, sharding, casts.end_forward)
+        return run_step(model, tracker, inputs, options, sharding, simulator.end_forward)
 
 
 def run_step(
