@@ -131,35 +131,6 @@ def test_drafts_change_no_token(kind):
         assert torch.equal(generate(model, [5, 9, 3], **options, **drafts), plain)
 
 
-def test_a_graph_reads_the_weights_of_today():
-    """A generation sees what changed since the one before: values, tensors and adapters."""
-    torch.manual_seed(0)
-    model = random_model("llama", **SIZES, initializer_range=0.3).to("cuda")
-    options = {"max_new_tokens": 12, "eos_token_id": []}
-
-    def check(before):
-        found = generate(model, [5, 9, 3], **options)
-        with torch.no_grad():
-            chosen = model.head.logits(model(found[:, :-1])).argmax(-1)
-        assert torch.equal(found[:, 3:], chosen[:, 2:])
-        assert before is None or not torch.equal(found, before)
-        return found
-
-    found = check(None)
-    with torch.no_grad():
-        model.layers[0].mlp.down_proj.weight.mul_(-3)
-    found = check(found)
-    model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(
-        torch.randn_like(model.layers[1].mlp.down_proj.weight)
-    )
-    found = check(found)
-    add_adapters(model, 4, 8.0)
-    for name, weight in model.named_parameters():
-        if "lora_b" in name.lower():
-            torch.nn.init.normal_(weight, std=0.3)
-    check(found)
-
-
 def test_a_kept_graph_serves_the_next_call_and_no_other_model():
     """In evaluation mode the second call replays the first one's graph, if the model allows it."""
     torch.manual_seed(0)
