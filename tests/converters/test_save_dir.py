@@ -5,7 +5,6 @@ test_export_kills.py kills a save at its system calls.
 
 import os
 import signal
-import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -97,13 +96,6 @@ def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):
     os.waitpid(child, 0)
     replace(target)
     assert not here.exists() and not there.exists() and all(map(Path.is_dir, foreign))
-
-
-def test_what_killed_saves_left_goes_and_subfolders_that_were_not_moved_come_home(target, tmp_path):
-    (tmp_path / ".out.saving-0123456789abcdef").mkdir()  # it had not got its name yet
-    write_files(tmp_path / f".out.saving-{'0' * 16}", {"weights": b"older", "data/a": b"mine"})
-    replace(target)
-    assert contents(target) == NEW | {"data/a": b"mine"} and os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("where", ["", "runs/deep/data", "file"])
@@ -201,22 +193,6 @@ def test_without_locks_a_save_works_and_removes_nothing_of_others(
     left, _ = save_dir._new_folder(target)
     replace(target)
     assert contents(target) == NEW and sorted(os.listdir(tmp_path)) == [left.name, "out"]
-
-
-def test_a_replacement_that_was_killed_half_way_is_undone(target, tmp_path):
-    """By a load, which waits for a process that is between its two renames, and by a save."""
-    for undo in (recover_dir, replace):
-        os.rename(target, tmp_path / f".out.replaced-{'a' * 16}")
-        lock = save_dir._Lock(tmp_path)
-        waiting = threading.Thread(target=undo, args=(target,))
-        waiting.start()
-        time.sleep(0.02)
-        assert not target.exists()
-        lock.close()
-        waiting.join()
-        assert contents(target) == (OLD if undo is recover_dir else NEW)
-    for name in ("absent", "out/notes", "a\0b", "\ud800"):
-        assert not recover_dir(tmp_path / name)
 
 
 def test_one_version_is_read(target, tmp_path):

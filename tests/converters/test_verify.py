@@ -5,7 +5,6 @@ from safetensors.torch import save_file
 from ligermodels.converters import verify as module
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.verify import compare, verify
-from ligermodels.errors import CheckpointError
 from ligermodels.models.llama import LigerLlama
 
 from .conftest import TOKENIZER, contents, llama_config, random_tensors
@@ -93,17 +92,6 @@ def test_a_cast_copy_is_compared_with_what_was_cast(make, tmp_path, dtype):
     (copy / "tokenizer.json").write_text("{}")
     report = compare(folder, copy, LigerLlama, dtype=dtype)
     assert report.differences == ("model.norm.weight: differs", "tokenizer.json: differs")
-
-
-def test_a_checkpoint_that_does_not_load_is_an_error(make):
-    folder, _ = make("absent", drop=["model.norm.weight"])
-    with pytest.raises(CheckpointError, match=r"'model.norm.weight' is missing"):
-        verify(folder, LigerLlama)
-    nan = torch.full((16,), float("nan"), dtype=torch.bfloat16)
-    folder, _ = make("nan", add={"model.norm.weight": nan})
-    with pytest.raises(CheckpointError, match=r"norm.*NaN"):
-        verify(folder, LigerLlama)
-    assert verify(folder, LigerLlama, allow_nonfinite=True).ok
 
 
 def test_further_weights_that_differ_are_reported(tmp_path):

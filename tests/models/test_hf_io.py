@@ -54,20 +54,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return result
 
 
-def test_a_save_onto_the_source_in_shards_of_a_given_size(tmp_path: Path) -> None:
-    saved(tmp_path)
-    before = tensors(tmp_path)
-    model = LigerLlama.from_hf(tmp_path)
-    with pytest.raises(ConfigError, match="max_shard_size='5 apples': expected a number of bytes"):
-        model.save_hf(tmp_path, max_shard_size="5 apples")
-    for size, shards in (("20kB", 5), ("5GB", 1)):
-        model.save_hf(tmp_path, max_shard_size=size)
-        assert len([*tmp_path.glob("*.safetensors")]) == shards, size
-        after = tensors(tmp_path)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(
     tmp_path: Path, device: str
