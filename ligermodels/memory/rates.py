@@ -230,7 +230,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
 
     def attention(kind: AttentionKind, direction: str) -> float:
         with torch.cuda.device(device):
-            forward, backward = measured_rates(kind, device, dtype, _seconds)
+            forward, backward = measured_rates(kind, device, dtype)
         return forward if direction == "forward" else backward
 
     return Rates(products, attention, memory, link, f"measured on {name}", mixed)
@@ -267,15 +267,9 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
 
 @cache
 def measured_rates(
-    kind: AttentionKind,
-    device: torch.device,
-    dtype: torch.dtype,
-    seconds_of: Callable[[Callable[[], object]], float],
+    kind: AttentionKind, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the FLOP/s of forward and of backward on a GPU.
-
-    Args: seconds_of: a function that times a call.
-    """
+    """Return the FLOP/s of forward and of backward on a GPU."""
     rows = 1 if kind.backend == "varlen" else kind.tokens // kind.length
     shape = rows, kind.tokens // rows, kind.heads + 2 * kind.kv_heads, kind.head_dim
     # A separate generator leaves that of the caller unchanged.
@@ -306,8 +300,8 @@ def measured_rates(
         # Dynamo says that it looks into a cached function, whose result is always the same.
         warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cac")
         gradient = torch.empty_like(run()).normal_(generator=generator)
-        forward = seconds_of(run)
-        both = seconds_of(lambda: torch.autograd.grad(run(), (q, k, v), gradient))
+        forward = _seconds(run)
+        both = _seconds(lambda: torch.autograd.grad(run(), (q, k, v), gradient))
     backward = max(both - forward, forward)  # it computes more; noise must not say otherwise
     return kind.forward_flops / forward, BACKWARD * kind.forward_flops / backward
 
