@@ -1,5 +1,7 @@
 """The gated delta rule. "eager" is the chunk form in plain PyTorch, differentiated by autograd."""
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +11,10 @@ from ligermodels import kernels
 from ligermodels.kernels.reference.gated_delta import gated_delta_forward
 
 Tensors = tuple[Tensor, ...]
-fla = peer("fla.ops.gated_delta_rule")
+sys.modules["fla"] = None  # type: ignore[assignment]  # transformers would take its functions
 qwen = peer("transformers.models.qwen3_5.modeling_qwen3_5")
+del sys.modules["fla"]
+fla = peer("fla.ops.gated_delta_rule")
 
 
 def gated_delta(

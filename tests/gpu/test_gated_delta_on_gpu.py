@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels import gated_delta
+from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.kernels.reference import gated_delta as reference
+from ligermodels.kernels.reference.gated_delta_decode import gated_delta_decode_forward
 
 pytestmark = pytest.mark.gpu
 NAMES = ("output", "state", "q", "k", "v", "g", "beta", "initial state")
@@ -57,3 +59,43 @@ def test_heads_of_128(dtype, lengths, heads, given) -> None:
         # A state that is given, and what comes out of one, has its own rounding.
         most = MOST.get(name, 6.0) + (0.6 if given else 0.0)
         assert error <= most * rounding + 1e-6, f"{name}: {error / rounding} of its rounding"
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decoding_in_a_graph(dtype, tokens, batch) -> None:
+    """Outputs and states of two steps are those of float64, and a CUDA graph repeats them."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    key_heads, heads, channels = 16, 32, 64 * 128
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device="cuda").to(dtype)
+
+    shapes = (channels, heads * 128, heads, heads)
+    steps = [random(batch, tokens, sum(shapes)).split(shapes, -1) for _ in range(2)]
+    weights = random(channels, 4) / 2, random(heads), random(heads), random(128)
+    state = random(batch, 3, channels), random(batch, heads, 128, 128).float() / 11
+    exact = [x.double() for x in state]
+    found = [x.clone() for x in state]
+    again = [x.clone() for x in state]
+    given = [x.clone() for x in steps[0]]
+    for step in given, given:  # the first one compiles
+        gated_delta_decode(*step, *weights, *again, key_heads, 128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeated = gated_delta_decode(*given, *weights, *again, key_heads, 128)
+    for old, new in zip(again, state):
+        old.copy_(new)
+    for step in steps:
+        out = gated_delta_decode(*step, *weights, *found, key_heads, 128)
+        wide = (x.double() for x in (*step, *weights))
+        want = gated_delta_decode_forward(*wide, *exact, key_heads, 128, 1e-6)
+        most = 1e-5 if dtype == torch.float32 else 6e-3
+        for ours, theirs in zip((out, *found), (want, *exact)):
+            assert (ours.double() - theirs).norm() <= most * theirs.norm()
+        for old, new in zip(given, step):
+            old.copy_(new)
+        graph.replay()
+        for ours, one in zip((repeated, *again), (out, *found)):
+            torch.testing.assert_close(ours, one, rtol=0, atol=0)
