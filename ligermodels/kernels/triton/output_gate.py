@@ -52,7 +52,7 @@ def _share(gate, SILU: tl.constexpr):
 
 
 @triton.jit
-def output_gate_forward_kernel(
+def output_gate_kernel(
     x_ptr,
     x_batch,
     x_seq,
@@ -63,47 +63,10 @@ def output_gate_forward_kernel(
     gate_head,
     weight_ptr,
     y_ptr,
-    rows,
-    seq,
-    columns,
-    eps,
-    HEADS: tl.constexpr,
-    SILU: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program handles some rows. The weight may be None; then there is no norm."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    wide = column < columns
-    x = _load(x_ptr, x_batch, x_seq, x_head, row, rows, seq, column, wide, HEADS)
-    gate = _load(gate_ptr, gate_batch, gate_seq, gate_head, row, rows, seq, column, wide, HEADS)
-    if weight_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(x * x, 1) / columns + tl.cast(eps, tl.float32))
-        weight = tl.load(weight_ptr + column, mask=wide, other=0.0).to(tl.float32)
-        x = x * rstd[:, None] * weight[None, :]
-    share, _ = _share(gate, SILU)
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    mask = (row < rows)[:, None] & wide[None, :]
-    tl.store(y_ptr + at, (x * share).to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def output_gate_backward_kernel(
-    x_ptr,
-    x_batch,
-    x_seq,
-    x_head,
-    gate_ptr,
-    gate_batch,
-    gate_seq,
-    gate_head,
-    weight_ptr,
     grad_ptr,
     grad_x_ptr,
     grad_gate_ptr,
     partial_ptr,
-    y_ptr,
     rows,
     seq,
     columns,
@@ -113,10 +76,11 @@ def output_gate_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles many rows, and writes its part of the gradient of the weight.
+    """Each program handles every so many tiles of rows: y of them, or with grad_ptr the gradients.
 
-    weight and partial, and also y may be None. A program reads its rows before it writes them, so y
-    may be grad.
+    The weight may be None; then there is no norm. With grad_ptr, y may be None, and a program
+    writes its part of the gradient of the weight. It reads its rows before it writes them, so y may
+    be grad.
     """
     column = tl.arange(0, BLOCK)
     wide = column < columns
@@ -128,20 +92,23 @@ def output_gate_backward_kernel(
         row = first + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         mask = (row < rows)[:, None] & wide[None, :]
-        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = _load(x_ptr, x_batch, x_seq, x_head, row, rows, seq, column, wide, HEADS)
         gate = _load(gate_ptr, gate_batch, gate_seq, gate_head, row, rows, seq, column, wide, HEADS)
         share, slope = _share(gate, SILU)
-        grad_x = grad * share * weight[None, :]
         if weight_ptr is not None:
             rstd = tl.rsqrt(tl.sum(x * x, 1) / columns + tl.cast(eps, tl.float32))[:, None]
             x *= rstd
-            grad_weight += tl.sum(grad * share * x, 0)
-            grad_x = rstd * (grad_x - x * (tl.sum(grad_x * x, 1) / columns)[:, None])
-            x *= weight[None, :]
-        dtype = grad_x_ptr.dtype.element_ty
-        tl.store(grad_x_ptr + at, grad_x.to(dtype), mask=mask)
-        tl.store(grad_gate_ptr + at, (grad * x * slope).to(dtype), mask=mask)
+        if grad_ptr is not None:
+            grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            grad_x = grad * share * weight[None, :]
+            if weight_ptr is not None:
+                grad_weight += tl.sum(grad * share * x, 0)
+                grad_x = rstd * (grad_x - x * (tl.sum(grad_x * x, 1) / columns)[:, None])
+            tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        x *= weight[None, :]
+        if grad_ptr is not None:
+            grad_gate = (grad * x * slope).to(grad_gate_ptr.dtype.element_ty)
+            tl.store(grad_gate_ptr + at, grad_gate, mask=mask)
         if y_ptr is not None:
             tl.store(y_ptr + at, (x * share).to(y_ptr.dtype.element_ty), mask=mask)
     if partial_ptr is not None:
@@ -155,29 +122,39 @@ def _rows(x: Tensor) -> tuple[Tensor | int, ...]:
     return x, *x.stride()[:3]
 
 
-def output_gate_forward(
-    x: Tensor, gate: Tensor, weight: Tensor | None, activation: str, eps: float
-) -> Tensor:
-    """Launch the kernel for `reference.output_gate_forward`."""
-    y = x.new_empty(x.shape)
-    if y.numel() == 0:
-        return y
-    columns, rows = x.shape[-1], y.numel() // x.shape[-1]
-    setting = launch(GATE, columns)
-    output_gate_forward_kernel[(cdiv(rows, setting.rows),)](
+def _launch(
+    programs: int,
+    setting: Launch,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    activation: str,
+    eps: float,
+    *outputs: Tensor | None,
+) -> None:
+    columns = x.shape[-1]
+    output_gate_kernel[(programs,)](
         *_rows(x),
         *_rows(gate),
         None if weight is None else weight.contiguous(),
-        y,
-        rows,
-        x.shape[1],
-        columns,
-        eps,
+        *outputs,
+        *(x.numel() // columns, x.shape[1], columns, eps),
         HEADS=x.shape[2],
         SILU=activation == "silu",
         ROWS=setting.rows,
         **keywords(setting),
     )
+
+
+def output_gate_forward(
+    x: Tensor, gate: Tensor, weight: Tensor | None, activation: str, eps: float
+) -> Tensor:
+    """Launch the kernel for `reference.output_gate_forward`."""
+    y = x.new_empty(x.shape)
+    if y.numel():
+        setting = launch(GATE, x.shape[-1])
+        programs = cdiv(y.numel() // x.shape[-1], setting.rows)
+        _launch(programs, setting, x, gate, weight, activation, eps, y, *(None,) * 4)
     return y
 
 
@@ -194,32 +171,14 @@ def output_gate_backward(
     grad, columns = grad.contiguous(), x.shape[-1]
     grad_x, grad_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     y = reusable(grad) if recompute_output else None
-    rows = x.numel() // columns if columns else 0
     setting = launch(GATE_BACKWARD, columns)
-    programs = num_programs(setting, rows, x.device)
-    partial = None
+    programs = num_programs(setting, x.numel() // columns if columns else 0, x.device)
+    partial, grad_weight = None, None
     if weight is not None:
         partial = x.new_empty((programs, columns), dtype=torch.float32)
-    if rows:
-        output_gate_backward_kernel[(programs,)](
-            *_rows(x),
-            *_rows(gate),
-            None if weight is None else weight.contiguous(),
-            grad,
-            grad_x,
-            grad_gate,
-            partial,
-            y,
-            rows,
-            x.shape[1],
-            columns,
-            eps,
-            HEADS=x.shape[2],
-            SILU=activation == "silu",
-            ROWS=setting.rows,
-            **keywords(setting),
-        )
-    grad_weight = None
+    if programs:
+        results = y, grad, grad_x, grad_gate, partial
+        _launch(programs, setting, x, gate, weight, activation, eps, *results)
     if partial is not None and weight is not None:
         (grad_weight,) = column_sums(partial, [weight.dtype])
     return grad_x, grad_gate, grad_weight, y
