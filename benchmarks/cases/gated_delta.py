@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.cases.base import Case, Op, Random, compiled, peer, sizes
 from ligermodels import kernels
+from ligermodels.kernels.checks import DeltaRule
 from ligermodels.kernels.reference.gated_delta import gated_delta_forward
 
 Tensors = tuple[Tensor, ...]
@@ -34,7 +35,7 @@ def gated_delta(
     def eager(*inputs: Tensor) -> Tensor:
         rows = [x.flatten(0, 1) for x in inputs]
         ends = torch.arange(batch + 1, device=rows[0].device) * seq
-        out, _ = gated_delta_forward(*rows, ends, None, head_dim**-0.5)
+        out, _ = gated_delta_forward(DeltaRule(*rows, ends, None), head_dim**-0.5)
         return out.view(batch, seq, heads, head_dim)
 
     def transformers(*inputs: Tensor) -> Tensor:

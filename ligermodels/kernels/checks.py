@@ -44,6 +44,30 @@ class Routing(NamedTuple):
     eps: float
 
 
+class DeltaInputs(NamedTuple):
+    """The tensors of `gated_delta_inputs`, which explains them, with all rows joined."""
+
+    qkv: Tensor
+    b: Tensor
+    a: Tensor
+    weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    cu_seqlens: Tensor
+
+
+class DeltaRule(NamedTuple):
+    """The tensors of `gated_delta`, which explains them, with all rows joined."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    cu_seqlens: Tensor
+    initial_state: Tensor | None
+
+
 def check_floating(op: str, name: str, x: Tensor) -> None:
     """Raise if x has integers or 8-bit floats, because no op supports them."""
     if x.dtype not in FLOATING:

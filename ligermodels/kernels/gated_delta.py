@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floating, check_gated_delta
+from ligermodels.kernels.checks import DeltaRule, check_floating, check_gated_delta
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
@@ -20,35 +20,21 @@ _OP = "gated_delta"
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        cu_seqlens: Tensor,
-        initial_state: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.ops, ctx.scale = select(_OP, q), scale
-        inputs = q, k, v, g, beta, cu_seqlens, initial_state
-        out, final_state = ctx.ops.gated_delta_forward(*inputs, scale)
+    def forward(ctx: Any, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.ops, ctx.scale = select(_OP, inputs[0]), scale
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return out, final_state
+        return ctx.ops.gated_delta_forward(DeltaRule(*inputs), scale)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(_OP)
-        inputs = ctx.saved_tensors
-        grad_out = torch.zeros_like(inputs[2]) if grad_out is None else grad_out
-        *grads, grad_initial = ctx.ops.gated_delta_backward(
-            *inputs, ctx.scale, grad_out, grad_final
-        )
-        return *grads, None, grad_initial if ctx.needs_input_grad[6] else None, None
+        rule = DeltaRule(*ctx.saved_tensors)
+        grad_out = torch.zeros_like(rule.v) if grad_out is None else grad_out
+        *grads, grad_initial = ctx.ops.gated_delta_backward(rule, ctx.scale, grad_out, grad_final)
+        return None, *grads, None, grad_initial if ctx.needs_input_grad[7] else None
 
 
 def gated_delta(
@@ -94,10 +80,10 @@ def gated_delta(
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     check_gated_delta(_OP, q, k, v, g, beta, cu_seqlens, initial_state)
-    starts = row_starts(q) if cu_seqlens is None else cu_seqlens.int()
+    starts = row_starts(q, cu_seqlens)
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q))
     rows = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, state = apply(_GatedDelta, *rows, starts, initial_state, scale)
+    out, state = apply(_GatedDelta, scale, *rows, starts, initial_state)
     return out.view(v.shape), state

@@ -5,42 +5,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import DeltaInputs, DeltaRule
 from ligermodels.kernels.dispatch import apply, autocast_dtype, refuse_double_backward, select
-from ligermodels.kernels.gated_delta_inputs import check_inputs, row_starts
+from ligermodels.kernels.gated_delta_inputs import join_inputs
 
 
 class _GatedDeltaLayer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        weight: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        cu_seqlens: Tensor,
-        key_heads: int,
-        key_dim: int,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.ops = select("gated_delta_inputs", qkv), select("gated_delta", qkv)
-        ctx.sizes, inputs = (key_heads, key_dim), (qkv, b, a, weight, a_log, dt_bias, cu_seqlens)
+    def forward(ctx: Any, key_heads: int, key_dim: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.ops = select("gated_delta_inputs", inputs[0]), select("gated_delta", inputs[0])
+        ctx.sizes = key_heads, key_dim
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        made = ctx.ops[0].gated_delta_inputs_forward(*inputs, *ctx.sizes)
-        return ctx.ops[1].gated_delta_forward(*made, cu_seqlens, None, key_dim**-0.5)  # type: ignore[no-any-return]
+        made = ctx.ops[0].gated_delta_inputs_forward(DeltaInputs(*inputs), key_heads, key_dim)
+        rule = DeltaRule(*(*made, inputs[-1], None))
+        return ctx.ops[1].gated_delta_forward(rule, key_dim**-0.5)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("gated_delta_layer")
-        inputs, scale = ctx.saved_tensors, ctx.sizes[1] ** -0.5
-        made = ctx.ops[0].gated_delta_inputs_forward(*inputs, *ctx.sizes)
+        inputs, scale = DeltaInputs(*ctx.saved_tensors), ctx.sizes[1] ** -0.5
+        made = ctx.ops[0].gated_delta_inputs_forward(inputs, *ctx.sizes)
         grad_out = torch.zeros_like(made[2]) if grad_out is None else grad_out
-        grads = ctx.ops[1].gated_delta_backward(*made, inputs[6], None, scale, grad_out, grad_final)
-        del made
-        return *ctx.ops[0].gated_delta_inputs_backward(*inputs, grads[:5]), None, None, None
+        rule = DeltaRule(*(*made, inputs.cu_seqlens, None))
+        grads = ctx.ops[1].gated_delta_backward(rule, scale, grad_out, grad_final)
+        del made, rule
+        return None, None, *ctx.ops[0].gated_delta_inputs_backward(inputs, grads[:5]), None
 
 
 def gated_delta_layer(
@@ -65,9 +57,7 @@ def gated_delta_layer(
     """
     dtype = autocast_dtype(qkv)
     qkv = qkv if dtype is None else qkv.to(dtype)
-    check_inputs("gated_delta_layer", qkv, b, a, weight, a_log, dt_bias, key_heads, key_dim)
-    rows = [x.flatten(0, 1) for x in (qkv, b, a)]
-    starts = row_starts(qkv) if cu_seqlens is None else cu_seqlens.int()
-    given = starts, key_heads, key_dim
-    out, state = apply(_GatedDeltaLayer, *rows, weight, a_log, dt_bias, *given)
+    tensors = qkv, b, a, weight, a_log, dt_bias
+    inputs = join_inputs("gated_delta_layer", tensors, key_heads, key_dim, cu_seqlens)
+    out, state = apply(_GatedDeltaLayer, key_heads, key_dim, *inputs)
     return out.unflatten(0, qkv.shape[:2]), state

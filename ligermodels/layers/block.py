@@ -19,16 +19,19 @@ class DecoderBlock(nn.Module):
     and gate_up. Backward recomputes the outputs of the norms and the activation product.
     """
 
+    mixer = "self_attn"  # HF's name of the module that mixes tokens
+    self_attn: Attention
+
     def __init__(
         self,
-        self_attn: Attention,
+        self_attn: Attention | LinearAttention,
         mlp: GatedMLP | Experts | SharedExperts,
         input_layernorm: RMSNorm,
         post_attention_layernorm: RMSNorm,
     ) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
+        self.add_module(self.mixer, self_attn)
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
@@ -40,34 +43,16 @@ class DecoderBlock(nn.Module):
         Args: x, residual (batch, seq, hidden). Their sum is the block's input. A residual of None
             means zero.
         """
-        x, residual = self.self_attn(pre_norm(self.input_layernorm, x, residual), context)
+        mixer = getattr(self, self.mixer)
+        x, residual = mixer(pre_norm(self.input_layernorm, x, residual), context)
         normed = pre_norm(self.post_attention_layernorm, x, residual)
         return self.mlp(normed) if context.experts is None else self.mlp(normed, context.experts)
 
 
-class LinearBlock(nn.Module):
+class LinearBlock(DecoderBlock):
     """A `DecoderBlock` with a `LinearAttention`, under HF's name of it."""
 
-    def __init__(
-        self,
-        linear_attn: LinearAttention,
-        mlp: GatedMLP | Experts | SharedExperts,
-        input_layernorm: RMSNorm,
-        post_attention_layernorm: RMSNorm,
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = input_layernorm
-        self.linear_attn = linear_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, context: AttentionContext
-    ) -> tuple[Tensor, ...]:
-        """Return what `DecoderBlock.forward` does for the same arguments."""
-        x, residual = self.linear_attn(pre_norm(self.input_layernorm, x, residual), context)
-        normed = pre_norm(self.post_attention_layernorm, x, residual)
-        return self.mlp(normed) if context.experts is None else self.mlp(normed, context.experts)
+    mixer = "linear_attn"
 
 
 class SandwichBlock(nn.Module):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels import gated_delta
+from ligermodels.kernels.checks import DeltaRule
 from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.kernels.reference import gated_delta as reference
 from ligermodels.kernels.reference.gated_delta_decode import gated_delta_decode_forward
@@ -48,10 +49,11 @@ def test_heads_of_128(dtype, lengths, heads, given) -> None:
     found = [out, state, *torch.autograd.grad(outputs, leaves, grads[: len(outputs)])]
 
     wide = [x.detach().double() for x in leaves]
-    inputs = *(x.flatten(0, 1) for x in wide[:5]), ends, wide[5] if given else None, 128**-0.5
-    exact = list(reference.gated_delta_forward(*inputs))
+    rows = (x.flatten(0, 1) for x in wide[:5])
+    rule = DeltaRule(*rows, ends, wide[5] if given else None)
+    exact = list(reference.gated_delta_forward(rule, 128**-0.5))
     upstream = grads[0].double().flatten(0, 1), grads[1].double() if given else None
-    exact += reference.gated_delta_backward(*inputs, *upstream)[: len(leaves)]
+    exact += reference.gated_delta_backward(rule, 128**-0.5, *upstream)[: len(leaves)]
     for name, ours, theirs in zip(NAMES, found, exact):
         theirs = theirs.view(ours.shape)
         rounding = (theirs.to(dtype) - theirs).norm() if theirs.dtype else 0

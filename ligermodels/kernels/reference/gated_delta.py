@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import DeltaRule
 from ligermodels.kernels.dispatch import cast, compute_dtype
 
 CHUNK = 64
@@ -80,9 +81,8 @@ class _Chunks(NamedTuple):
     inverse: Tensor  # T
 
 
-def _chunks(
-    slots: _Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
-) -> _Chunks:
+def _chunks(slots: _Slots, rule: DeltaRule, scale: float) -> _Chunks:
+    q, k, v, g, beta, *_ = rule
     heads, dtype = v.shape[1], compute_dtype(v)
     q_, k_, v_, beta_, g_ = (slots.gather(x, heads, dtype) for x in (q, k, v, beta, g))
     total = g_.cumsum(-1)[..., None]
@@ -121,49 +121,33 @@ def _walk(
     return torch.stack(states), torch.stack(changes), torch.stack(ends)
 
 
-def gated_delta_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def gated_delta_forward(rule: DeltaRule, scale: float) -> tuple[Tensor, Tensor]:
     """Return the outputs (tokens, value heads, dv) and the state after each document.
 
-    Args: q, k: (tokens, key heads, dk); v: (tokens, value heads, dv); g, beta: (tokens, value
-        heads); cu_seqlens: (documents + 1,); initial_state: (documents, value heads, dk, dv).
+    Args: rule: q, k (tokens, key heads, dk); v (tokens, value heads, dv); g, beta (tokens, value
+        heads); cu_seqlens (documents + 1,); initial_state (documents, value heads, dk, dv).
     """
+    _, k, v, _, _, cu_seqlens, initial_state = rule
     if len(cu_seqlens) == 1:
         return torch.empty_like(v), cast(
             v.new_empty(0, v.shape[1], k.shape[2], v.shape[2]), compute_dtype(v)
         )
     slots = _slots(cu_seqlens, len(v))
-    chunks = _chunks(slots, q, k, v, g, beta, scale)
+    chunks = _chunks(slots, rule, scale)
     states, changes, ends = _walk(slots, chunks, initial_state)
     out = chunks.total * (chunks.q @ states) + chunks.scores @ changes
     return slots.scatter(out, v), ends[slots.last]
 
 
 def gated_delta_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    grad_out: Tensor,
-    grad_final: Tensor | None,
+    rule: DeltaRule, scale: float, grad_out: Tensor, grad_final: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, g and beta, and of an initial state."""
+    q, k, v, g, beta, cu_seqlens, initial_state = rule
     if len(cu_seqlens) == 1:
         return *(torch.empty_like(x) for x in (q, k, v, g, beta)), initial_state
     slots = _slots(cu_seqlens, len(v))
-    chunks = _chunks(slots, q, k, v, g, beta, scale)
+    chunks = _chunks(slots, rule, scale)
     states, changes, ends = _walk(slots, chunks, initial_state)
     q_, k_, v_, beta_, total, rest, whole, decay, key_scores, scores, inverse = chunks
     grad = slots.gather(grad_out, v.shape[1], v_.dtype)

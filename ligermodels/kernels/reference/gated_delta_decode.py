@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import DeltaInputs
 from ligermodels.kernels.dispatch import cast
 from ligermodels.kernels.reference.gated_delta_inputs import gated_delta_inputs_forward
 from ligermodels.kernels.reference.output_gate import output_gate_forward
@@ -33,9 +34,8 @@ def gated_delta_decode_forward(
     rows.copy_(joined[:, seq:])
     b, a = (torch.cat((x.new_zeros(batch, past, heads), x), 1).flatten(0, 1) for x in (b, a))
     starts = torch.arange(batch + 1, device=qkv.device) * (past + seq)
-    made = gated_delta_inputs_forward(
-        joined.flatten(0, 1), b, a, weight, a_log, dt_bias, starts, key_heads, key_dim
-    )
+    inputs = DeltaInputs(joined.flatten(0, 1), b, a, weight, a_log, dt_bias, starts)
+    made = gated_delta_inputs_forward(inputs, key_heads, key_dim)
     wide = (cast(x, memory.dtype).unflatten(0, (batch, -1))[:, past:] for x in made)
     q, k, v, g, beta = wide
     q, k = (x.repeat_interleave(heads // key_heads, 2) for x in (q, k))

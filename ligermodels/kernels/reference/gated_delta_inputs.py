@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.checks import DeltaInputs
 from ligermodels.kernels.dispatch import cast, compute_dtype
 
 EPS = 1e-6
@@ -31,21 +32,14 @@ def _gates(b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
 
 
 def gated_delta_inputs_forward(
-    qkv: Tensor,
-    b: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    cu_seqlens: Tensor,
-    key_heads: int,
-    key_dim: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: DeltaInputs, key_heads: int, key_dim: int
+) -> tuple[Tensor, ...]:
     """Return q, k (tokens, key heads, key_dim), v (tokens, heads, dv), g and beta (tokens, heads).
 
-    Args: qkv (tokens, channels), q's heads first; b, a (tokens, heads); weight (channels, taps);
-        a_log, dt_bias (heads,); cu_seqlens (documents + 1,).
+    Args: inputs: qkv (tokens, channels), q's heads first; b, a (tokens, heads); weight (channels,
+        taps); a_log, dt_bias (heads,); cu_seqlens (documents + 1,).
     """
+    qkv, b, a, weight, a_log, dt_bias, cu_seqlens = inputs
     taps, keys = weight.shape[1], key_heads * key_dim
     shifted = _shifted(qkv, cu_seqlens, taps)
     y = F.silu((shifted * cast(weight, shifted.dtype).T[:, None]).sum(0))
@@ -57,16 +51,10 @@ def gated_delta_inputs_forward(
 
 
 def gated_delta_inputs_backward(
-    qkv: Tensor,
-    b: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    cu_seqlens: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs: DeltaInputs, grads: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """Return the gradients of qkv, b, a, weight, a_log and dt_bias. grads are of the outputs."""
+    qkv, b, a, weight, a_log, dt_bias, cu_seqlens = inputs
     grad_q, grad_k, grad_v, grad_g, grad_beta = (cast(x, compute_dtype(x)) for x in grads)
     taps = weight.shape[1]
     shifted = _shifted(qkv, cu_seqlens, taps)

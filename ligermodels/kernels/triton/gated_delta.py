@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import MAX_DELTA_KEY_DIM
+from ligermodels.kernels.checks import MAX_DELTA_KEY_DIM, DeltaRule
 from ligermodels.kernels.launch import (
     Launch,
     Launches,
@@ -59,7 +59,7 @@ BACKWARD = Launches(
     amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
 )
 GRADIENTS = Launches(
-    nvidia=((0, Launch(32, 4, 1)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
+    nvidia=((0, Launch(32, 4, 2)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
     amd=((None, Launch(16, 4, 1)),),
 )
 TUNED_DIM = 128
@@ -242,7 +242,6 @@ def gated_delta_forward_kernel(
     out_ptr,
     final_ptr,
     states_ptr,
-    changes_ptr,
     scale,
     heads,
     group,
@@ -255,7 +254,7 @@ def gated_delta_forward_kernel(
 ):
     """Each program walks over one document, for some columns of the values of one head.
 
-    It writes the final state, and the outputs or, for backward, the states and E.
+    It writes the final state, and out; for backward the states, and E in the place of out.
     """
     splits: tl.constexpr = (VALUES + BLOCK - 1) // BLOCK
     key_heads = heads // group
@@ -282,9 +281,9 @@ def gated_delta_forward_kernel(
         if states_ptr is not None:
             at, _ = _state_at(index, column, value, KEYS, VALUES)
             tl.store(states_ptr + at, rounded, mask=inside)
-            _store_rows(changes_ptr, change, first, head, end, value, heads, VALUES, CHUNK)
+            _store_rows(out_ptr, change, first, head, end, value, heads, VALUES, CHUNK)
         change *= beta[:, None]
-        if out_ptr is not None:
+        if states_ptr is None:
             q = _load_rows(q_ptr, first, head // group, end, column, key_heads, KEYS, CHUNK)
             scores = _load_square(scores_ptr, index, CHUNK)
             out = tl.dot(q, rounded, input_precision="ieee") * (grown * scale)
@@ -406,77 +405,94 @@ def gated_delta_gradients_kernel(
         q = _load_rows(q_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
         k = _load_rows(k_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
         dtype: tl.constexpr = k.dtype
-        none = tl.zeros((CHUNK, CHUNK), tl.float32)
         sums = tl.zeros((CHUNK, WIDTH), tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        own = tl.sum(tl.where(row == other, scores, 0.0), 1) * scale
-        scores = tl.where(row > other, scores, 0.0)
+        none = tl.zeros((CHUNK, CHUNK), tl.float32)
+        own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         for member in range(group):
             head = key_head * group + member
             index = slot.to(tl.int64) * heads + head
             total, beta, last = _load_gates(gates_ptr, index, CHUNK)
-            exponent = total[:, None] - total[None, :]
-            decay = tl.exp(tl.where(row >= other, exponent, -float("inf"))) * beta[None, :]
-            grad_total, grad_beta, at_end = total * 0.0, total * 0.0, 0.0
-            for start in range(0, 0 if OF_KEYS else VALUES, BLOCK):
-                # This has a loop of its own, because the products need all registers.
-                value = start + tl.arange(0, BLOCK)
-                grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                v = _load_rows(v_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What a
-                # token reads of its own cancels out, so it is left out of each of the sums.
-                read = u * (v.to(tl.float32) - change)
-                written = change * (u - own[:, None] * grad.to(tl.float32))
-                grad_total -= tl.sum(read + written, 1) * beta
-                grad_beta += tl.sum(u * change, 1)
-                u *= beta[:, None]
-                _store_rows(grad_v_ptr, u, first, head, end, value, heads, VALUES, CHUNK)
-                # The state after the slot is the next one, or the last of the document.
-                at, inside = _state_at(index, column, value, KEYS, VALUES)
-                after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                if first + CHUNK < end:
-                    at += heads * KEYS * VALUES
-                    state = tl.load(states_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                else:
-                    ended = document.to(tl.int64) * heads + head
-                    at, _ = _state_at(ended, column, value, KEYS, VALUES)
-                    state = tl.load(final_ptr + at, mask=inside, other=0.0)
-                at_end += tl.sum(tl.sum(state * after, 1), 0)
-            for start in range(0, VALUES, BLOCK):
-                value = start + tl.arange(0, BLOCK)
-                grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                at, inside = _state_at(index, column, value, KEYS, VALUES)
-                state = tl.load(states_ptr + at, mask=inside, other=0.0)
-                if OF_KEYS:
-                    u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK).to(dtype)
-                    rounded = change.to(dtype)
+            pairs = none
+            if OF_KEYS:
+                forgotten = (tl.exp(total) * -beta)[:, None]
+                kept = (tl.exp(last - total) * beta)[:, None]
+                turned, from_out = none, none
+                for start in range(0, VALUES, BLOCK):
+                    value = start + tl.arange(0, BLOCK)
+                    u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    at, inside = _state_at(index, column, value, KEYS, VALUES)
+                    state = tl.load(states_ptr + at, mask=inside, other=0.0)
                     after = tl.load(after_ptr + at, mask=inside, other=0.0)
-                    part = tl.dot(u, tl.trans(state), input_precision="ieee")
-                    sums -= part * (tl.exp(total) * beta)[:, None]
-                    part = tl.dot(rounded, tl.trans(after), input_precision="ieee")
-                    sums += part * (tl.exp(last - total) * beta)[:, None]
-                    pairs = tl.dot(u, tl.trans(rounded), input_precision="ieee") * decay
-                    pairs = tl.where(row > other, pairs * -beta[:, None], 0.0)
-                    # Row i of this has the decay from token i to later ones.
-                    ahead = tl.exp(tl.where(row <= other, -exponent, -float("inf")))
-                    ahead *= beta[:, None]
-                    turned = tl.dot(rounded, tl.trans(u), input_precision="ieee") * ahead
-                    pairs += tl.where(row < other, turned * -beta[None, :], 0.0)
-                    sums = tl.dot(pairs.to(dtype), k, sums, input_precision="ieee")
-                    sums = _dot(_dot(change, tl.trans(grad), none) * ahead * scale, q, sums)
-                else:
-                    part = tl.dot(grad, tl.trans(state), input_precision="ieee")
-                    part *= (tl.exp(total) * scale)[:, None]
-                    sums += part
-                    grad_total += tl.sum(part * q.to(tl.float32), 1)
-                    pairs = _dot(grad, tl.trans(change), none) * decay * scale
-                    sums = _dot(pairs, k, sums)
-                    grad_total += tl.sum(pairs * scores, 1)
-            if not OF_KEYS:
-                grad_total += tl.where(token == CHUNK - 1, at_end, 0.0)
+                    part = (u * forgotten).to(dtype)
+                    sums = tl.dot(part, tl.trans(state), sums, input_precision="ieee")
+                    part = (change * kept).to(dtype)
+                    sums = tl.dot(part, tl.trans(after), sums, input_precision="ieee")
+                    from_out = _dot(change, tl.trans(grad), from_out)
+                    rounded, u = change.to(dtype), u.to(dtype)
+                    pairs = tl.dot(u, tl.trans(rounded), pairs, input_precision="ieee")
+                    turned = tl.dot(rounded, tl.trans(u), turned, input_precision="ieee")
+                # The decays are made here, because the products above need all registers.
+                exponent = total[:, None] - total[None, :]
+                decay = tl.exp(tl.where(row > other, exponent, -float("inf")))
+                # Row i of `ahead` has the decay from token i to later ones.
+                ahead = tl.exp(tl.where(row <= other, -exponent, -float("inf")))
+                pairs = tl.where(row > other, pairs * decay, 0.0)
+                pairs += tl.where(row < other, turned * ahead, 0.0)
+                pairs *= -beta[:, None] * beta[None, :]
+                sums = tl.dot(pairs.to(dtype), k, sums, input_precision="ieee")
+                sums = _dot(from_out * ahead * (beta * scale)[:, None], q, sums)
+            else:
+                of_total = tl.zeros((CHUNK, BLOCK), tl.float32)
+                of_beta, at_end = of_total, tl.zeros((WIDTH, BLOCK), tl.float32)
+                for start in range(0, VALUES, BLOCK):
+                    value = start + tl.arange(0, BLOCK)
+                    grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    v = _load_rows(v_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What
+                    # a token reads of its own cancels out, so it is left out of each of the sums.
+                    of_read = u * (v.to(tl.float32) - change)
+                    written = change * (u - own[:, None] * grad.to(tl.float32))
+                    of_total += of_read + written
+                    of_beta += u * change
+                    u *= beta[:, None]
+                    _store_rows(grad_v_ptr, u, first, head, end, value, heads, VALUES, CHUNK)
+                    # The state after the slot is the next one, or the last of the document.
+                    at, inside = _state_at(index, column, value, KEYS, VALUES)
+                    after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                    if first + CHUNK < end:
+                        at += heads * KEYS * VALUES
+                        state = tl.load(states_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                    else:
+                        ended = document.to(tl.int64) * heads + head
+                        at, _ = _state_at(ended, column, value, KEYS, VALUES)
+                        state = tl.load(final_ptr + at, mask=inside, other=0.0)
+                    at_end += state * after
+                grad_beta = tl.sum(of_beta, 1)
+                grad_total = tl.sum(of_total, 1) * -beta
+                grad_total += tl.where(token == CHUNK - 1, tl.sum(tl.sum(at_end, 1), 0), 0.0)
+                read = tl.zeros((CHUNK, WIDTH), tl.float32)
+                for start in range(0, VALUES, BLOCK):
+                    value = start + tl.arange(0, BLOCK)
+                    grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    at, inside = _state_at(index, column, value, KEYS, VALUES)
+                    state = tl.load(states_ptr + at, mask=inside, other=0.0)
+                    read = tl.dot(grad, tl.trans(state), read, input_precision="ieee")
+                    pairs = _dot(grad, tl.trans(change), pairs)
+                read *= (tl.exp(total) * scale)[:, None]
+                sums += read
+                q = _load_rows(q_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
+                grad_total += tl.sum(read * q.to(tl.float32), 1)
+                exponent = total[:, None] - total[None, :]
+                decay = tl.exp(tl.where(row >= other, exponent, -float("inf")))
+                pairs *= decay * (beta * scale)[None, :]
+                scores = tl.where(row > other, tl.dot(q, tl.trans(k), input_precision="ieee"), 0.0)
+                grad_total += tl.sum(pairs * scores, 1)
+                sums = _dot(pairs, k, sums)
                 grad_g = tl.cumsum(grad_total, 0, reverse=True).to(grad_g_ptr.dtype.element_ty)
                 at, there = (first.to(tl.int64) + token) * heads + head, first + token < end
                 tl.store(grad_g_ptr + at, grad_g, mask=there)
@@ -488,186 +504,114 @@ def gated_delta_gradients_kernel(
             _store_rows(grad_q_ptr, sums, first, key_head, end, column, key_heads, KEYS, CHUNK)
 
 
-def _key(k: Tensor, v: Tensor) -> int:
+def _key(rule: DeltaRule) -> int:
     """Return the key of the launch configs: 0 for the sizes that they were compared at."""
-    tuned = k.shape[2] == v.shape[2] == TUNED_DIM and has_large_shared_memory(v.device)
+    v = rule.v
+    tuned = rule.k.shape[2] == v.shape[2] == TUNED_DIM and has_large_shared_memory(v.device)
     return 0 if tuned and v.element_size() == 2 else v.element_size()
 
 
-def _sizes(k: Tensor, v: Tensor) -> dict[str, int]:
-    if k.shape[2] > MAX_DELTA_KEY_DIM:
+def _sizes(rule: DeltaRule) -> dict[str, int]:
+    heads, (key_heads, keys) = rule.v.shape[1], rule.k.shape[1:]
+    if keys > MAX_DELTA_KEY_DIM:
         raise ValueError(
-            f"gated_delta: keys have {k.shape[2]} columns; the Triton kernels take "
-            f"{MAX_DELTA_KEY_DIM}"
+            f"gated_delta: keys have {keys} columns; the Triton kernels take {MAX_DELTA_KEY_DIM}"
         )
-    return {
-        "heads": v.shape[1],
-        "group": v.shape[1] // k.shape[1],
-        "KEYS": k.shape[2],
-        "WIDTH": max(16, triton.next_power_of_2(k.shape[2])),
-        "CHUNK": launch(CHUNKS, _key(k, v)).rows,
-    }
+    width = max(16, triton.next_power_of_2(keys))
+    sizes = {"heads": heads, "group": heads // key_heads, "KEYS": keys, "WIDTH": width}
+    return {**sizes, "CHUNK": launch(CHUNKS, _key(rule)).rows}
 
 
-def _options(launches: Launches, k: Tensor, v: Tensor) -> dict[str, int]:
+def _options(launches: Launches, rule: DeltaRule) -> dict[str, int]:
     """Return the launch config, with the columns of the values that a program handles at once."""
-    setting = launch(launches, _key(k, v))
-    block = min(setting.block, max(16, triton.next_power_of_2(v.shape[2])))
-    return {**keywords(setting), "VALUES": v.shape[2], "BLOCK": block}
+    setting, values = launch(launches, _key(rule)), rule.v.shape[2]
+    block = min(setting.block, max(16, triton.next_power_of_2(values)))
+    return {**_sizes(rule), **keywords(setting), "VALUES": values, "BLOCK": block}
 
 
-def _chunks(
-    inputs: tuple[Tensor, ...],
-    scale: float,
-    sizes: dict[str, int],
-    setting: Launch,
-    for_backward: bool,
-) -> tuple[Tensor, ...]:
-    """Return the gates, T and P of each slot, (slots, heads, ...); for backward P^T, and T', too.
+def _chunks(rule: DeltaRule, scale: float, for_backward: bool) -> tuple[Tensor | None, ...]:
+    """Return the gates, T and P of each slot, and None; for backward P^T and T' in their place.
 
-    Args: inputs: q, k, g, beta and cu_seqlens.
+    Each is (slots, heads, ...).
     """
-    q, cu_seqlens, heads, chunk = inputs[0], inputs[4], sizes["heads"], sizes["CHUNK"]
-    documents = len(cu_seqlens) - 1
+    q, k, v, g, beta, cu_seqlens, _ = rule
+    sizes, setting = _sizes(rule), launch(CHUNKS, _key(rule))
+    heads, chunk, documents = v.shape[1], sizes["CHUNK"], len(cu_seqlens) - 1
     slots = len(q) // chunk + documents
     gates = q.new_empty(slots, heads, 2, chunk, dtype=torch.float32)
     inverse = q.new_empty(slots, heads, chunk, chunk)
     scores = torch.empty_like(inverse, dtype=torch.float32)
     turned = torch.empty_like(inverse) if for_backward else None
     gated_delta_chunk_kernel[(slots * heads,)](
-        *inputs,
-        gates,
-        inverse,
-        scores,
-        turned,
-        documents,
-        scale,
+        *(q, k, g, beta, cu_seqlens, gates, inverse, scores, turned, documents, scale),
         **sizes,
         PRECISION=setting.precision,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
-    return (gates, inverse, scores) if turned is None else (gates, inverse, scores, turned)
+    return gates, inverse, scores, turned
 
 
 def _walk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunks: tuple[Tensor, ...],
-    cu_seqlens: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    sizes: dict[str, int],
-    for_backward: bool,
+    rule: DeltaRule, chunks: tuple[Tensor | None, ...], scale: float, for_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the outputs and the final states; or E, these, and the state before each slot."""
+    q, k, v, *_, cu_seqlens, initial_state = rule
     documents, heads, dv = len(cu_seqlens) - 1, *v.shape[1:]
     out = torch.empty_like(v, dtype=torch.float32 if for_backward else v.dtype)
     final = k.new_empty(documents, heads, k.shape[2], dv, dtype=torch.float32)
-    states = k.new_empty(len(chunks[0]), *final.shape[1:]) if for_backward else None
-    options = _options(FORWARD, k, v)
+    slots = len(q) // _sizes(rule)["CHUNK"] + documents
+    states = k.new_empty(slots, *final.shape[1:]) if for_backward else None
+    options = _options(FORWARD, rule)
     gated_delta_forward_kernel[(documents * heads * cdiv(dv, options["BLOCK"]),)](
-        q,
-        k,
-        v,
-        *chunks[:3],
-        cu_seqlens,
-        initial_state,
-        None if for_backward else out,
-        final,
-        states,
-        out if for_backward else None,
-        scale,
-        PRECISION=launch(CHUNKS, _key(k, v)).precision,
-        **sizes,
+        *(q, k, v, *chunks[:3], cu_seqlens, initial_state, out, final, states, scale),
+        PRECISION=launch(CHUNKS, _key(rule)).precision,
         **options,
     )
     return out, final, states
 
 
-def gated_delta_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _contiguous(rule: DeltaRule) -> DeltaRule:
+    return DeltaRule(*(None if x is None else x.contiguous() for x in rule))  # type: ignore[arg-type]
+
+
+def gated_delta_forward(rule: DeltaRule, scale: float) -> tuple[Tensor, Tensor]:
     """Launch the kernels for `reference.gated_delta_forward`."""
-    if len(cu_seqlens) == 1:
-        return torch.empty_like(v), v.new_empty(
-            0, v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32
-        )
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    start = None if initial_state is None else initial_state.contiguous()
-    sizes = _sizes(k, v)
-    chunks = _chunks((q, k, g, beta, cu_seqlens), scale, sizes, launch(CHUNKS, _key(k, v)), False)
-    return _walk(q, k, v, chunks, cu_seqlens, start, scale, sizes, False)[:2]
+    k, v = rule.k, rule.v
+    if len(rule.cu_seqlens) == 1:
+        shape = 0, v.shape[1], k.shape[2], v.shape[2]
+        return torch.empty_like(v), v.new_empty(shape, dtype=torch.float32)
+    rule = _contiguous(rule)
+    return _walk(rule, _chunks(rule, scale, False), scale, False)[:2]
 
 
 def gated_delta_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    grad_out: Tensor,
-    grad_final: Tensor | None,
+    rule: DeltaRule, scale: float, grad_out: Tensor, grad_final: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Launch the kernels for `reference.gated_delta_backward`."""
-    if len(cu_seqlens) == 1:
-        return *(torch.empty_like(x) for x in (q, k, v, g, beta)), initial_state
-    q, k, v, g, beta, grad_out = (x.contiguous() for x in (q, k, v, g, beta, grad_out))
-    start = None if initial_state is None else initial_state.contiguous()
-    documents, sizes = len(cu_seqlens) - 1, _sizes(k, v)
-    chunks = _chunks((q, k, g, beta, cu_seqlens), scale, sizes, launch(CHUNKS, _key(k, v)), True)
-    gates, _, scores, turned = chunks
-    changes, final, states = _walk(q, k, v, chunks, cu_seqlens, start, scale, sizes, True)
+    if len(rule.cu_seqlens) == 1:
+        return *(torch.empty_like(x) for x in rule[:5]), rule.initial_state
+    rule, grad_out = _contiguous(rule), grad_out.contiguous()
+    grad_final = None if grad_final is None else grad_final.contiguous()
+    q, k, v, _, _, cu_seqlens, initial_state = rule
+    documents = len(cu_seqlens) - 1
+    chunks = gates, _, scores, turned = _chunks(rule, scale, True)
+    changes, final, states = _walk(rule, chunks, scale, True)
     assert states is not None
     after, u = torch.empty_like(states), torch.empty_like(changes)
-    grad_initial = None if start is None else torch.empty_like(final)
-    options = _options(BACKWARD, k, v)
+    grad_initial = None if initial_state is None else torch.empty_like(final)
+    options = _options(BACKWARD, rule)
     gated_delta_backward_kernel[(documents * v.shape[1] * cdiv(v.shape[2], options["BLOCK"]),)](
-        q,
-        k,
-        grad_out,
-        gates,
-        turned,
-        scores,
-        cu_seqlens,
-        None if grad_final is None else grad_final.contiguous(),
-        grad_initial,
-        after,
-        u,
+        *(q, k, grad_out, gates, turned, scores, cu_seqlens, grad_final, grad_initial, after, u),
         scale,
-        **sizes,
         **options,
     )
-    grads = tuple(torch.empty_like(x) for x in (q, k, v, g, beta))
+    grads = tuple(torch.empty_like(x) for x in rule[:5])
     for of_keys in (False, True):
         gated_delta_gradients_kernel[(len(states) * k.shape[1],)](
-            q,
-            k,
-            v,
-            grad_out,
-            gates,
-            cu_seqlens,
-            states,
-            changes,
-            final,
-            after,
-            u,
-            *grads,
-            documents,
-            scale,
+            *(q, k, v, grad_out, gates, cu_seqlens, states, changes, final, after, u, *grads),
+            *(documents, scale),
             OF_KEYS=of_keys,
-            **sizes,
-            **_options(GRADIENTS, k, v),
+            **_options(GRADIENTS, rule),
         )
     return *grads, grad_initial
