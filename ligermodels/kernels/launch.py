@@ -62,6 +62,12 @@ def keywords(launch: Launch) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": num_warps, "num_stages": num_stages}
 
 
+def strided(*tensors: Tensor) -> list[Any]:
+    """Return each tensor, with the elements of its rows in order, and its strides but the last."""
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [each for x in rows for each in (x, *x.stride()[:-1])]
+
+
 def num_sms(device: torch.device) -> int:
     """Return the multiprocessors of a GPU, or 2 for CPU tensors in Triton's interpreter."""
     if device.type != "cuda":

@@ -191,10 +191,9 @@ class GatedDeltaNet(Planned, nn.Module):
         """
         projected, total = norm_then_linear(x, self.in_proj)
         qkv, z, b, a = projected.split(self.widths, -1)
-        out = gated_delta_decode(
-            *(qkv, z, b, a, *self._weights(), self.norm.weight),
-            *(state.rows, state.memory, self.num_key_heads, self.key_dim, self.eps),
-        )
+        weights = *self._weights(), self.norm.weight
+        sizes = self.num_key_heads, self.key_dim, self.eps
+        out = gated_delta_decode(qkv, z, b, a, weights, state, *sizes)
         return self.out_proj(out), total
 
 

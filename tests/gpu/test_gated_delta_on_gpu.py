@@ -83,16 +83,16 @@ def test_decoding_in_a_graph(dtype, tokens, batch) -> None:
     again = [x.clone() for x in state]
     given = [x.clone() for x in steps[0]]
     for step in given, given:  # the first one compiles
-        gated_delta_decode(*step, *weights, *again, key_heads, 128)
+        gated_delta_decode(*step, weights, again, key_heads, 128)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        repeated = gated_delta_decode(*given, *weights, *again, key_heads, 128)
+        repeated = gated_delta_decode(*given, weights, again, key_heads, 128)
     for old, new in zip(again, state):
         old.copy_(new)
     for step in steps:
-        out = gated_delta_decode(*step, *weights, *found, key_heads, 128)
-        wide = (x.double() for x in (*step, *weights))
-        want = gated_delta_decode_forward(*wide, *exact, key_heads, 128, 1e-6)
+        out = gated_delta_decode(*step, weights, found, key_heads, 128)
+        wide = *(x.double() for x in step), tuple(x.double() for x in weights)
+        want = gated_delta_decode_forward(*wide, exact, key_heads, 128, 1e-6)
         most = 1e-5 if dtype == torch.float32 else 6e-3
         for ours, theirs in zip((out, *found), (want, *exact)):
             assert (ours.double() - theirs).norm() <= most * theirs.norm()

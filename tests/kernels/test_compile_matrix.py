@@ -251,7 +251,7 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         memory = torch.empty(4, heads, dim, dim, device="meta")
         rows = torch.empty(4, 3, channels, dtype=dtype, device="meta")
         norm = qkv[0, 0, :dim]
-        gated_delta_decode(qkv, *gates, *weights, norm, rows, memory, key_heads, dim)
+        gated_delta_decode(qkv, *gates, (*weights, norm), (rows, memory), key_heads, dim)
     ends = torch.empty(2, dtype=torch.int64, device="meta")
     for head_dim, slots, queries, options in (
         (64, 8192, 1, {}),

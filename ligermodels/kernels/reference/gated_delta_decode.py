@@ -14,27 +14,24 @@ def gated_delta_decode_forward(
     z: Tensor,
     b: Tensor,
     a: Tensor,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    rows: Tensor,
-    memory: Tensor,
+    weights: tuple[Tensor, ...],
+    state: tuple[Tensor, Tensor],
     key_heads: int,
     key_dim: int,
     eps: float,
 ) -> Tensor:
-    """Return (batch, seq, heads * dv), and write the state after the tokens into rows and memory.
+    """Return (batch, seq, heads * dv), and write the state after the tokens into `state`.
 
     The arguments are those of `kernels.gated_delta_decode`.
     """
+    (*weights_of_inputs, norm_weight), (rows, memory) = weights, state
     batch, seq = qkv.shape[:2]
-    past, heads = rows.shape[1], len(a_log)
+    past, heads = rows.shape[1], memory.shape[1]
     joined = torch.cat((rows, qkv), 1)
     rows.copy_(joined[:, seq:])
     b, a = (torch.cat((x.new_zeros(batch, past, heads), x), 1).flatten(0, 1) for x in (b, a))
     starts = torch.arange(batch + 1, device=qkv.device) * (past + seq)
-    inputs = DeltaInputs(joined.flatten(0, 1), b, a, weight, a_log, dt_bias, starts)
+    inputs = DeltaInputs(joined.flatten(0, 1), b, a, *(*weights_of_inputs, starts))
     made = gated_delta_inputs_forward(inputs, key_heads, key_dim)
     wide = (cast(x, memory.dtype).unflatten(0, (batch, -1))[:, past:] for x in made)
     q, k, v, g, beta = wide

@@ -4,12 +4,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, launch
+from ligermodels.kernels.launch import Launch, Launches, launch, strided
 from ligermodels.kernels.triton.gated_delta_inputs import EPS, _softplus
 
 # By the size of a head's state.
 CONVOLVE = Launches(nvidia=((None, Launch(0, 1)),), amd=((None, Launch(0, 1)),))
 UPDATE = Launches(nvidia=((4096, Launch(0, 2)), (None, Launch(0, 8))), amd=((None, Launch(0, 8)),))
+
+
+@triton.jit
+def _row(rows_ptr, qkv_ptr, qkv_token, token, past, channels, wide):
+    """Load a row of qkv, or for a negative token one of those before."""
+    before = tl.load(rows_ptr + (token + past) * channels, mask=wide & (token < 0), other=0.0)
+    at = tl.cast(token, tl.int64) * qkv_token
+    now = tl.load(qkv_ptr + at, mask=wide & (token >= 0), other=0.0)
+    return tl.where(token < 0, before, now)
 
 
 @triton.jit
@@ -44,20 +53,16 @@ def gated_delta_convolve_kernel(
     for token in range(tokens):
         x = tl.zeros((WIDTH,), tl.float32)
         for tap in tl.static_range(TAPS):
-            at = token - past + tap
-            before = tl.load(rows_ptr + (at + past) * channels, mask=wide & (at < 0), other=0.0)
-            now = tl.load(qkv_ptr + at.to(tl.int64) * qkv_token, mask=wide & (at >= 0), other=0.0)
+            read = _row(rows_ptr, qkv_ptr, qkv_token, token - past + tap, past, channels, wide)
             weight = tl.load(weight_ptr + column * TAPS + tap, mask=wide, other=0.0)
-            x += (before.to(tl.float32) + now.to(tl.float32)) * weight.to(tl.float32)
+            x += read.to(tl.float32) * weight.to(tl.float32)
         x *= tl.sigmoid(x)
         if head < 2 * key_heads:
             x *= tl.rsqrt(tl.sum(x * x, 0) + EPS)
         tl.store(out_ptr + token * channels, x.to(out_ptr.dtype.element_ty), mask=wide)
     for tap in tl.static_range(past):
-        at = tokens - past + tap
-        before = tl.load(rows_ptr + (at + past) * channels, mask=wide & (at < 0), other=0.0)
-        now = tl.load(qkv_ptr + at.to(tl.int64) * qkv_token, mask=wide & (at >= 0), other=0.0)
-        tl.store(rows_ptr + tap * channels, tl.where(at < 0, before, now), mask=wide)
+        read = _row(rows_ptr, qkv_ptr, qkv_token, tokens - past + tap, past, channels, wide)
+        tl.store(rows_ptr + tap * channels, read, mask=wide)
 
 
 @triton.jit
@@ -126,71 +131,42 @@ def gated_delta_update_kernel(
     tl.store(memory_ptr + at, memory, mask=inside)
 
 
-def _rows(x: Tensor) -> tuple[Tensor | int, ...]:
-    """Return x (batch, seq, columns) and its first strides, with the columns in order."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, *x.stride()[:2]
-
-
 def gated_delta_decode_forward(
     qkv: Tensor,
     z: Tensor,
     b: Tensor,
     a: Tensor,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    rows: Tensor,
-    memory: Tensor,
+    weights: tuple[Tensor, ...],
+    state: tuple[Tensor, Tensor],
     key_heads: int,
     key_dim: int,
     eps: float,
 ) -> Tensor:
     """Launch the kernels for `reference.gated_delta_decode_forward`."""
-    batch, seq, _ = qkv.shape
-    heads, width = len(a_log), memory.shape[3]
+    (weight, *others), (rows, memory) = (x.contiguous() for x in weights), state
+    (batch, seq, _), (heads, _, width) = qkv.shape, memory.shape[1:]
     convolved, out = qkv.new_empty(qkv.shape), z.new_empty(z.shape)
     if out.numel() == 0:
         return out
-    size = triton.next_power_of_2(key_dim), triton.next_power_of_2(width)
-    setting = launch(CONVOLVE, max(size))
+    keys, values = triton.next_power_of_2(key_dim), triton.next_power_of_2(width)
+    sizes = {"KEY_DIM": key_dim, "VALUE_DIM": width}
+    setting = launch(CONVOLVE, max(keys, values))
     gated_delta_convolve_kernel[(batch, 2 * key_heads + heads)](
-        *_rows(qkv),
-        weight.contiguous(),
-        rows,
-        convolved,
-        seq,
-        key_heads,
-        heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=width,
+        *(*strided(qkv), weight, rows, convolved, seq, key_heads, heads),
         TAPS=weight.shape[1],
-        WIDTH=max(size),
+        WIDTH=max(keys, values),
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
+        **sizes,
     )
-    setting = launch(UPDATE, size[0] * size[1])
+    setting = launch(UPDATE, keys * values)
     gated_delta_update_kernel[(batch, heads)](
-        convolved,
-        *_rows(z),
-        *_rows(b),
-        *_rows(a),
-        a_log.contiguous(),
-        dt_bias.contiguous(),
-        norm_weight.contiguous(),
-        memory,
-        out,
-        seq,
-        key_heads,
-        heads,
-        key_dim**-0.5,
-        eps,
-        KEY_DIM=key_dim,
-        VALUE_DIM=width,
-        KEYS=size[0],
-        VALUES=size[1],
+        *(convolved, *strided(z, b, a), *others, memory, out),
+        *(seq, key_heads, heads, key_dim**-0.5, eps),
+        KEYS=keys,
+        VALUES=values,
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
+        **sizes,
     )
     return out

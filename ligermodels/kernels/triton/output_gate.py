@@ -16,6 +16,7 @@ from ligermodels.kernels.launch import (
     launch,
     num_programs,
     reusable,
+    strided,
 )
 from ligermodels.kernels.triton.norm_tile import column_sums
 
@@ -116,12 +117,6 @@ def output_gate_kernel(
         tl.store(partial_ptr + at, grad_weight, mask=wide)
 
 
-def _rows(x: Tensor) -> tuple[Tensor | int, ...]:
-    """Return x (batch, seq, heads, columns) and its first strides, with the columns in order."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, *x.stride()[:3]
-
-
 def _launch(
     programs: int,
     setting: Launch,
@@ -134,8 +129,7 @@ def _launch(
 ) -> None:
     columns = x.shape[-1]
     output_gate_kernel[(programs,)](
-        *_rows(x),
-        *_rows(gate),
+        *strided(x, gate),
         None if weight is None else weight.contiguous(),
         *outputs,
         *(x.numel() // columns, x.shape[1], columns, eps),

@@ -5,14 +5,12 @@ such sums, and each would compute the scores again. So the weights and the slope
 written in 16 bit, for as many queries at once as SCRATCH holds, and three products read them.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch, strided
 
 # `rows` and `block` are the sizes of a program's tile, of scores or of a gradient; `depth` is how
 # much of the summed dimension a product reads at once. In forward 64 rows of 512 float32 sums take
@@ -417,16 +415,6 @@ def wide_attention_keys_kernel(
     tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=shown)
 
 
-def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors whose rows are contiguous."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
-def _strided(*tensors: Tensor) -> list[Any]:
-    """Return the arguments of kernels for tensors (batch, heads, tokens, head_dim)."""
-    return [each for x in tensors for each in (x, *x.stride()[:3])]
-
-
 def _rows_apart(x: Tensor) -> int:
     """Return how many numbers the rows of x are apart, 0 if all have the same."""
     return x.stride(0) if len(x) > 1 else 0
@@ -437,14 +425,13 @@ def wide_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `reference.wide_attention_forward`."""
     (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    q, k, v = _rows(q, k, v)
     out = q.new_empty(batch, queries, heads, head_dim)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out.transpose(1, 2), lse
     setting = launch(FORWARD, head_dim)
     wide_attention_forward_kernel[(cdiv(queries, setting.rows), heads, batch)](
-        *(*_strided(q, k, v), out, lse, *ranges[:2], _rows_apart(ranges[0]), *ids),
+        *(*strided(q, k, v), out, lse, *ranges[:2], _rows_apart(ranges[0]), *ids),
         *(queries, keys, scale),
         GROUP=heads // kv_heads,
         ROWS=setting.rows,
@@ -468,7 +455,7 @@ def wide_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels for `reference.wide_attention_backward`."""
     (batch, heads, queries, head_dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    grad, q, k, v = _rows(grad, q, k, v)
+    grad, q, k, v = strided(grad, q, k, v)[::4]  # once for all panels
     out = out.transpose(1, 2).contiguous()
     dq = torch.empty_like(out)
     if dq.numel() == 0 or keys == 0:
@@ -477,7 +464,7 @@ def wide_attention_backward(
     settings = [launch(table, head_dim) for table in (DELTA, SCORES, QUERIES, KEYS)]
     of_delta, of_scores, of_q, of_k = settings
     wide_attention_delta_kernel[(cdiv(queries, of_delta.rows), batch * heads)](
-        *(*_strided(grad), out, delta, queries, heads),
+        *(*strided(grad), out, delta, queries, heads),
         ROWS=of_delta.rows,
         HEAD_DIM=head_dim,
         WIDTH=of_delta.block,
@@ -503,20 +490,20 @@ def wide_attention_backward(
         stop = min(queries, begin + panel)
         tiles = cdiv(keys, of_scores.block), cdiv(stop - begin, of_scores.rows)
         wide_attention_scores_kernel[tiles + (batch * heads,)](
-            *(*_strided(grad, q, k, v), lse, delta, weights, slopes, *strides),
+            *(*strided(grad, q, k, v), lse, delta, weights, slopes, *strides),
             *(*ranges[:2], of_row, *ids, begin, queries, keys, heads, scale),
             **options(of_scores),
         )
         tiles = cdiv(head_dim, of_q.block), cdiv(stop - begin, of_q.rows)
         wide_attention_queries_kernel[tiles + (batch * heads,)](
-            *(slopes, *strides, *_strided(k), dq, *ranges[:2], of_row),
+            *(slopes, *strides, *strided(k), dq, *ranges[:2], of_row),
             *(begin, queries, keys, heads, scale),
             **options(of_q),
         )
         tiles = cdiv(head_dim, of_k.block), cdiv(keys, of_k.rows)
         for read, x, total, factor in ((slopes, q, dk, scale), (weights, grad, dv, 1.0)):
             wide_attention_keys_kernel[tiles + (batch * kv_heads,)](
-                *(read, *strides, *_strided(x), total, *ranges[2:], of_key_row),
+                *(read, *strides, *strided(x), total, *ranges[2:], of_key_row),
                 *(begin, stop, keys, kv_heads, factor),
                 ADD=not whole,
                 **options(of_k),
