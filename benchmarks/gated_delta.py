@@ -4,10 +4,13 @@ The op, its inputs, the gate of its output and the whole layer at the shape of Q
 35B-A3B (16 key heads and 32 value heads of 128), beside fla and transformers where they run, in
 bf16 on one GPU; and the error of each implementation of the op against the recurrence in float64.
 TFLOP/s count the products of the chunk form, 5 * 64 + 6 * 128 multiplications for each token, value
-head and column in forward, without the inverse of a chunk. The script writes gated_delta.json.
+head and column in forward, without the inverse of a chunk. For each kernel of the op there is its
+floor: the larger one of the times that its bytes and its products take at the peaks of an H100 or
+H200. The script writes gated_delta.json.
 """
 
 import argparse
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases.base import Random, peer
 from benchmarks.cases.gated_delta import OPS, qwen
@@ -30,6 +34,8 @@ from benchmarks.common import (
 from ligermodels.layers import GatedDeltaNet
 
 CHUNK, HEADS, DIM = 64, 32, 128
+PEAK_BYTES, PEAK_FLOP = 3.35e12, 989e12  # per second, of an H100 SXM with 16-bit operands
+REPEATS = 10
 IMPLEMENTATIONS = ("ligermodels", "transformers", "fla")
 RESULTS = ("out", "q", "k", "v", "g", "beta")
 COLUMNS = "op, batch x seq, implementation, forward ms, both ms, TFLOP/s, peak MiB, error"
@@ -98,6 +104,74 @@ def errors(implementations: dict[str, Callable[..., Tensor]]) -> list[dict[str, 
     return rows
 
 
+def floors(batch: int, seq: int, key_bytes: float, value_bytes: float) -> dict[str, list[float]]:
+    """Return the us of the floor of each kernel, in the order of its calls in a step.
+
+    Bytes are those of a tensor that is read or written once, products those of two 16-bit operands.
+    TF32 has half of their speed, and a product with an operand of two parts is two products.
+
+    Args: key_bytes and value_bytes are those of q, or k, and of v.
+    """
+    slots = batch * -(-seq // CHUNK) * HEADS
+    square, wide, state = CHUNK * CHUNK, CHUNK * DIM, DIM * DIM
+    pairs, states = square * DIM, wide * DIM  # multiplications of the two kinds of products
+
+    def floor(nbytes: float, of_slot: float, products: float) -> float:
+        """Return microseconds. The last two are bytes and multiplications of a slot."""
+        moved, multiplied = nbytes + slots * of_slot, slots * products
+        return 1e6 * max(moved / PEAK_BYTES, 2 * multiplied / PEAK_FLOP)
+
+    keys, values = key_bytes, value_bytes
+    gates = 2 * CHUNK * 4
+    # Of a slot: T in 2 bytes, P in 4, and T' in 2; E and u in 4, a state in 2.
+    inverse = 2 * CHUNK**3
+    return {
+        "chunk": [
+            floor(2 * keys, gates + 6 * square, 2 * pairs + 4 * inverse),
+            floor(2 * keys, gates + 8 * square, 2 * pairs + 5 * inverse),
+        ],
+        "forward": [
+            floor(2 * keys + 2 * values, gates + 6 * square, 3 * states + 3 * pairs),
+            floor(keys + values, gates + 2 * square + 4 * wide + 2 * state, 2 * states + pairs),
+        ],
+        "backward": [
+            floor(
+                2 * keys + values, gates + 6 * square + 4 * wide + 2 * state, 3 * states + 3 * pairs
+            )
+        ],
+        "gradients": [
+            floor(3 * keys + 3 * values, gates + 8 * wide + 4 * state, states + 5 * pairs),
+            floor(3 * keys + values, gates + 8 * wide + 4 * state, 2 * states + 7 * pairs),
+        ],
+    }
+
+
+def kernel_rows(batch: int, seq: int) -> list[dict[str, Any]]:
+    """Return the us of each kernel of the op in forward and backward, beside its floor."""
+    case = OPS["gated_delta"].build(Random(), batch, seq, HEADS // 2, HEADS, DIM)
+    leaves, function = case.inputs(), case.implementation("ligermodels").function
+
+    def both() -> None:
+        torch.autograd.grad(function(*leaves), leaves, torch.ones_like(leaves[2]))
+
+    both()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(REPEATS):
+            both()
+        torch.cuda.synchronize()
+    least = floors(batch, seq, leaves[0].nbytes, leaves[2].nbytes)
+    rows = []
+    launches = sorted(found.events(), key=lambda event: event.time_range.start)
+    for name, calls in least.items():
+        events = [e for e in launches if e.name == f"gated_delta_{name}_kernel"]
+        for i, floor in enumerate(calls):
+            times = [e.device_time_total for e in events[i :: len(calls)]]
+            us = statistics.median(times)
+            row = {"batch x seq": f"{batch} x {seq}", "kernel": name, "call": i + 1}
+            rows.append({**row, "us": us, "floor us": floor, "share": floor / us})
+    return rows
+
+
 def layers() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     """Return the layer of Qwen3.5-9B, ours and transformers', with the tensors of its gradients."""
     with torch.device("cuda"):
@@ -156,7 +230,10 @@ def main() -> None:
             rows.append(measure(row, run, inputs(), count))
             write("gated_delta.json", content, arguments.out)
             print(rows[-1], flush=True)
+    content["kernels"] = kernel_rows(1, 8192) + kernel_rows(8, 2048)
+    write("gated_delta.json", content, arguments.out)
     print(table(rows, COLUMNS.split(", ")))
+    print(table(content["kernels"], ["batch x seq", "kernel", "call", "us", "floor us", "share"]))
 
 
 if __name__ == "__main__":
