@@ -310,17 +310,12 @@ def check_expert_mlp(
 
 def check_gated_delta(
     op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    tensors: tuple[Tensor, ...],
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
 ) -> None:
-    """Raise if the tensors of the gated delta rule do not fit each other."""
-    for name, x in (("q", q), ("g", g), ("beta", beta)):
-        check_floating(op, name, x)
+    """Raise if q, k, v, g and beta of the gated delta rule and the others do not fit each other."""
+    q, k, v, g, beta = tensors
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2]
     if not fits or not q.shape[2] or v.shape[2] % q.shape[2]:

@@ -79,11 +79,12 @@ def gated_delta(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    check_gated_delta(_OP, q, k, v, g, beta, cu_seqlens, initial_state)
+    tensors = q, k, v, g, beta
+    check_gated_delta(_OP, tensors, cu_seqlens, initial_state)
     starts = row_starts(q, cu_seqlens)
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q))
-    rows = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    rows = [x.flatten(0, 1) for x in tensors]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, state = apply(_GatedDelta, scale, *rows, starts, initial_state)
     return out.view(v.shape), state
