@@ -7,10 +7,7 @@ from ligermodels.kernels.dispatch import select
 
 
 def gated_delta_decode(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
+    projected: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     state: tuple[Tensor, Tensor],
     key_heads: int,
@@ -19,33 +16,33 @@ def gated_delta_decode(
 ) -> Tensor:
     """Return what `gated_delta_inputs`, `gated_delta` and `output_gate` make of the next tokens.
 
-    It overwrites the state with that after them, in two launches, which a CUDA graph can
-    hold. It computes token by token and has no gradient.
+    It overwrites the state with that after them, in one launch, which a CUDA graph can hold. It
+    computes token by token and has no gradient.
 
     Args:
-        qkv, b, a, key_heads, key_dim: as in `gated_delta_inputs`.
-        z: (batch, seq, heads * dv), the gate of the output.
+        projected: (batch, seq, channels + heads * dv + 2 * heads), in this order qkv, the gate of
+            the output, b and a; key_heads, key_dim: as in `gated_delta_inputs`.
         weights: the convolution's (channels, taps), a_log and dt_bias (heads,), and that of the
             norm of the output (dv,).
         state: that before these tokens, contiguous: the last rows of qkv, (batch, taps - 1,
             channels), and the memory, (batch, heads, key_dim, dv) in float32 (float64 for float64
             inputs).
         eps: of the norm of the output.
-    Returns: (batch, seq, heads * dv) in qkv's dtype.
+    Returns: (batch, seq, heads * dv) in its dtype.
     Raises: ValueError if a shape or the dtype of a state does not fit.
     Source: arXiv:2412.06464.
     """
-    batch, _, channels = qkv.shape
-    heads, width = len(weights[1]), z.shape[-1] // len(weights[1])
-    expected = (batch, weights[0].shape[1] - 1, channels), (batch, heads, key_dim, width)
-    dtypes = qkv.dtype, torch.promote_types(qkv.dtype, torch.float32)
+    batch, dtype = len(projected), projected.dtype
+    heads, (channels, taps) = len(weights[1]), weights[0].shape
+    expected = (batch, taps - 1, channels), (batch, heads, key_dim, len(weights[3]))
+    dtypes = dtype, torch.promote_types(dtype, torch.float32)
     for name, x, shape, dtype in zip(("rows", "memory"), state, expected, dtypes, strict=True):
         if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(
                 f"gated_delta_decode: {name} is {tuple(x.shape)} {x.dtype}; expected "
                 f"{shape} {dtype}, contiguous"
             )
-    ops = select("gated_delta_decode", qkv)
+    ops = select("gated_delta_decode", projected)
     return ops.gated_delta_decode_forward(  # type: ignore[no-any-return]
-        qkv, z, b, a, weights, state, key_heads, key_dim, eps
+        projected, weights, state, key_heads, key_dim, eps
     )

@@ -190,10 +190,9 @@ class GatedDeltaNet(Planned, nn.Module):
         Returns: the first two of what `forward` returns.
         """
         projected, total = norm_then_linear(x, self.in_proj)
-        qkv, z, b, a = projected.split(self.widths, -1)
         weights = *self._weights(), self.norm.weight
         sizes = self.num_key_heads, self.key_dim, self.eps
-        out = gated_delta_decode(qkv, z, b, a, weights, state, *sizes)
+        out = gated_delta_decode(projected, weights, state, *sizes)
         return self.out_proj(out), total
 
 

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.gpu
 NAMES = ("output", "state", "q", "k", "v", "g", "beta", "initial state")
 # Of the error that the rounding of a result to 16 bits has. g, beta and states are in float32, but
 # they depend on states in 16 bits.
-MOST = {"output": 1.2, "q": 1.2, "k": 1.3, "v": 1.2}
+# TF32, in which the pairs of tokens of a chunk meet, has as many digits as float16.
+MOST = {
+    torch.bfloat16: {"output": 1.2, "q": 1.2, "k": 1.3, "v": 1.2},
+    torch.float16: {"output": 2.0, "q": 2.0, "k": 2.0, "v": 2.0},
+}
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["from zero", "with states"])
@@ -59,7 +63,7 @@ def test_heads_of_128(dtype, lengths, heads, given) -> None:
         rounding = (theirs.to(dtype) - theirs).norm() if theirs.dtype else 0
         error = (ours.double() - theirs).norm()
         # A state that is given, and what comes out of one, has its own rounding.
-        most = MOST.get(name, 6.0) + (0.6 if given else 0.0)
+        most = MOST[dtype].get(name, 8.0) + (0.6 if given else 0.0)
         assert error <= most * rounding + 1e-6, f"{name}: {error / rounding} of its rounding"
 
 
@@ -74,30 +78,28 @@ def test_decoding_in_a_graph(dtype, tokens, batch) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw, device="cuda").to(dtype)
 
-    shapes = (channels, heads * 128, heads, heads)
-    steps = [random(batch, tokens, sum(shapes)).split(shapes, -1) for _ in range(2)]
+    steps = [random(batch, tokens, channels + heads * 130) for _ in range(2)]
     weights = random(channels, 4) / 2, random(heads), random(heads), random(128)
     state = random(batch, 3, channels), random(batch, heads, 128, 128).float() / 11
     exact = [x.double() for x in state]
     found = [x.clone() for x in state]
     again = [x.clone() for x in state]
-    given = [x.clone() for x in steps[0]]
+    given = steps[0].clone()
     for step in given, given:  # the first one compiles
-        gated_delta_decode(*step, weights, again, key_heads, 128)
+        gated_delta_decode(step, weights, again, key_heads, 128)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        repeated = gated_delta_decode(*given, weights, again, key_heads, 128)
+        repeated = gated_delta_decode(given, weights, again, key_heads, 128)
     for old, new in zip(again, state):
         old.copy_(new)
     for step in steps:
-        out = gated_delta_decode(*step, weights, found, key_heads, 128)
-        wide = *(x.double() for x in step), tuple(x.double() for x in weights)
+        out = gated_delta_decode(step, weights, found, key_heads, 128)
+        wide = step.double(), tuple(x.double() for x in weights)
         want = gated_delta_decode_forward(*wide, exact, key_heads, 128, 1e-6)
         most = 1e-5 if dtype == torch.float32 else 6e-3
         for ours, theirs in zip((out, *found), (want, *exact)):
             assert (ours.double() - theirs).norm() <= most * theirs.norm()
-        for old, new in zip(given, step):
-            old.copy_(new)
+        given.copy_(step)
         graph.replay()
         for ours, one in zip((repeated, *again), (out, *found)):
             torch.testing.assert_close(ours, one, rtol=0, atol=0)

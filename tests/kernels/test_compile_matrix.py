@@ -102,7 +102,7 @@ def allowed_amd_spill(launch: Recorded) -> int:
     name = launch.kernel.__name__
     if name == "qk_norm_rope_backward_kernel" and not launch.attributes:
         return AMD_SCALAR_SPILL
-    if name == "gated_delta_gradients_kernel":
+    if name in ("gated_delta_gradients_kernel", "gated_delta_decode_kernel"):
         return AMD_SCALAR_SPILL
     if name == "decode_attention_kernel" and launch.constants["QUERIES"] > 1:
         return AMD_MASK_SPILL
@@ -245,13 +245,13 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         of_experts.expert_linear_add(x[:, : each.shape[2]], x[:, : each.shape[1]], each, starts)
     for key_heads, heads, dim in ((16, 32, 128), (2, 4, 16)):
         channels = (2 * key_heads + heads) * dim
-        qkv = torch.empty(4, 2, channels, dtype=dtype, device="meta")
-        gates = (qkv[..., : heads * dim], qkv[..., :heads], qkv[..., :heads])
-        weights = (torch.empty(channels, 4, dtype=dtype, device="meta"), *(qkv[0, 0, :heads],) * 2)
+        tokens = torch.empty(4, 2, channels + heads * (dim + 2), dtype=dtype, device="meta")
+        of_heads = tokens[0, 0, :heads]
+        weights = torch.empty(channels, 4, dtype=dtype, device="meta"), of_heads, of_heads
         memory = torch.empty(4, heads, dim, dim, device="meta")
         rows = torch.empty(4, 3, channels, dtype=dtype, device="meta")
-        norm = qkv[0, 0, :dim]
-        gated_delta_decode(qkv, *gates, (*weights, norm), (rows, memory), key_heads, dim)
+        norm = tokens[0, 0, :dim]
+        gated_delta_decode(tokens, (*weights, norm), (rows, memory), key_heads, dim)
     ends = torch.empty(2, dtype=torch.int64, device="meta")
     for head_dim, slots, queries, options in (
         (64, 8192, 1, {}),

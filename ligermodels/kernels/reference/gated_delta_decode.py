@@ -10,10 +10,7 @@ from ligermodels.kernels.reference.output_gate import output_gate_forward
 
 
 def gated_delta_decode_forward(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
+    projected: Tensor,
     weights: tuple[Tensor, ...],
     state: tuple[Tensor, Tensor],
     key_heads: int,
@@ -25,8 +22,9 @@ def gated_delta_decode_forward(
     The arguments are those of `kernels.gated_delta_decode`.
     """
     (*weights_of_inputs, norm_weight), (rows, memory) = weights, state
-    batch, seq = qkv.shape[:2]
-    past, heads = rows.shape[1], memory.shape[1]
+    (batch, seq), (past, channels), heads = projected.shape[:2], rows.shape[1:], memory.shape[1]
+    widths = channels, heads * memory.shape[3], heads, heads
+    qkv, z, b, a = projected.split(widths, -1)
     joined = torch.cat((rows, qkv), 1)
     rows.copy_(joined[:, seq:])
     b, a = (torch.cat((x.new_zeros(batch, past, heads), x), 1).flatten(0, 1) for x in (b, a))
