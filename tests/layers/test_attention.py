@@ -152,13 +152,6 @@ def test_a_cache_needs_causality() -> None:
         attention(torch.randn(1, 3, HIDDEN), context)
 
 
-def test_biases_apart() -> None:
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, bias=True, out_bias=False)
-    assert attention.qkv_proj.bias is not None and attention.o_proj.bias is None
-    attention = Attention(HIDDEN, 4, 2, HEAD_DIM, bias=True)
-    assert attention.o_proj.bias is not None
-
-
 def test_numbers_that_no_attention_has_are_refused() -> None:
     counts = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
     wrong = {
@@ -174,14 +167,6 @@ def test_numbers_that_no_attention_has_are_refused() -> None:
     attention = Attention(HIDDEN, np.int64(4), sliding_window=np.int32(3), softcap=np.float32(2))
     kept = attention.num_heads, attention.sliding_window, attention.softcap
     assert kept == (4, 3, 2.0) and [*map(type, kept)] == [int, int, float]
-
-
-def test_head_dim_defaults_to_an_even_share() -> None:
-    attention = Attention(24, 4)
-    assert attention.head_dim == 6
-    assert attention.qkv_proj.weight.shape == (72, 24)
-    with pytest.raises(ValueError, match="4 is not a multiple of num_kv_heads 3"):
-        Attention(24, 4, 3)
 
 
 def test_angles_of_another_size_are_refused() -> None:

@@ -16,7 +16,6 @@ from ligermodels.layers import (
     ClampedSwiGLU,
     DecoderBlock,
     Experts,
-    GatedMLP,
     RMSNorm,
     RotaryEmbedding,
     Router,
@@ -33,51 +32,6 @@ HIDDEN, INNER, COUNT = 16, 24, 6
 def layer(top_k: int = 2, **options) -> Experts:
     torch.manual_seed(0)
     return Experts(Router(HIDDEN, COUNT, top_k, **options), HIDDEN, INNER).double()
-
-
-@pytest.mark.parametrize("top_k", [1, 2, COUNT])
-def test_each_token_gets_the_weighted_sum_of_dense_mlps(top_k) -> None:
-    """A `GatedMLP` with the weights of one expert is that expert."""
-    experts, x = layer(top_k, normalize=True), torch.randn(2, 5, HIDDEN).double()
-    out, routes = experts(x)
-    weights, chosen, _ = experts.router(x)
-    assert weights.sum(-1).allclose(torch.ones(2, 5).double()) and routes.logits.shape == (
-        10,
-        COUNT,
-    )
-    assert torch.equal(routes.experts.view(2, 5, top_k), chosen)
-    each = []
-    for expert in range(COUNT):
-        mlp = GatedMLP(HIDDEN, INNER).double()
-        with torch.no_grad():
-            mlp.gate_up_proj.weight.copy_(experts.gate_up_proj.unflatten(0, (COUNT, -1))[expert])
-            mlp.down_proj.weight.copy_(experts.down_proj.unflatten(0, (COUNT, -1))[expert])
-        each.append(mlp(x))
-    index = chosen.long()[..., None].expand(-1, -1, -1, HIDDEN)
-    expected = (torch.stack(each, 2).gather(2, index) * weights[..., None]).sum(2)
-    torch.testing.assert_close(out, expected)
-
-
-def test_biases_and_the_activation_of_gpt_oss() -> None:
-    """The weight of an expert also weights its bias."""
-    torch.manual_seed(0)
-    router, activation = Router(HIDDEN, COUNT, 2, normalize=True), ClampedSwiGLU(limit=0.3)
-    experts = Experts(router, HIDDEN, INNER, activation, bias=True).double()
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(5, HIDDEN).double()
-    weights, chosen, _ = router(x)
-    gate_up = (experts.gate_up_proj @ x.T).T.unflatten(1, (COUNT, -1)) + experts.gate_up_bias.view(
-        COUNT, -1
-    )
-    gate, up = gate_up.clamp(max=0.3).chunk(2, -1)
-    made = (up.clamp(min=-0.3) + 1) * gate * torch.sigmoid(1.702 * gate)
-    down = experts.down_proj.unflatten(0, (COUNT, -1))
-    each = torch.einsum("tei,ehi->teh", made, down) + experts.down_bias.view(COUNT, -1)
-    expected = (
-        each.gather(1, chosen.long()[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]
-    ).sum(1)
-    torch.testing.assert_close(experts(x)[0], expected)
 
 
 def test_it_stands_where_an_mlp_would() -> None:

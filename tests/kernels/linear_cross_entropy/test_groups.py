@@ -96,21 +96,6 @@ def test_number_of_products(float32_place) -> None:
         assert counter.get_total_flops() == products * 2 * rows * WIDTH * VOCAB, options
 
 
-def test_parts_are_whole_groups_in_their_order(float32_place) -> None:
-    made = on(float32_place, inputs())
-    seen = []
-
-    def loss_function(tokens, sequences):
-        assert tokens.log_probs.shape == (sequences.stop - sequences.start, SEQ)
-        seen.append((sequences.start, sequences.stop))
-        return tokens.log_probs.sum()
-
-    for chunk_size, parts in ((30, [(0, 4), (4, 8)]), (47, [(0, 6), (6, 8)]), (48, [(0, 8)])):
-        seen.clear()
-        linear_group_loss(**made, loss_function=loss_function, group_size=2, chunk_size=chunk_size)
-        assert seen == parts, chunk_size
-
-
 def test_a_loss_without_a_gradient(float32_place) -> None:
     """A part that depends on no token, and a call without gradients."""
     made = on(float32_place, inputs())
