@@ -32,7 +32,6 @@ with quit_on_interrupt():
         inspect,
         new_family,
     )
-    from ligermodels.cli.launch import report_error
     from ligermodels.cli.options import complain, import_modules, parse
     from ligermodels.errors import LigerError, did_you_mean, first_line, short_repr
 
@@ -76,8 +75,7 @@ def _main(argv: list[str]) -> int:
         return 0
     except (LigerError, OSError, MemoryError, RuntimeError) as error:
         line, code = _described(error, module)
-        is_repeated = getattr(error, "is_repeated", False)
-        if not report_error(line, is_repeated=is_repeated) and not is_repeated:
+        if not getattr(error, "is_repeated", False):
             _say(line)
         return code
     return 0

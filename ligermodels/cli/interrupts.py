@@ -10,56 +10,43 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 EXIT_CODE = 130  # that of a program which SIGINT has ended
 
 
-_leaving = False
-
-
 def _quit(*_: object) -> None:
-    global _leaving
-    if _leaving:  # A second signal came before the process ended.
-        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A second signal may come before the end.
     try:
         sys.stdout.flush()
     except (OSError, RuntimeError, ValueError):  # The signal may have interrupted a print.
         pass
-    _leaving = True
     # Neither print nor sys.exit: the signal may have interrupted an import.
-    if os.isatty(2):
-        os.write(2, b"\r\x1b[2K\x1b[?25h")  # Remove the progress bar, which has hidden the cursor.
     os.write(2, b"ligermodels: interrupted\n")
     os._exit(EXIT_CODE)
 
 
-class _Exchange:
-    """A context in which a handler of SIGINT replaces another; in other threads it does nothing."""
+@contextmanager
+def _exchanged(old: Any, new: Any) -> Iterator[None]:
+    """Let a handler of SIGINT take the place of another within the context.
 
-    old: object
-    new: object
-
-    def __enter__(self) -> None:
-        main = threading.current_thread() is threading.main_thread()
-        self.replaced = main and signal.getsignal(signal.SIGINT) == self.old
-        if self.replaced:
-            signal.signal(signal.SIGINT, self.new)  # type: ignore[arg-type]
-
-    def __exit__(self, *_: object) -> None:
-        if self.replaced:
-            signal.signal(signal.SIGINT, self.old)  # type: ignore[arg-type]
-
-
-class quit_on_interrupt(_Exchange):
-    """A context in which SIGINT ends the process with one line on stderr.
-
-    A handler that somebody else installed is left alone, and so is the signal in other threads.
+    If there is a third one, it is left alone, and so is the signal in other threads.
     """
+    main = threading.current_thread() is threading.main_thread()
+    replaces = main and signal.getsignal(signal.SIGINT) == old
+    if replaces:
+        signal.signal(signal.SIGINT, new)
+    try:
+        yield
+    finally:
+        if replaces:
+            signal.signal(signal.SIGINT, old)
 
-    old, new = signal.default_int_handler, staticmethod(_quit)
 
-
-class raise_on_interrupt(_Exchange):
-    """A context within the other one in which SIGINT raises KeyboardInterrupt, as in Python."""
-
-    old, new = staticmethod(_quit), signal.default_int_handler
+# A context in which SIGINT ends the process with one line on stderr.
+quit_on_interrupt = partial(_exchanged, signal.default_int_handler, _quit)
+# A context within the other one in which SIGINT raises KeyboardInterrupt, as in Python.
+raise_on_interrupt = partial(_exchanged, _quit, signal.default_int_handler)

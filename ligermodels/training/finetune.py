@@ -179,7 +179,7 @@ class Run:
         self.casts_once = not self.shards
 
     def run(self) -> FinetuneResult:
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun starts it once more
+        if self._is_restarted():
             output = replace(self.config.output, resume=True, overwrite_output_dir=False)
             self.config = replace(self.config, output=output)
         config, output = self.config, self.config.output
@@ -280,6 +280,14 @@ class Run:
         if step is None:
             return f"{why} before a step was saved; {command} starts from the beginning"
         return f"{why}; the state after step {step} is saved, and {command} goes on from there"
+
+    def _is_restarted(self) -> bool:
+        """Return whether torchrun starts this run again, which its first try had begun."""
+        with error_on_all_ranks():
+            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            saved = self.run_dir.read_settings() if restarts else None
+        # Processes that failed before they began a run may have found another one here.
+        return from_rank_0(saved is not None and saved["launch"] == processes.launch_id())
 
     def _check_options(self) -> None:
         if self.config.output.push_to_hub is not None:
@@ -528,6 +536,7 @@ class Run:
             "memory_plan": None if plan is None else plan.to_dict(),
             "casts_once": self.casts_once,
             "ranks": self.ranks,
+            "launch": processes.launch_id(),
         }
         if saved is not None:
             path = self.run_dir.path

@@ -40,6 +40,11 @@ class RankError(LigerError):
     """Another rank does not answer, or has failed."""
 
 
+def launch_id() -> str:
+    """Return an id of this start of torchrun, which its restarts share, on rank 0's machine."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
+
+
 @contextlib.contextmanager
 def process_group(device: torch.device, timeout: int, together: int = 1) -> Iterator[None]:
     """Join the processes that torchrun has started, if it has, for a `with` block.

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -142,7 +141,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
     [
         (1, signal.SIGKILL, "rank 1 was killed by SIGKILL"),
         (1, signal.SIGSTOP, "hangs"),
-        (0, signal.SIGSTOP, "hangs"),
+        (0, signal.SIGSTOP, "rank 0 was killed by SIGKILL"),
     ],
 )
 def test_a_process_that_is_killed_or_hangs_is_named(
@@ -156,43 +155,18 @@ def test_a_process_that_is_killed_or_hangs_is_named(
     assert err.splitlines()[-1].startswith("ligermodels: ") and line in err, err
 
 
-def test_a_process_alone_prints_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert not launch.is_worker() and launch.is_rank0()
-    assert not launch.report_error("x")
 
 
-def test_the_failure_that_caused_the_others_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_processes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """The launcher stops the other processes with SIGTERM after the first failure."""
-    monkeypatch.setenv("LIGERMODELS_LAUNCHED", "1")
-
-    def failure(seconds: int, exitcode: int, said: str = "", **more: bool) -> ProcessFailure:
-        """A process that has ended after so many seconds, and has said why before or has not."""
-        monkeypatch.setattr(time, "time", lambda: seconds)
-        file = tmp_path / f"error {seconds} {exitcode}"
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert not said or launch.report_error(said, **more)
-        return ProcessFailure(0, 0, exitcode, str(file))
-
-    stopped = failure(9, -15)
-    killed, failed = failure(5, -9), failure(4, 1)
-    said = failure(6, 2, said="no such file")
-    hung = failure(36, -9)  # it did not end when it was asked to
-    by_signal = "rank 1 was killed by SIGKILL", 1
-    assert launch._first({0: stopped, 1: killed}) == by_signal
-    assert launch._first({0: failure(36, 1), 1: hung}) == by_signal
-    assert launch._first({0: said, 1: failure(8, -9)}) == by_signal
-    assert launch._first({0: failed, 1: said, 2: stopped}) == ("no such file", 2)
-    assert launch._first({0: said, 1: hung}) == ("no such file", 2)
-    stopped_late = failure(7, -15, said="no such file")  # it had told its error
-    assert launch._first({0: stopped_late, 1: failure(6, 3)}) == ("no such file", 3)
-    repeated = failure(3, 4, said="another process hangs", is_repeated=True)
-    assert launch._first({0: repeated, 1: said}) == ("no such file", 4)
-    assert launch._first({0: hung, 1: repeated}) == ("another process hangs", 4)
-    line, code = launch._first({3: failed, 1: stopped})
-    assert line == "rank 3 ended with exit code 1; its error is above" and code == 1
+    stopped, killed, failed = (ProcessFailure(0, 0, code, "") for code in (-15, -9, 2))
+    assert launch._reported({0: stopped, 1: failed}) == 2
+    assert capsys.readouterr().err == ""
+    assert launch._reported({0: stopped, 1: killed}) == 1
+    assert capsys.readouterr().err == "ligermodels: rank 1 was killed by SIGKILL\n"
 
 
 def test_a_signal_to_the_launcher_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,11 +264,17 @@ def test_a_second_ctrl_c_within_a_step_keeps_the_last_checkpoint(
     assert (again.model_dir / "model.safetensors").read_bytes() == undisturbed[1]
 
 
-def test_a_restart_goes_on_with_its_run(checkpoint, text, tmp_path, monkeypatch):
+def test_a_restart_resumes_only_what_its_own_launch_has_begun(
+    checkpoint, text, tmp_path, monkeypatch
+):
     given = {"max_steps": 1, "save_steps": 1}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     run(checkpoint, text, tmp_path / "run", **given)
     made = tmp_path / "run/checkpoints/step-00000001"
     before = made.stat().st_ino
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run(checkpoint, text, tmp_path / "run", **given, overwrite_output_dir=True)
+    run(checkpoint, text, tmp_path / "run", **given)
     assert made.stat().st_ino == before
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    with pytest.raises(LigerError, match="the folder holds another run"):
+        run(checkpoint, text, tmp_path / "run", **given)
