@@ -32,20 +32,14 @@ def write_auto_map(folder: str | os.PathLike[str], *, split_projections: bool = 
         split_projections: whether the wrapper has HF's projections, for optimizers that look at
             whole matrices. Adapters of PEFT do not need it.
     Raises:
-        CheckpointError: the folder has no config.json that can be read, it has other towers than a
-            text model, or a config class of its own.
+        CheckpointError: the folder has no config.json that can be read, or it has other towers
+            than a text model.
         ConfigError: no family is registered for its model_type.
         OSError: a file cannot be written.
     """
     file = Path(folder) / CONFIG_NAME
     config = read_json(file, CheckpointError)
     family, known = family_named(config.get("model_type"), str(file)), config.get("auto_map") or {}
-    if "AutoConfig" in known:
-        raise CheckpointError(
-            f"{file}: auto_map names a config class of the checkpoint's own (AutoConfig), and a "
-            "wrapper takes only that of transformers; remove the entry if the model does not need "
-            "it"
-        )
     if "text_config" in config:
         raise CheckpointError(
             f"{file}: it is a checkpoint of a text model and other towers; save the text model "

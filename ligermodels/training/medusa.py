@@ -39,8 +39,8 @@ class MedusaObjective(Objective):
             heads = MedusaHeads(model.head, options.medusa_heads, tied=options.medusa_tied)
         elif (len(heads.blocks), heads.tied) != (options.medusa_heads, options.medusa_tied):
             raise ConfigError(
-                f"medusa_heads: {model.source.folder} holds {_described(heads)}, from which stage "
-                "2 goes on; set medusa_heads and medusa_tied as they were in stage 1"
+                f"medusa_heads: {model.source.folder} holds {len(heads.blocks)} heads, tied: "
+                f"{heads.tied}, from which stage 2 goes on; set medusa_heads and medusa_tied so"
             )
         self.heads = heads
         frozen = options.medusa_stage == 1
@@ -61,8 +61,3 @@ class MedusaObjective(Objective):
         """Write the heads beside the model, where `generate` finds them."""
         assert self.heads is not None
         save_heads(self.heads, folder)
-
-
-def _described(heads: MedusaHeads) -> str:
-    owner = "share the model's projection" if heads.tied else "have their own projections"
-    return f"{len(heads.blocks)} heads, which {owner}"

@@ -48,7 +48,7 @@ def test_both_stages(folder: Path, tmp_path: Path) -> None:
     assert not same(tensors(two.model_dir), tensors(one.model_dir))
 
     for wrong in ({"medusa_heads": 3}, {"medusa_tied": True}):
-        with pytest.raises(ConfigError, match="holds 2 heads, which have their own projections"):
+        with pytest.raises(ConfigError, match="holds 2 heads, tied: False, from which"):
             finetune(
                 settings(folder, tmp_path / "no", one.model_dir, **second | wrong), progress=False
             )
