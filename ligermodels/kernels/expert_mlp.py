@@ -15,41 +15,30 @@ from ligermodels.kernels.dispatch import (
     select,
     without_autocast,
 )
-from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight, Projection
+from ligermodels.kernels.frozen_experts import ExpertWeight, Projection
 
 _OP = "expert_mlp"
 
 
 class _ExpertMLP(torch.autograd.Function):
+    """The stacks are the items of two `ExpertWeight`: that of gate and up, and that of down."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weights: Tensor,
         experts: Tensor,
-        weight_1: Tensor,
-        a_1: Tensor | None,
-        b_1: Tensor | None,
-        weight_2: Tensor,
-        a_2: Tensor | None,
-        b_2: Tensor | None,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        scales_1: Tensor | None,
-        levels_1: Tensor | None,
-        scales_2: Tensor | None,
-        levels_2: Tensor | None,
-        adapter_1: Adapter | None,
-        adapter_2: Adapter | None,
         count: int,
         activation: str | ClampedSwiGLU,
         keep_gate_up: bool,
+        *stacks: Any,
     ) -> Tensor:
         ops = ctx.ops = select(_OP, x)
         order, place, starts = select("routing", x).sort_by_expert(experts, count)
-        base_1, base_2 = (weight_1, scales_1, levels_1), (weight_2, scales_2, levels_2)
-        first = Projection(x, starts, adapter_1, a_1, b_1, *base_1)
-        second = Projection(x, starts, adapter_2, a_2, b_2, *base_2)
+        first, second = Projection(x, starts, *stacks[:6]), Projection(x, starts, *stacks[6:])
         owner = _owner(experts, count, gate_up_bias, down_bias)
         mask_1 = first.mask(x)
         gate_up, z_1 = first.forward(x, mask_1, place)
@@ -61,9 +50,9 @@ class _ExpertMLP(torch.autograd.Function):
         y, z_2 = second.forward(made, mask_2, None)
         ctx.save_for_backward(
             *(x, *kept, weights, order, place, starts, mask_1, z_2, mask_2),
-            *(a_1, b_1, *base_1, a_2, b_2, *base_2, gate_up_bias, down_bias, owner),
+            *(gate_up_bias, down_bias, owner, *stacks[:5], *stacks[6:11]),
         )
-        ctx.adapters, ctx.activation = (adapter_1, adapter_2), activation
+        ctx.adapters, ctx.activation = (stacks[5], stacks[11]), activation
         return ops.expert_sum(y, place, weights, down_bias, owner)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -71,65 +60,57 @@ class _ExpertMLP(torch.autograd.Function):
         refuse_double_backward(_OP)
         saved, ops, needs = ctx.saved_tensors, ctx.ops, ctx.needs_input_grad
         x, gate_up, z_1, weights, order, place, starts, mask_1, z_2, mask_2 = saved[:10]
-        first = Projection(x, starts, ctx.adapters[0], *saved[10:15])
-        second = Projection(x, starts, ctx.adapters[1], *saved[15:20])
-        gate_up_bias, down_bias, owner = saved[20:]
-        grads: list[Tensor | None] = [None] * 20
+        gate_up_bias, down_bias, owner = saved[10:13]
+        first = Projection(x, starts, *(*saved[13:18], ctx.adapters[0]))
+        second = Projection(x, starts, *(*saved[18:], ctx.adapters[1]))
+        grads: list[Tensor | None] = [None] * len(needs)  # of gate_up's a: 11, of down's: 17
+
+        def summed(rows: Tensor) -> Tensor:
+            return ops.expert_sum(rows, place, None, None, None)  # type: ignore[no-any-return]
+
         if gate_up is None:
             gate_up, z_1 = first.forward(x, mask_1, place)
         grad_rows = ops.expert_rows(grad_output, place)
-        grad_made = second.product(grad_rows, transposed=False)
-        grad_z = None if second.adapter is None else second.to_rank(grad_rows)
-        if grad_z is not None and mask_2 is None:
-            second.add_to_inputs(grad_made, grad_z)
-        elif grad_z is not None:
-            grad_made += second.dropped(second.to_inputs(grad_z), mask_2)
+        grad_z = second.gradient_of_z(grad_rows)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
             gate_up.detach(),
             gate_up_bias,
             None if owner is None else owner.flatten()[order],
-            grad_made,
+            second.gradient_of_inputs(grad_rows, grad_z, mask_2),
             weights,
             order,
             ctx.activation,
             nobody_reads_again(),
         )
-        del gate_up, grad_made
+        del gate_up
         if needs[1]:
             grads[1] = grad_weights
             if down_bias is not None:
                 with without_autocast(grad_output):
                     of_bias = (grad_output @ down_bias.mT).gather(1, owner.long())
                 grads[1] += of_bias
-        if needs[6]:
-            grads[6] = second.gradient_of_weight(grad_rows, made)
-        if needs[7]:
-            grads[7] = second.gradient_of_a(grad_z, second.dropped(made, mask_2))
-        if needs[8]:
+        if needs[14]:
+            grads[14] = second.gradient_of_weight(grad_rows, made)
+        if needs[17]:
+            grads[17] = second.gradient_of_a(grad_z, second.dropped(made, mask_2))
+        if needs[18]:
             weighted = z_2 * weights.flatten()[order][:, None]
-            grads[8] = second.gradient_of_b(grad_rows, cast(weighted, z_2.dtype))
-        if needs[10]:
-            grads[10] = ops.expert_bias_gradient(grad_rows, starts, weights, order)
-        del made, grad_rows
-        if needs[3]:
-            grads[3] = first.gradient_of_weight(grad_gate_up, ops.expert_rows(x, place))
-        if needs[9]:
-            grads[9] = ops.expert_bias_gradient(grad_gate_up, starts, None, order)
-        grad_z = None if first.adapter is None else first.to_rank(grad_gate_up)
-        if needs[0]:
-            rows = first.product(grad_gate_up, transposed=False)
-            if grad_z is not None and mask_1 is None:
-                first.add_to_inputs(rows, grad_z)
-            grad_x = ops.expert_sum(rows, place, None, None, None)
-            del rows
-            if grad_z is not None and mask_1 is not None:  # which is one for all of a token's rows
-                dropped = ops.expert_sum(first.to_inputs(grad_z), place, None, None, None)
-                grad_x += first.dropped(dropped, mask_1)
-            grads[0] = grad_x
+            grads[18] = second.gradient_of_b(grad_rows, cast(weighted, z_2.dtype))
         if needs[4]:
-            grads[4] = first.gradient_of_a(grad_z, ops.expert_rows(first.dropped(x, mask_1), place))
-        if needs[5]:
-            grads[5] = first.gradient_of_b(grad_gate_up, z_1)
+            grads[4] = ops.expert_bias_gradient(grad_rows, starts, weights, order)
+        del made, grad_rows
+        if needs[8]:
+            grads[8] = first.gradient_of_weight(grad_gate_up, ops.expert_rows(x, place))
+        if needs[3]:
+            grads[3] = ops.expert_bias_gradient(grad_gate_up, starts, None, order)
+        grad_z = first.gradient_of_z(grad_gate_up)
+        if needs[0]:  # the mask is one for all of a token's rows
+            grads[0] = first.gradient_of_inputs(grad_gate_up, grad_z, mask_1, summed)
+        if needs[11]:
+            rows = ops.expert_rows(first.dropped(x, mask_1), place)
+            grads[11] = first.gradient_of_a(grad_z, rows)
+        if needs[12]:
+            grads[12] = first.gradient_of_b(grad_gate_up, z_1)
         return tuple(grads)
 
 
@@ -243,10 +224,6 @@ def adapted_expert_mlp(
     biases = [None if each is None else each.to(x.dtype) for each in (gate_up_bias, down_bias)]
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
     routes = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
-    out = apply(
-        _ExpertMLP,
-        *(rows, *routes, gate_up.weight, gate_up.a, gate_up.b, down.weight, down.a, down.b),
-        *(*biases, *gate_up[1:3], *down[1:3], gate_up.adapter, down.adapter),
-        *(count, activation, keep_gate_up),
-    )
+    options = count, activation, keep_gate_up
+    out = apply(_ExpertMLP, rows, *routes, *biases, *options, *gate_up, *down)
     return out.view(x.shape)

@@ -1,5 +1,6 @@
 """Weights of experts, also of few bits and with low-rank adapters, and the products with them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,12 +45,12 @@ class Projection:
         self,
         x: Tensor,
         starts: Tensor,
-        adapter: Adapter | None,
-        a: Tensor | None,
-        b: Tensor | None,
         weight: Tensor,
         scales: Tensor | None,
         levels: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        adapter: Adapter | None,
     ) -> None:
         self.ops, self.frozen_ops = select("expert_mlp", x), select("frozen_experts", x)
         self.starts, self.count, self.adapter = starts, len(starts) - 1, adapter
@@ -98,22 +99,35 @@ class Projection:
             x, weight, scales, levels, self.starts, transposed
         )
 
-    def to_rank(self, grad: Tensor) -> Tensor:
-        """Return the gradient of A x."""
-        assert self.adapter is not None
-        _, b = self.factors
-        z: Tensor = self.ops.expert_linear(grad, b, self.starts)
+    def gradient_of_z(self, grad: Tensor) -> Tensor | None:
+        """Return the gradient of A x for that of the outputs, or None without adapters."""
+        if self.adapter is None:
+            return None
+        z: Tensor = self.ops.expert_linear(grad, self.factors[1], self.starts)
         return z.mul_(self.adapter.scaling)
 
-    def to_inputs(self, grad_z: Tensor) -> Tensor:
-        """Return the gradient of the inputs of A."""
-        a, _ = self.factors
-        return self.ops.expert_linear(grad_z, a, self.starts)  # type: ignore[no-any-return]
+    def gradient_of_inputs(
+        self,
+        grad: Tensor,
+        grad_z: Tensor | None,
+        mask: Tensor | None,
+        summed: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> Tensor:
+        """Return the gradient of the inputs, of which `summed` adds up those that are one token's.
 
-    def add_to_inputs(self, grad: Tensor, grad_z: Tensor) -> None:
-        """Add the gradient of the inputs of A to that of the inputs of the frozen weight."""
+        Args: grad, grad_z: the gradients of the outputs and of A x; mask: see `mask`.
+        """
+        rows = self.product(grad, transposed=False)
+        if grad_z is None:
+            return summed(rows)
         a, _ = self.factors
-        self.frozen_ops.expert_linear_add(grad, grad_z, a, self.starts)
+        if mask is None:
+            self.frozen_ops.expert_linear_add(rows, grad_z, a, self.starts)
+            return summed(rows)
+        total = summed(rows)
+        del rows
+        total += self.dropped(summed(self.ops.expert_linear(grad_z, a, self.starts)), mask)
+        return total
 
     def gradient_of_weight(self, grad: Tensor, rows: Tensor) -> Tensor:
         """Return the gradient of the weight in its shape and dtype."""
