@@ -50,6 +50,13 @@ def _capped(logit, inner, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _put(ptr, row, value):
+    """Store a number of a row, unless the pointer is None."""
+    if ptr is not None:
+        tl.store(ptr + row, value)
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits_ptr,
     row_stride,
@@ -114,18 +121,13 @@ def cross_entropy_kernel(
     target = tl.load(targets_ptr + row)
     if target == ignore_index:
         if not HAS_LSE:
-            tl.store(loss_ptr + row, 0.0)
-            tl.store(z_loss_ptr + row, 0.0)
-            if log_prob_ptr is not None:
-                tl.store(log_prob_ptr + row, 0.0)
-            if entropy_ptr is not None:
-                tl.store(entropy_ptr + row, 0.0)
-            if correct_ptr is not None:
-                tl.store(correct_ptr + row, 0)
-            if sum_sq_ptr is not None:
-                tl.store(sum_sq_ptr + row, 0.0)
-            if mean_ptr is not None:
-                tl.store(mean_ptr + row, 0.0)
+            _put(loss_ptr, row, 0.0)
+            _put(z_loss_ptr, row, 0.0)
+            _put(log_prob_ptr, row, 0.0)
+            _put(entropy_ptr, row, 0.0)
+            _put(correct_ptr, row, 0)
+            _put(sum_sq_ptr, row, 0.0)
+            _put(mean_ptr, row, 0.0)
         if grad_ptr is not None:
             zeros = tl.zeros((PIECES, BLOCK), grad_ptr.dtype.element_ty)
             for start in range(0, columns, PIECES * BLOCK):
@@ -216,8 +218,7 @@ def cross_entropy_kernel(
         tl.store(lse_ptr + 2 * row + 1, log_sum)
         tl.store(loss_ptr + row, loss + z + poison)
         tl.store(z_loss_ptr + row, z + poison)
-        if log_prob_ptr is not None:
-            tl.store(log_prob_ptr + row, log_prob + poison)
+        _put(log_prob_ptr, row, log_prob + poison)
         if entropy_ptr is not None:
             rise = tl.where(highest == -infinity, 0.0, (highest - top) * unit_2)
             below_sum = tl.sum(tl.exp2(rise) * (below + rise * total))
@@ -227,11 +228,9 @@ def cross_entropy_kernel(
             fall = tl.exp2((highest - top) * unit_2)
             sum_sq = tl.sum(squares * fall * fall) / (total_sum * total_sum)
             tl.store(sum_sq_ptr + row, sum_sq + poison)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, tl.sum(sums) * unit / columns + poison)
-        if correct_ptr is not None:
-            correct = inside & (tl.max(beaten) == 0) & (target_logit == target_logit)
-            tl.store(correct_ptr + row, correct)
+        _put(mean_ptr, row, tl.sum(sums) * unit / columns + poison)
+        correct = inside & (tl.max(beaten) == 0) & (target_logit == target_logit)
+        _put(correct_ptr, row, correct)
 
     if grad_ptr is not None:
         scale = tl.load(row_scale_ptr + row * row_scale_stride).to(tl.float32)

@@ -33,18 +33,16 @@ def _inputs(
     mask,
     inner,
     teacher_inner,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_TEACHER_SOFTCAP: tl.constexpr,
     EVICT: tl.constexpr,
 ):
     """Load a tile of both rows: the logits, or with a softcap their tanh; -inf outside the row.
 
-    inner is 2 log2(e) * logit_scale / softcap, and tanh(x) = 1 - 2 / (1 + e^2x).
+    inner is 2 log2(e) * logit_scale / softcap, or None, and tanh(x) = 1 - 2 / (1 + e^2x).
     """
     infinity = float("inf")
     x = tl.load(student_ptr + at, mask=mask, other=-infinity, eviction_policy=EVICT).to(tl.float32)
     y = tl.load(teacher_ptr + at, mask=mask, other=-infinity, eviction_policy=EVICT).to(tl.float32)
-    if HAS_SOFTCAP and HAS_TEACHER_SOFTCAP:
+    if inner is not None and teacher_inner is not None:
         # One reciprocal serves both: 1 / e = f / (e f). At 2^60 the tanh is 1, and e f is finite.
         e = 1.0 + tl.exp2(tl.minimum(x * inner, 60.0, propagate_nan=tl.PropagateNan.ALL))
         f = 1.0 + tl.exp2(tl.minimum(y * teacher_inner, 60.0, propagate_nan=tl.PropagateNan.ALL))
@@ -52,9 +50,9 @@ def _inputs(
         both = -2.0 * root * root  # cheaper than a division
         x = tl.where(mask, 1.0 + both * f, -infinity)
         y = tl.where(mask, 1.0 + both * e, -infinity)
-    elif HAS_SOFTCAP:
+    elif inner is not None:
         x = tl.where(mask, 1.0 - 2.0 / (1.0 + tl.exp2(x * inner)), -infinity)
-    elif HAS_TEACHER_SOFTCAP:
+    elif teacher_inner is not None:
         y = tl.where(mask, 1.0 - 2.0 / (1.0 + tl.exp2(y * teacher_inner)), -infinity)
     return x, y
 
@@ -133,12 +131,10 @@ def divergence_kernel(
                     tl.store(grad_ptr + start + column, zeros, mask=start + column < columns)
             return
 
-    inner, unit = 2.0 * LOG2_E * logit_scale / softcap, logit_scale
-    if HAS_SOFTCAP:
-        unit = softcap
-    teacher_inner, teacher_unit = 2.0 * LOG2_E * teacher_scale / teacher_softcap, teacher_scale
-    if HAS_TEACHER_SOFTCAP:
-        teacher_unit = teacher_softcap
+    inner = 2.0 * LOG2_E * logit_scale / softcap if HAS_SOFTCAP else None
+    unit = softcap if HAS_SOFTCAP else logit_scale
+    teacher_inner = 2.0 * LOG2_E * teacher_scale / teacher_softcap if HAS_TEACHER_SOFTCAP else None
+    teacher_unit = teacher_softcap if HAS_TEACHER_SOFTCAP else teacher_scale
     unit_2 = unit * LOG2_E
     teacher_unit_2 = teacher_unit * LOG2_E
 
@@ -150,17 +146,7 @@ def divergence_kernel(
     for start in range(0, columns, PIECES * BLOCK):
         at = start + column
         mask = at < columns
-        x, y = _inputs(
-            student_ptr,
-            teacher_ptr,
-            at,
-            mask,
-            inner,
-            teacher_inner,
-            HAS_SOFTCAP,
-            HAS_TEACHER_SOFTCAP,
-            "evict_last",
-        )
+        x, y = _inputs(student_ptr, teacher_ptr, at, mask, inner, teacher_inner, "evict_last")
         highest, total = _fold(x, highest, total, unit_2)
         teacher_highest, teacher_total = _fold(y, teacher_highest, teacher_total, teacher_unit_2)
     top = tl.max(highest)
@@ -177,17 +163,7 @@ def divergence_kernel(
     for start in range(0, columns, PIECES * BLOCK):
         at = start + column
         mask = at < columns
-        x, y = _inputs(
-            student_ptr,
-            teacher_ptr,
-            at,
-            mask,
-            inner,
-            teacher_inner,
-            HAS_SOFTCAP,
-            HAS_TEACHER_SOFTCAP,
-            "",
-        )
+        x, y = _inputs(student_ptr, teacher_ptr, at, mask, inner, teacher_inner, "")
         log_p = (x - top) * unit_2 - log_sum
         log_q = (y - teacher_top) * teacher_unit_2 - teacher_log_sum
         p = tl.exp2(log_p)
@@ -227,30 +203,18 @@ def divergence_kernel(
         for start in range(0, columns, PIECES * BLOCK):
             at = start + column
             mask = at < columns
-            x, y = _inputs(
-                student_ptr,
-                teacher_ptr,
-                at,
-                mask,
-                inner,
-                teacher_inner,
-                HAS_SOFTCAP,
-                HAS_TEACHER_SOFTCAP,
-                "evict_first",
-            )
+            x, y = _inputs(student_ptr, teacher_ptr, at, mask, inner, teacher_inner, "evict_first")
             log_p = (x - top) * unit_2 - log_sum
             log_q = (y - teacher_top) * teacher_unit_2 - teacher_log_sum
             p = tl.exp2(log_p)
             if KIND == REVERSE_KL:
-                own = log_p - log_q
+                own = tl.where(p > 0.0, log_p - log_q, 0.0)
             elif KIND == JSD:
                 log_m = _log2((1.0 - beta) * p + (beta * tl.exp2(log_q) + TINY))
                 own = (1.0 - beta) * (tl.maximum(log_p, MIN_LOG) - log_m)
             else:
                 q = tl.exp2(log_q)
                 own = tl.where(p > q, 0.5, tl.where(p < q, -0.5, 0.0))
-            if KIND == REVERSE_KL:
-                own = tl.where(p > 0.0, own, 0.0)
             grad = p * (own - slope) * scale
             if HAS_SOFTCAP:
                 grad *= 1.0 - x * x
