@@ -364,7 +364,6 @@ def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
     from ligermodels.kernels.float8_cast import (
         absolute_maximum,
         float8_cast,
-        float8_cast_blocks,
         float8_product,
         formats,
     )
@@ -401,7 +400,7 @@ def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
             ),
             "both, blocks": (
                 4,
-                lambda x=x: float8_cast_blocks(x, e4m3, square=False, transposed=True),
+                lambda x=x: float8_cast(x, None, e4m3, transposed=True),
             ),
         }
         for name, (size, run) in ways.items():
@@ -423,9 +422,9 @@ def casts(tokens: int, tiny: bool) -> list[dict[str, Any]]:
                 products[name] = timed(
                     lambda a=a, b=b, fast=fast: float8_product(a, b, torch.bfloat16, fast=fast)
                 )
-        a, _ = float8_cast_blocks(x, e4m3, square=False)
+        a, _ = float8_cast(x, None, e4m3)
         for square in (True, False):
-            b, _ = float8_cast_blocks(weight, e4m3, square=square)
+            b, _ = float8_cast(weight, None, e4m3, square=square)
             name = f"float8, blocks of 1 x 128 and {128 if square else 1} x 128"
             products[name] = timed(lambda a=a, b=b: float8_product(a, b, torch.bfloat16))
         for name, ms in products.items():

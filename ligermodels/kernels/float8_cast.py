@@ -43,51 +43,34 @@ def absolute_maximum(x: Tensor, axis: Axis = "tensor") -> Tensor:
 
 def float8_cast(
     x: Tensor,
-    amax: Tensor,
+    amax: Tensor | None,
     dtype: torch.dtype,
     *,
+    square: bool = False,
     straight: bool = True,
     transposed: bool = False,
     seen: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None]:
-    """Return x and its transpose in float8, both from one reading of x.
+    """Return x and its transpose in float8.
 
     The scale is amax / the largest number of the dtype, so what is at most amax fits exactly. What
     is larger saturates, but an infinity becomes NaN. A scale of zeros is not 0, so they stay zeros.
     If amax is NaN or infinite, so is the scale, and every product with the result shows it.
 
+    Without amax, each 128 elements of a row of either result have a scale, from these elements, so
+    nothing saturates.
+
     Args: x: (rows, columns); amax: what `absolute_maximum` returns. One for each row is only for
-        straight, one for each column only for transposed. seen: a float32 (1, 1) that is raised to
-        the largest absolute value of x.
+        straight, one for each column only for transposed. None is for columns that are a multiple
+        of 16. square: whether the blocks without amax are of 128 x 128, which is for weights; seen:
+        a float32 (1, 1) that is raised to the largest absolute value of x.
     Returns: x (rows, columns) if straight, and its transpose if transposed, whose rows are filled
-        with zeros up to a multiple of 16; else None.
+        with zeros up to a multiple of 16; else None. Without amax, x has as many rows.
     """
     ops = select("float8_cast", x)
-    values, turned, scale = ops.float8_cast(x, amax, dtype, straight, transposed, seen)
-    return (
-        None if values is None else Float8(values, scale),
-        None if turned is None else Float8(turned, scale.t()),
-    )
-
-
-def float8_cast_blocks(
-    x: Tensor, dtype: torch.dtype, *, square: bool, straight: bool = True, transposed: bool = False
-) -> tuple[Float8 | None, Float8 | None]:
-    """Return x and its transpose in float8, with a scale for each 128 elements of a row.
-
-    Each scale comes from its own elements, so nothing saturates.
-
-    Args: x: (rows, columns), of which columns are a multiple of 16; square: whether the blocks are
-        of 128 x 128, which is for weights.
-    Returns: x if straight, and its transpose if transposed, else None. Rows of x are filled with
-        zeros up to a multiple of 16.
-    """
-    ops = select("float8_cast", x)
-    made = ops.float8_cast_blocks(x, dtype, square, straight, transposed)
-    return tuple(  # type: ignore[return-value]
-        None if part is None else Float8(part[0], part[1] if square else part[1].t())
-        for part in made
-    )
+    made = ops.float8_cast(x, amax, dtype, square, straight, transposed, seen)
+    straight_x, turned = (None if part is None else Float8(*part) for part in made)
+    return straight_x, turned
 
 
 def float8_product(

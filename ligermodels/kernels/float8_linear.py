@@ -15,11 +15,9 @@ from ligermodels.kernels.dispatch import (
     without_autocast,
 )
 from ligermodels.kernels.float8_cast import (
-    Axis,
     Float8,
     absolute_maximum,
     float8_cast,
-    float8_cast_blocks,
     float8_product,
     formats,
 )
@@ -154,21 +152,30 @@ class Float8Products(Products):
             assert self.scales is not None
             self.x_amax, self.x_scale = self.limit, self.scales.scale(X)
             return Float8(rows, self.x_scale), None
-        if self.recipe.scales == "blocks":
-            made = float8_cast_blocks(rows, self.e4m3, square=False, transposed=keeps_x)
-            return made  # type: ignore[return-value]
-        if self.limit is not None:
-            amax = self.limit
-        elif amax is None:
-            amax = absolute_maximum(rows, self.recipe.scales)
-        both = keeps_x and self.by_tensor
-        straight, turned = float8_cast(rows, amax, self.e4m3, transposed=both, seen=self._seen(X))
+        if self.by_tensor:
+            amax = self.limit if self.limit is not None else amax
+            self.x_amax = amax = absolute_maximum(rows) if amax is None else amax
+        straight, turned = self._cast(rows, amax, self.e4m3, seen=self._seen(X), transposed=keeps_x)
         assert straight is not None
         if self.by_tensor:
-            self.x_amax, self.x_scale = amax, straight.scale
-        if keeps_x and turned is None:
-            turned = self._turned_x(rows)
+            self.x_scale = straight.scale
         return straight, turned
+
+    def _cast(
+        self, x: Tensor, amax: Tensor | None, dtype: torch.dtype, **options: Any
+    ) -> tuple[Float8 | None, Float8 | None]:
+        """Return what `float8_cast` does with this recipe's scales; amax is that of a tensor."""
+        if self.recipe.scales != "rows":
+            return float8_cast(x, amax, dtype, **options)
+        # A scale must be outside of the sum, so the two orientations have other ones.
+        straight, turned = options.pop("straight", True), options.pop("transposed", False)
+        made: list[Float8 | None] = [None, None]
+        if straight:
+            made[0], _ = float8_cast(x, absolute_maximum(x, "rows"), dtype)
+        if turned:
+            amax = absolute_maximum(x, "columns")
+            _, made[1] = float8_cast(x, amax, dtype, straight=False, transposed=True)
+        return made[0], made[1]
 
     def product(self, x: Float8, weight: Tensor, bias: Tensor | None, shape: torch.Size) -> Tensor:
         """Return the output for an x of this shape."""
@@ -220,22 +227,14 @@ class Float8Products(Products):
             return [Float8(straight, scale), Float8(turned, scale)]
         rows, dtype = grad_output.reshape(-1, grad_output.shape[-1]), self._grad_dtype()
         wanted = {"straight": needs_x, "transposed": needs_weight}
-        if self.recipe.scales == "blocks":
-            return [*float8_cast_blocks(rows, dtype, square=False, **wanted)]
+        amax = None
         if self.by_tensor:
             amax, version = getattr(grad_output, "_amax", (None, 0))
             if (limit := self._limit(GRAD)) is not None:
                 amax = limit
             elif amax is None or version != grad_output._version:
                 amax = absolute_maximum(rows)
-            return [*float8_cast(rows, amax, dtype, seen=self._seen(GRAD), **wanted)]
-        straight = turned = None
-        if needs_x:
-            straight, _ = float8_cast(rows, absolute_maximum(rows, "rows"), dtype)
-        if needs_weight:
-            amax = absolute_maximum(rows, "columns")
-            _, turned = float8_cast(rows, amax, dtype, straight=False, transposed=True)
-        return [straight, turned]
+        return [*self._cast(rows, amax, dtype, seen=self._seen(GRAD), **wanted)]
 
     def _grad_dtype(self) -> torch.dtype:
         return self.e5m2 if self.recipe.grad_e5m2 else self.e4m3
@@ -254,13 +253,7 @@ class Float8Products(Products):
         return float8_product(operand[1], x, dtype)
 
     def _turned_x(self, rows: Tensor) -> Float8:
-        if self.recipe.scales == "blocks":
-            made = float8_cast_blocks(
-                rows, self.e4m3, square=False, straight=False, transposed=True
-            )
-        else:
-            amax = absolute_maximum(rows, "columns") if self.x_amax is None else self.x_amax
-            made = float8_cast(rows, amax, self.e4m3, straight=False, transposed=True)
+        made = self._cast(rows, self.x_amax, self.e4m3, straight=False, transposed=True)
         turned = made[1]
         assert turned is not None
         return turned
@@ -269,19 +262,14 @@ class Float8Products(Products):
         casts = {} if self.casts is None else self.casts
         if transposed not in casts:
             wanted = {"straight": not transposed, "transposed": transposed}
-            if self.recipe.scales == "blocks":
-                made = float8_cast_blocks(weight, self.e4m3, square=True, **wanted)
-            else:
-                amax = self.weight_amax
-                if amax is None:
-                    amax = self._limit(WEIGHT)
-                if amax is None:
-                    by_row: Axis = "columns" if transposed else "rows"
-                    amax = absolute_maximum(weight, "tensor" if self.by_tensor else by_row)
-                if self.by_tensor:
-                    self.weight_amax = amax
-                seen = None if transposed else self._seen(WEIGHT)
-                made = float8_cast(weight, amax, self.e4m3, seen=seen, **wanted)
+            if self.by_tensor and self.weight_amax is None:
+                limit = self._limit(WEIGHT)
+                self.weight_amax = absolute_maximum(weight) if limit is None else limit
+            seen = None if transposed else self._seen(WEIGHT)
+            square = self.recipe.scales == "blocks"
+            made = self._cast(
+                weight, self.weight_amax, self.e4m3, square=square, seen=seen, **wanted
+            )
             found = made[transposed]
             assert found is not None
             casts[transposed] = found

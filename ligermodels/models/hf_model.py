@@ -35,7 +35,7 @@ from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Entry, WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line, listing
 from ligermodels.float8 import Float8Linear, convert
-from ligermodels.kernels.reference.float8_cast import float8_cast_blocks
+from ligermodels.kernels.reference.float8_cast import float8_cast
 from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
@@ -516,7 +516,7 @@ def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def _float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight in e4m3, and the scales of its squares of 128."""
-    made, _ = float8_cast_blocks(weight, torch.float8_e4m3fn, True, True, False)
+    made, _ = float8_cast(weight, None, torch.float8_e4m3fn, True, True, False)
     assert made is not None
     return made
 

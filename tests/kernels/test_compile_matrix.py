@@ -25,7 +25,7 @@ from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.expert_mlp import expert_mlp
-from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_cast_blocks
+from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
 from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.kernels.launch import Launches
 from ligermodels.kernels.wide_attention import wide_attention
@@ -58,7 +58,7 @@ FLOAT8_TYPES = {
     "nvidia": (torch.float8_e4m3fn, torch.float8_e5m2),
     "amd": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 }
-FLOAT8_KERNELS = ("float8_cast_kernel", "float8_cast_blocks_kernel")
+FLOAT8_KERNELS = ("float8_cast_kernel",)
 FLOAT8_ARCHES = (90, 100, "gfx942")
 KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.
@@ -227,8 +227,8 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
                 float8_cast(x, amax, kind, straight=axis == "tensor", transposed=True)
                 float8_cast(x, amax, kind, straight=False, transposed=True)
     for square in (False, True):
-        float8_cast_blocks(x, FLOAT8_TYPES[vendor][0], square=square, transposed=True)
-        float8_cast_blocks(x, FLOAT8_TYPES[vendor][0], square=square)
+        float8_cast(x, None, FLOAT8_TYPES[vendor][0], square=square, transposed=True)
+        float8_cast(x, None, FLOAT8_TYPES[vendor][0], square=square)
     of_experts = dispatch.select("frozen_experts", x)
     starts = torch.empty(129, dtype=torch.int32, device="meta")
     for bits, columns in ((4, 1024), (4, 1440), (8, 2048)):  # with a scale for each tile, or not

@@ -11,7 +11,6 @@ from ligermodels.kernels.float8_cast import (
     Float8,
     absolute_maximum,
     float8_cast,
-    float8_cast_blocks,
     float8_product,
 )
 from tests.kernels.conftest import INTERPRETING, Place
@@ -70,7 +69,7 @@ def test_blocks(place, rows, columns, square) -> None:
         x[::4] = x[:, ::4] = 448
         x = x.to(E4M3).to(torch.bfloat16)
     x[-1, -1] = 0
-    both = float8_cast_blocks(x, E4M3, square=square, transposed=True)
+    both = float8_cast(x, None, E4M3, square=square, transposed=True)
     padded = -(-rows // 16) * 16
     for made, exact in zip(both, (x, x.t())):
         height, width = exact.shape
@@ -230,7 +229,7 @@ def test_gate_up_kept_in_float8(place, rows, width, activation) -> None:
     y = ops.glu_forward(gate_up, activation, None, None, (values, scale))
     assert torch.equal(y, ops.glu_forward(gate_up, activation))
     for i, part in enumerate(gate_up.chunk(2, -1)):
-        expected, _ = float8_cast_blocks(part.contiguous(), E4M3, square=False)
+        expected, _ = float8_cast(part.contiguous(), None, E4M3)
         if not INTERPRETING:  # see above
             found = values[:, i * width : (i + 1) * width].contiguous()
             assert steps_apart(found, expected.values[:rows, :width].contiguous()) == 0

@@ -37,43 +37,35 @@ def scaled(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return ((x * (most / amax)).clamp(-largest, largest) + x * 0).to(dtype), amax / most
 
 
+Cast = tuple[Tensor, Tensor]  # the fields of a `Float8`
+
+
 def float8_cast(
     x: Tensor,
-    amax: Tensor,
+    amax: Tensor | None,
     dtype: torch.dtype,
+    square: bool,
     straight: bool,
     transposed: bool,
     seen: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return x / scale, its transpose, and the scale; see `scaled`.
+) -> tuple[Cast | None, Cast | None]:
+    """Return x / scale and its transpose, each with its scale, or None; see `scaled`.
+
+    Without amax, a block is 128 elements of a row of either result, or 128 x 128 if square; the
+    last ones may be shorter. DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
 
     Args: amax: of the shapes that `absolute_maximum` returns; seen: a number (1, 1) that is raised
         to the largest absolute value of x.
-    Returns: (rows, columns) and (columns, rows up to a multiple of 16), each None if it was not
-        asked for, and the scale in the shape of amax.
+    Returns: (rows, columns) and (columns, rows up to a multiple of 16), or without amax (rows up to
+        a multiple of 16, columns); and the scales as in `Float8`.
     """
     recorded(x, seen)
-    values, scale = scaled(x, amax, dtype)
-    turned = None
-    if transposed:
-        rows = -(-len(x) // MULTIPLE) * MULTIPLE
-        turned = torch.zeros(x.shape[1], rows, dtype=dtype, device=x.device)
+    if amax is not None:
+        values, scale = scaled(x, amax, dtype)
+        turned = torch.zeros(x.shape[1], len(x) + -len(x) % MULTIPLE, dtype=dtype, device=x.device)
         turned[:, : len(x)] = values.t()
-    return values if straight else None, turned, scale
-
-
-def float8_cast_blocks(
-    x: Tensor, dtype: torch.dtype, square: bool, straight: bool, transposed: bool
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """Return x / scale and its transpose, each with the scales of its blocks, or None.
-
-    A block is 128 elements of a row of either result, or 128 x 128 if square; the last ones may be
-    shorter. DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
-
-    Returns: (rows up to a multiple of 16, columns) and scales (blocks of a row, rows), and the same
-        for the transpose; the scales of squares are (blocks of rows, blocks of columns).
-    """
-    made: list[tuple[Tensor, Tensor] | None] = []
+        return (values, scale) if straight else None, (turned, scale.t()) if transposed else None
+    made: list[Cast | None] = []
     for wanted, y in ((straight, x), (transposed, x.t())):
         if not wanted:
             made.append(None)
@@ -85,5 +77,5 @@ def float8_cast_blocks(
         tiles = tiles.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, size))
         values, scale = scaled(tiles, tiles.abs().amax((1, 3), True).float(), dtype)
         values, scale = values.flatten(0, 1).flatten(1)[:rows, :columns], scale[:, 0, :, 0]
-        made.append((values.contiguous(), scale if square else scale.t().contiguous()))
+        made.append((values.contiguous(), scale if square else scale.t().contiguous().t()))
     return made[0], made[1]

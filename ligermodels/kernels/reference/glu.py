@@ -10,7 +10,6 @@ from ligermodels.kernels.dispatch import cast, compute_dtype
 from ligermodels.kernels.reference.float8_cast import (
     BLOCK,
     float8_cast,
-    float8_cast_blocks,
     recorded,
     scaled,
 )
@@ -36,10 +35,11 @@ def glu_forward(
         parts = zip(gate_up.chunk(2, -1), values.chunk(2, -1), scale.chunk(2))
         for part, to, scale_to in parts:
             rows, width = part.shape[:-1].numel(), part.shape[-1]
-            made, _ = float8_cast_blocks(part.reshape(rows, width), to.dtype, False, True, False)
+            part = part.reshape(rows, width)
+            made, _ = float8_cast(part, None, to.dtype, False, True, False)
             assert made is not None
             to.copy_(made[0][:rows, :width].view(to.shape))
-            scale_to.copy_(made[1][: len(scale_to), :rows])
+            scale_to.copy_(made[1].t()[: len(scale_to), :rows])
     gate, up = cast(gate_up, compute_dtype(gate_up)).chunk(2, -1)
     if activation == "silu":
         gate = F.silu(gate)
@@ -96,16 +96,18 @@ def glu_backward(
         out = cast(cast(out, rounded), grad_output.dtype)
     if turned is not None and out is not None:
         values, out_amax = turned
-        made = float8_cast(out.flatten(0, -2), out_amax, values.dtype, False, True)[1]
-        values.copy_(made)  # type: ignore[arg-type]
+        _, made = float8_cast(out.flatten(0, -2), out_amax, values.dtype, False, False, True)
+        assert made is not None
+        values.copy_(made[0])
         out = None
     parts = grad_gate, grad * activated
     if operand is not None:
         straight, across, limit, seen = operand
         grad = cast(torch.cat(parts, -1), rounded).flatten(0, -2)
-        both = float8_cast(grad, limit, straight.dtype, True, True, seen)
-        straight.copy_(both[0])  # type: ignore[arg-type]
-        across.copy_(both[1])  # type: ignore[arg-type]
+        both = float8_cast(grad, limit, straight.dtype, False, True, True, seen)
+        for to, part in zip((straight, across), both):
+            assert part is not None
+            to.copy_(part[0])
         return gate_up if scale is None else grad_output.new_empty(1).expand(gate_up.shape), out
     if overwrite and scale is None:
         return recorded(torch.cat(parts, -1, out=gate_up), amax), out

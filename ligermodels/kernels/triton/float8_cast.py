@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
-from ligermodels.kernels.reference.float8_cast import BLOCK, MULTIPLE, SMALLEST
+from ligermodels.kernels.reference.float8_cast import BLOCK, MULTIPLE, SMALLEST, Cast
 from ligermodels.kernels.triton.float8_tile import (
     _record_amax,
     _scaled,
@@ -72,77 +72,51 @@ def float8_cast_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one tile. values, turned and seen may be None."""
+    """Each program handles one tile. values, turned and seen may be None.
+
+    AXIS says what has a scale. If amax is None, a tile has the whole of it.
+    """
     row, column = _tile_of(columns, ROWS, BLOCK)
+    across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, ROWS)
+    block, tile = tl.program_id(0) % across, tl.program_id(0) // across
     inside = column < columns
     mask = (row < rows) & inside
-    first = tl.program_id(0) == 0
-    if AXIS == "tensor":
-        amax = tl.load(amax_ptr)
-    elif AXIS == "rows":
-        first = tl.program_id(0) % tl.cdiv(columns, BLOCK) == 0
-        amax = tl.load(amax_ptr + row, mask=row < rows, other=0.0)
-    else:
-        first = tl.program_id(0) < tl.cdiv(columns, BLOCK)
-        amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
+    if amax_ptr is not None:
+        if AXIS == "tensor":
+            amax = tl.load(amax_ptr)
+            at, stored = 0, tl.program_id(0) == 0
+        elif AXIS == "rows":
+            amax = tl.load(amax_ptr + row, mask=row < rows, other=0.0)
+            at, stored = row, (block == 0) & (row < rows)
+        else:
+            amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
+            at, stored = column, (tile == 0) & inside
     x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
     if seen_ptr is not None:
         _record_amax(seen_ptr, x)
+    if amax_ptr is None:
+        most = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)  # see `_record_amax`
+        if AXIS != "columns":
+            most = tl.max(most, 1, keep_dims=True)
+        if AXIS != "rows":
+            most = tl.max(most, 0, keep_dims=True)
+        amax = most.to(tl.float32, bitcast=True)
+        mask = (row < padded) & inside
+        if AXIS == "tensor":
+            at = block * down + tile if values_ptr is None else tile * across + block
+            at, stored = at + tl.zeros_like(most), most >= 0
+        elif AXIS == "rows":
+            at, stored = block.to(tl.int64) * padded + row, row < padded
+        else:
+            at, stored = tile.to(tl.int64) * columns + column, inside
     scaled, scale = _scaled(x, amax, smallest, largest)
     if values_ptr is not None:
         values = scaled.to(values_ptr.dtype.element_ty)
         tl.store(values_ptr + row * columns + column, values, mask=mask)
     if turned_ptr is not None:
-        amax_t = amax if AXIS == "tensor" else tl.trans(amax)
-        _store_turned(turned_ptr, x, amax_t, row, column, columns, padded, smallest, largest)
-    if AXIS == "tensor":
-        tl.store(scale_ptr, scale, mask=first)
-    elif AXIS == "rows":
-        tl.store(scale_ptr + row, scale, mask=first & (row < rows))
-    else:
-        tl.store(scale_ptr + column, scale, mask=first & inside)
-
-
-@triton.jit
-def float8_cast_blocks_kernel(
-    x_ptr,
-    values_ptr,
-    scale_ptr,
-    rows,
-    columns,
-    padded,
-    smallest,
-    largest,
-    SQUARE: tl.constexpr,
-    TURNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program handles one tile, whose rows, or columns if turned, are blocks."""
-    row, column = _tile_of(columns, ROWS, BLOCK)
-    across, down = tl.cdiv(columns, BLOCK), tl.cdiv(rows, ROWS)
-    block, tile = tl.program_id(0) % across, tl.program_id(0) // across
-    inside = column < columns
-    x = tl.load(x_ptr + row * columns + column, mask=(row < rows) & inside, other=0.0)
-    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)  # see `_record_amax`
-    most = tl.max(bits, 0 if TURNED else 1, keep_dims=True)
-    if SQUARE:
-        most = tl.max(most, 1 if TURNED else 0, keep_dims=True)
-    amax = most.to(tl.float32, bitcast=True)
-    _, scale = _scaled(amax, amax, smallest, largest)
-    if SQUARE:
-        at = block * down + tile if TURNED else tile * across + block
-        tl.store(scale_ptr + at + tl.zeros_like(most), scale)
-    elif TURNED:
-        tl.store(scale_ptr + tile.to(tl.int64) * columns + column, scale, mask=inside)
-    else:
-        tl.store(scale_ptr + block.to(tl.int64) * padded + row, scale, mask=row < padded)
-    if TURNED:
-        amax = tl.trans(amax)
-        _store_turned(values_ptr, x, amax, row, column, columns, padded, smallest, largest)
-    else:
-        values = _scaled(x, amax, smallest, largest)[0].to(values_ptr.dtype.element_ty)
-        tl.store(values_ptr + row * columns + column, values, mask=(row < padded) & inside)
+        amax = amax if AXIS == "tensor" else tl.trans(amax)
+        _store_turned(turned_ptr, x, amax, row, column, columns, padded, smallest, largest)
+    tl.store(scale_ptr + at, scale, mask=stored)
 
 
 def absolute_maximum(x: Tensor, axis: str) -> Tensor:
@@ -167,88 +141,68 @@ def absolute_maximum(x: Tensor, axis: str) -> Tensor:
 
 def float8_cast(
     x: Tensor,
-    amax: Tensor,
+    amax: Tensor | None,
     dtype: torch.dtype,
+    square: bool,
     straight: bool,
     transposed: bool,
     seen: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Cast | None, Cast | None]:
     """Launch the kernel for `reference.float8_cast`."""
     x = x.contiguous()
     rows, columns = x.shape
     padded = cdiv(rows, MULTIPLE) * MULTIPLE
+    if straight and transposed and amax is None:
+        # One launch for both took longer than two: each of its tiles has 128 x 128 elements.
+        first, _ = float8_cast(x, None, dtype, square, True, False)
+        return first, float8_cast(x, None, dtype, square, False, True)[1]
     if transposed and x.element_size() > 2:
         # Triton 3.6 transposes a tile of float32 on its way to float8 wrongly on Hopper.
-        values = float8_cast(x, amax, dtype, True, False, seen)[0] if straight else None
+        first = float8_cast(x, amax, dtype, square, True, False, seen)[0] if straight else None
         x_t = F.pad(x.t(), (0, padded - rows))
-        turned, _, scale = float8_cast(x_t, amax.t().contiguous(), dtype, True, False)
-        return values, turned, scale.t()
-    values = torch.empty_like(x, dtype=dtype) if straight else None
-    turned = x.new_empty((columns, padded), dtype=dtype) if transposed else None
-    scale = torch.empty_like(amax)
-    if x.numel() == 0:
-        return values, turned, scale.fill_(SMALLEST)
-    axis = "tensor"
-    if amax.numel() > 1:
-        axis = "rows" if amax.shape[0] > 1 else "columns"
-    setting = launch(TRANSPOSE if transposed else CAST, columns)
-    float8_cast_kernel[(cdiv(rows, setting.rows) * cdiv(columns, setting.block),)](
-        x,
-        amax,
-        values,
-        turned,
-        scale,
-        None if seen is None else seen.view(torch.int32),
-        rows,
-        columns,
-        padded,
-        SMALLEST,
-        torch.finfo(dtype).max,
-        AXIS=axis,
-        ROWS=setting.rows,
-        **keywords(setting),
-    )
-    return values, turned, scale
-
-
-def float8_cast_blocks(
-    x: Tensor, dtype: torch.dtype, square: bool, straight: bool, transposed: bool
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """Launch the kernel for `reference.float8_cast_blocks`."""
-    x = x.contiguous()
-    rows, columns = x.shape
-    padded = cdiv(rows, MULTIPLE) * MULTIPLE
-    if transposed and x.element_size() > 2:  # as in `float8_cast`
-        first = float8_cast_blocks(x, dtype, square, True, False)[0] if straight else None
-        x_t = F.pad(x.t(), (0, padded - rows))
-        return first, float8_cast_blocks(x_t, dtype, square, True, False)[0]
-    made: list[tuple[Tensor, Tensor] | None] = []
-    for turned, wanted in enumerate((straight, transposed)):
-        if not wanted:
-            made.append(None)
-            continue
-        # One launch for both took longer than two: each of its tiles has 128 x 128 elements.
-        setting = launch(BLOCKS_TURNED if turned and not square else BLOCKS, columns)
+        amax_t, seen = None if amax is None else amax.t().contiguous(), None if straight else seen
+        return first, float8_cast(x_t, amax_t, dtype, square, True, False, seen)[0]
+    values = turned = None
+    if straight:
+        values = x.new_empty((padded if amax is None else rows, columns), dtype=dtype)
+    if transposed:
+        turned = x.new_empty((columns, padded), dtype=dtype)
+    if amax is not None:
+        scale = torch.empty_like(amax)
+        axis = "tensor" if amax.numel() == 1 else "rows" if amax.shape[0] > 1 else "columns"
+        launches = TRANSPOSE if transposed else CAST
+    else:
         across, down = cdiv(columns, BLOCK), cdiv(rows, BLOCK)
-        shape = (columns, padded) if turned else (padded, columns)
-        blocks = ((across, down) if turned else (down, across)) if square else None
-        if blocks is None:
-            blocks = (down, columns) if turned else (across, padded)
-        values, scale = x.new_empty(shape, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
-        if x.numel():
-            float8_cast_blocks_kernel[(down * cdiv(columns, setting.block),)](
-                x,
-                values,
-                scale,
-                rows,
-                columns,
-                padded,
-                SMALLEST,
-                torch.finfo(dtype).max,
-                SQUARE=square,
-                TURNED=bool(turned),
-                ROWS=setting.rows,
-                **keywords(setting),
-            )
-        made.append((values, scale))
-    return made[0], made[1]
+        shape = (across, padded) if straight else (down, columns)
+        if square:
+            shape = (down, across) if straight else (across, down)
+        scale = x.new_empty(shape, dtype=torch.float32)
+        axis = "tensor" if square else "rows" if straight else "columns"
+        launches = BLOCKS_TURNED if axis == "columns" else BLOCKS
+    if x.numel():
+        setting = launch(launches, columns)
+        float8_cast_kernel[(cdiv(rows, setting.rows) * cdiv(columns, setting.block),)](
+            x,
+            amax,
+            values,
+            turned,
+            scale,
+            None if seen is None else seen.view(torch.int32),
+            rows,
+            columns,
+            padded,
+            SMALLEST,
+            torch.finfo(dtype).max,
+            AXIS=axis,
+            ROWS=setting.rows,
+            **keywords(setting),
+        )
+    else:
+        scale.fill_(SMALLEST)
+    if amax is None and not square:
+        scale = scale.t()
+    turned_scale = scale if amax is None else scale.t()
+    return (
+        None if values is None else (values, scale),
+        None if turned is None else (turned, turned_scale),
+    )
