@@ -60,7 +60,7 @@ KINDS = {
     "loss": ("cross_entropy", "mean_loss", "scaled_kernel"),
     "optimizer": ("adam", "multi_tensor"),
     "products": ("gemm", "nvjet", "cutlass", "scaled_mm", "addmm", "::mm", "linear"),
-    "norms, rope, activation": ("rms_norm", "rope", "glu", "column_sums"),
+    "norms, rope, activation": ("norm_", "rope", "glu", "column_sums"),
 }
 
 
@@ -249,10 +249,9 @@ def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
     weights = h * qkv + h * h + 3 * h * f
     y, rows = 1 if delayed else 2, 2 if row == "rowwise" else 1
     per_token = {
-        "rms_norm_forward": 2 * (6 + y) * h,
-        "rms_norm_backward": 2 * 10 * h,
-        "rope_forward": 4 * (h + kv),
-        "rope_backward": 4 * qkv,
+        "norm_forward": 2 * (6 + y) * h,
+        "norm_backward": 2 * 10 * h,
+        "rope": 4 * (h + kv) + 4 * qkv,
         "glu_forward": (4 + y + 2 * kept) * f,
         "glu_backward": (10 - 2 * kept + (2 if plain or rows > 1 or row == "blocks" else 1)) * f,
     }

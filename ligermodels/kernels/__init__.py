@@ -12,15 +12,14 @@ from ligermodels.kernels.gated_delta import gated_delta
 from ligermodels.kernels.gated_delta_inputs import gated_delta_inputs
 from ligermodels.kernels.gated_delta_layer import gated_delta_layer
 from ligermodels.kernels.glu import geglu, glu, swiglu
-from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_cross_entropy,
     linear_log_probs,
 )
 from ligermodels.kernels.linear_cross_entropy.groups import linear_group_loss
+from ligermodels.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ligermodels.kernels.output_gate import output_gate
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, split_gated_qkv
-from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope, split_qkv
 from ligermodels.kernels.routing import routing
 

@@ -31,7 +31,7 @@ from ligermodels.kernels.dispatch import (
     without_autocast,
 )
 from ligermodels.kernels.glu import glu_backward
-from ligermodels.kernels.rms_norm import grads_of_summands
+from ligermodels.kernels.norms import grads_of_summands
 from ligermodels.kernels.rope import split_qkv
 
 
@@ -144,13 +144,15 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.products, ctx.weight_dtype = products(), weight.dtype
-        ctx.ops, ctx.options = select("rms_norm", x, residual), options
+        ctx.ops, ctx.options = select("norms", x, residual), options
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         amax, dtype, limit = ctx.products.new_amax(x), weight.dtype, None
         keeps_y = ctx.needs_input_grad[3] and not any(ctx.needs_input_grad[:3])
         if not keeps_y and (direct := ctx.products.direct()) is not None:
             dtype, limit = direct
-        y, s, rstd = ctx.ops.rms_norm_forward(x, residual, norm_weight, options, dtype, amax, limit)
+        y, s, _, rstd = ctx.ops.norm_forward(
+            x, residual, norm_weight, None, options, False, dtype, amax, limit
+        )
         saved: tuple[Tensor | None, ...] = s, norm_weight, rstd, weight, None
         if not any(ctx.needs_input_grad[:3]):
             # Then backward needs only the linear's input, if anything.
@@ -184,8 +186,10 @@ class _NormLinear(torch.autograd.Function):
             operand = ctx.products.grad_operand(grad_output, any(needs_grad[:3]), needs_grad[3])
             if any(needs_grad[:3]):
                 grad_y = ctx.products.grad_x(operand, weight, grad_output.shape)
-                grad, grad_norm_weight, y = ctx.ops.rms_norm_backward(
-                    grad_y, grad_s, s, norm_weight, rstd, ctx.options, needs_grad[2], needs_grad[3]
+                norm_dtype = norm_weight.dtype if needs_grad[2] else None
+                grad, grad_norm_weight, _, y = ctx.ops.norm_backward(
+                    *(grad_y, grad_s, s, norm_weight, None, rstd, ctx.options),
+                    *(norm_dtype, None, needs_grad[3]),
                 )
                 del grad_y
             grad_weight, grad_bias = _linear_backward(

@@ -190,7 +190,7 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         dequantize(codes, scales, torch.empty(16, device="meta"), dtype)
     x = torch.empty(4096, 14336, dtype=dtype, device="meta")
     known = torch.empty(1, 1, device="meta")
-    glu, norm = dispatch.select("glu", x), dispatch.select("rms_norm", x)
+    glu, norm = dispatch.select("glu", x), dispatch.select("norms", x)
     glu.glu_forward(x, "silu", known)
     glu.glu_forward(x, "silu", known, (FLOAT8_TYPES[vendor][0], known))
     glu.glu_backward(x, x[:, :7168], "silu", True, True, known)
@@ -206,8 +206,9 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
     for width in (4096, 8192):
         options = NormOptions(1e-6, 0.0, "llama")
         for out, limit in ((dtype, None), (FLOAT8_TYPES[vendor][0], known)):
-            norm.rms_norm_forward(
-                x[:, :width], x[:, :width], x[0, :width], options, out, known, limit
+            norm.norm_forward(
+                *(x[:, :width], x[:, :width], x[0, :width], None, options, False),
+                *(out, known, limit),
             )
     step = torch.empty((), device="meta")
     dispatch.select("adamw", x).adamw(x, x, x, x, step, 1e-3, (0.9, 0.999), 1e-8, 0.01)

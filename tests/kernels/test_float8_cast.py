@@ -142,14 +142,14 @@ def test_what_other_kernels_record(place) -> None:
     if place.dtype == torch.float64:
         return  # float8 linears refuse it
     weight = matrix(place, 1, 1040)[0]
-    glu, norm = select("glu", x), select("rms_norm", x)
+    glu, norm = select("glu", x), select("norms", x)
     for wrong in (None, torch.nan):
         if wrong is not None:
             x[3, 5] = wrong
         amax = [x.new_zeros(1, 1, dtype=torch.float32) for _ in range(3)]
         written = [
             glu.glu_forward(x, "silu", amax[0]),
-            norm.rms_norm_forward(x, x, weight, options, x.dtype, amax[1])[0],
+            norm.norm_forward(x, x, weight, None, options, False, x.dtype, amax[1])[0],
             glu.glu_backward(x, matrix(place, 17, 520), "silu", True, False, amax[2])[0],
         ]
         for found, tensor in zip(amax, written):
@@ -163,12 +163,12 @@ def test_outputs_in_float8(place) -> None:
     if place.dtype == torch.float64:
         return  # float8 linears refuse it
     weight = matrix(place, 1, 1040)[0]
-    glu, norm = select("glu", x), select("rms_norm", x)
+    glu, norm = select("glu", x), select("norms", x)
 
     def outputs(amax: list[torch.Tensor], limit: torch.Tensor | None) -> list[torch.Tensor]:
         dtype, direct = (x.dtype, None) if limit is None else (E4M3, (E4M3, limit))
         return [
-            norm.rms_norm_forward(x, x, weight, options, dtype, amax[0], limit)[0],
+            norm.norm_forward(x, x, weight, None, options, False, dtype, amax[0], limit)[0],
             glu.glu_forward(x, "silu", amax[1], direct),
         ]
 

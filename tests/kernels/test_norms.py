@@ -25,8 +25,9 @@ def test_casting_without_its_offset(place, casting_mode, offset) -> None:
 def nvidia_backward(name: str, residual: bool, width: int) -> Launch:
     """Return the launch config of the backward kernel for rows of this length."""
     pytest.importorskip("triton")
-    launchers = import_module(f"ligermodels.kernels.triton.{name}")
-    configs = launchers.ADD_BACKWARD if residual else launchers.BACKWARD
+    launchers = import_module("ligermodels.kernels.triton.norms")
+    table = ("ADD_" if residual else "") + "BACKWARD"
+    configs = getattr(launchers, "CENTRED_" * (name == "layer_norm") + table)
     return launch_for(configs.nvidia, width)
 
 

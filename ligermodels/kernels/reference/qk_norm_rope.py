@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.dispatch import cast, compute_dtype
-from ligermodels.kernels.reference.rms_norm import rms_norm_backward, rms_norm_forward
+from ligermodels.kernels.reference.norms import norm_backward, norm_forward
 from ligermodels.kernels.reference.rope import rotate
 
 
@@ -18,7 +18,7 @@ def qk_norm_rope_forward(
     sin: Tensor,
     options: NormOptions,
 ) -> Tensor:
-    """Normalise each head over head_dim as `rms_norm_forward` does, then rotate it.
+    """Normalise each head over head_dim as `norm_forward` does, then rotate it.
 
     Args: q: (batch, seq, heads, head_dim); k: (batch, seq, kv heads, head_dim); both with any
         strides; q_weight, k_weight: (head_dim); cos, sin: (batch or 1, seq, rotated / 2).
@@ -28,7 +28,7 @@ def qk_norm_rope_forward(
     cos, sin = cast(cos, dtype), cast(sin, dtype)
 
     def one(x: Tensor, weight: Tensor) -> Tensor:
-        y, _, _ = rms_norm_forward(x, None, weight, options, dtype)
+        y, *_ = norm_forward(x, None, weight, None, options, False, dtype)
         return _rotate_first(y, cos, sin)
 
     return cast(torch.cat((one(q, q_weight), one(k, k_weight)), -2), q.dtype)
@@ -69,8 +69,9 @@ def qk_norm_rope_backward(
     def one(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         rstd = torch.rsqrt(cast(x, dtype).pow(2).mean(-1) + options.eps)
         grad = _rotate_first(cast(grad, dtype), cos, -sin)
-        grad_x, grad_weight, _ = rms_norm_backward(
-            grad, None, x, weight, rstd, options, needs_weight_grads, False
+        weight_dtype = weight.dtype if needs_weight_grads else None
+        grad_x, grad_weight, *_ = norm_backward(
+            grad, None, x, weight, None, rstd, options, weight_dtype, None, False
         )
         return grad_x, grad_weight
 

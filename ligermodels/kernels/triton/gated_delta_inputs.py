@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import DeltaInputs
 from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
-from ligermodels.kernels.triton.norm_tile import column_sums
+from ligermodels.kernels.triton.column_sums import column_sums
 
 # `rows` is the tokens of a tile, which has the columns of one head.
 INPUTS = Launches(nvidia=((None, Launch(0, 4, rows=32)),), amd=((None, Launch(0, 4, rows=32)),))

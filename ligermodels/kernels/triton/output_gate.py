@@ -18,7 +18,7 @@ from ligermodels.kernels.launch import (
     reusable,
     strided,
 )
-from ligermodels.kernels.triton.norm_tile import column_sums
+from ligermodels.kernels.triton.column_sums import column_sums
 
 GATE = Launches(
     nvidia=((128, Launch(0, 4, rows=16)), (None, Launch(0, 4, rows=8))),

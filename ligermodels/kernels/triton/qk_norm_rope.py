@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import NormOptions
 from ligermodels.kernels.launch import Launch, Launches, launch, num_programs
-from ligermodels.kernels.triton.norm_tile import column_sums
+from ligermodels.kernels.triton.column_sums import column_sums
 
 # A row is the pairs of one head. A block has as many heads as fit.
 FORWARD = Launches(

@@ -1,10 +1,10 @@
-"""The kernels of RMSNorm and LayerNorm, after a residual add, and the sums of columns.
+"""Residual add and RMSNorm or LayerNorm: one launch in forward, one or two in backward.
+
+The second launch of backward is small and sums the gradients of weight and bias.
 
 EVICTION is the eviction policy of tl.load. It has no default, because Triton 3.6 does not allow a
 string as a default.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from ligermodels.kernels.launch import (
     reusable,
 )
 from ligermodels.kernels.reference.float8_cast import SMALLEST
+from ligermodels.kernels.triton.column_sums import column_sums
 from ligermodels.kernels.triton.float8_tile import _record_amax, _scaled
 
 MAX_WIDTH = 65536
@@ -38,6 +39,58 @@ AMD_FORWARD: Table = (
     (4096, Launch(0, 4)),
     (8192, Launch(0, 8)),
     (None, Launch(0, 16)),
+)
+FORWARD = Launches(
+    nvidia=(
+        (768, Launch(0, 2, rows=2)),
+        (2048, Launch(0, 2)),
+        (4096, Launch(0, 8)),
+        (8192, Launch(0, 4)),
+        (None, Launch(0, 8)),
+    ),
+    amd=AMD_FORWARD,
+)
+_LONGER: Table = (
+    (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+    (4096, Launch(0, 8, programs=2, prefetch=True)),
+    (8192, Launch(0, 16, prefetch=True)),
+    (None, Launch(0, 16, 1, reload=True)),
+)
+BACKWARD = Launches(
+    nvidia=((1024, Launch(0, 4, rows=4, programs=3, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
+)
+# Configs of the same kernel, if there is also an upstream gradient of the sum.
+ADD_BACKWARD = Launches(
+    nvidia=((1024, Launch(0, 4, rows=2, programs=4, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
+)
+CENTRED_FORWARD = Launches(
+    nvidia=(
+        (768, Launch(0, 1, rows=2)),
+        (2048, Launch(0, 2)),
+        (8192, Launch(0, 4)),
+        (None, Launch(0, 8)),
+    ),
+    amd=AMD_FORWARD,
+)
+CENTRED_BACKWARD = Launches(
+    nvidia=(
+        (1024, Launch(0, 4, 1, rows=4, programs=4)),
+        (2048, Launch(0, 8, 1, rows=4, programs=2)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    amd=AMD_BACKWARD,
+)
+CENTRED_ADD_BACKWARD = Launches(
+    nvidia=(
+        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 16, rows=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
+    ),
+    amd=AMD_BACKWARD,
 )
 
 
@@ -277,7 +330,6 @@ def norm_backward_kernel(
 
 
 def norm_forward(
-    launches: Launches,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -288,7 +340,7 @@ def norm_forward(
     amax: Tensor | None = None,
     limit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Return y, s, the mean and 1/std of rows, or without `centre` None and 1/rms."""
+    """Launch the kernel for `reference.norm_forward`."""
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
@@ -307,7 +359,7 @@ def norm_forward(
             f"{'layer' if centre else 'rms'}_norm: rows of {columns} elements are too long; the "
             f"kernel keeps a whole row in registers and supports at most {MAX_WIDTH} elements"
         )
-    setting = launch(launches, columns)
+    setting = launch(CENTRED_FORWARD if centre else FORWARD, columns)
     norm_forward_kernel[(cdiv(rows, setting.rows),)](
         x,
         residual,
@@ -333,7 +385,6 @@ def norm_forward(
 
 
 def norm_backward(
-    launches: Launches,
     grad_y: Tensor,
     grad_s: Tensor | None,
     s: Tensor,
@@ -345,7 +396,7 @@ def norm_backward(
     bias_dtype: torch.dtype | None,
     recompute_y: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of s, weight and bias, the last two in these dtypes or None, and y."""
+    """Launch the kernels for `reference.norm_backward`."""
     grad_y = grad_y.contiguous()
     s = s.contiguous()
     if grad_s is not None:
@@ -354,7 +405,10 @@ def norm_backward(
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
     y = reusable(grad_y) if recompute_y else None
-    setting = launch(launches, columns)
+    if mean is None:
+        setting = launch(BACKWARD if grad_s is None else ADD_BACKWARD, columns)
+    else:
+        setting = launch(CENTRED_BACKWARD if grad_s is None else CENTRED_ADD_BACKWARD, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
     partial = s.new_empty((programs, len(dtypes) * columns), dtype=torch.float32)
@@ -384,48 +438,3 @@ def norm_backward(
     grad_bias = None if bias_dtype is None else grads.pop()
     grad_weight = None if weight_dtype is None else grads.pop()
     return grad_x, grad_weight, grad_bias, y
-
-
-COLUMN_SUMS = Launches(
-    nvidia=((None, Launch(16, 4, rows=64)),),
-    amd=((None, Launch(32, 4, rows=64)),),
-)
-
-
-@triton.jit
-def column_sums_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program handles one block of columns."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        mask = (row < rows) & (column < columns)
-        total += tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
-    out = tl.sum(total, 0, keep_dims=True).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + column, out, mask=column < columns)
-
-
-def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Sum the rows of x (rows, columns), float32 and contiguous, and round each sum once.
-
-    The columns are those of several gradients, one after the other, one for each dtype. This is one
-    launch; `x.sum(0).to(dtype)` would take two for each gradient. The order of addition is fixed.
-    """
-    if not dtypes:
-        return ()
-    rows, columns = x.shape
-    dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
-    out = x.new_empty(columns, dtype=dtype)
-    if columns:
-        setting = launch(COLUMN_SUMS, columns)
-        column_sums_kernel[(cdiv(columns, setting.block),)](
-            x,
-            out,
-            rows,
-            columns,
-            ROWS=setting.rows,
-            **keywords(setting),
-        )
-    if len(dtypes) == 1:
-        return (out,)
-    return tuple(part.to(dtype) for part, dtype in zip(out.chunk(len(dtypes)), dtypes))
