@@ -29,6 +29,7 @@ from ligermodels.layers import (
 from ligermodels.layers.fusion import pre_norm
 from ligermodels.models.auto import register
 from ligermodels.models.base import DecoderContext
+from ligermodels.models.config import sizes
 from ligermodels.models.family import FamilyModel
 from ligermodels.models.gemma import GemmaFields
 from ligermodels.models.module_map import FUSED
@@ -169,6 +170,26 @@ class Gemma4Config(GemmaFields):
         layers = range(self.num_hidden_layers)
         sizes = [head_dim * heads for head_dim, heads in map(self.kv_sizes, layers)]
         return [0 if self.kv_source(i) is not None else sizes[i] for i in layers]
+
+
+_GEMMA4 = {"final_logit_softcapping": 30.0}
+_LARGE = _GEMMA4 | {
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+}
+
+Gemma4Config.presets = {
+    "gemma-4-e2b": _GEMMA4
+    | sizes(1536, 6144, 35, 8, 1, num_kv_shared_layers=20, use_double_wide_mlp=True)
+    | {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
+    "gemma-4-e4b": _GEMMA4 | sizes(2560, 10240, 42, 8, 2, num_kv_shared_layers=18),
+    "gemma-4-26b-a4b": _LARGE
+    | sizes(2816, 2112, 30, 16, 8, num_global_key_value_heads=2, enable_moe_block=True)
+    | {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    "gemma-4-31b": _LARGE | sizes(5376, 21504, 60, 32, 16, num_global_key_value_heads=4),
+}
 
 
 def gemma4_norm(config: Gemma4Config, size: int) -> RMSNorm:

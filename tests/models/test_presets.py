@@ -44,6 +44,11 @@ PUBLISHED = {
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-12b": 12_187_325_040,
     "gemma-3-27b": 27_432_406_640,
+    # Those of the text models. The cards say 30.7B and 25.2B, and with towers of 0.45B 5.1B and 8B.
+    "gemma-4-e2b": 4_628_569_379,
+    "gemma-4-e4b": 7_463_013_418,
+    "gemma-4-26b-a4b": 25_233_141_790,
+    "gemma-4-31b": 30_697_345_340,
     "qwen2-0.5b": 494_032_768,
     "qwen2-1.5b": 1_543_714_304,
     "qwen2-7b": 7_615_616_512,
