@@ -6,7 +6,7 @@ Shape legend: B batch, S prompt length, V vocabulary.
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
@@ -29,6 +29,7 @@ from ligermodels.generation.prefill import chunks, read_prompts
 from ligermodels.generation.prompts import Prompts, batch_prompts
 from ligermodels.generation.sampling import Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
+from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
 from ligermodels.text.streaming import Decoder, StopStrings, TextStream, until
@@ -234,6 +235,11 @@ def _start(
     assert input_ids is not None
     ids_BS, mask_BS = batch_prompts(input_ids, attention_mask, choice.pad, config.vocab_size)
     batch, prompt = ids_BS.shape
+    if mask_BS is not None and any(type(x) is GatedDeltaNet for x in model.modules()):
+        raise ValueError(
+            "generate: a layer of the model is a GatedDeltaNet, which knows no padding; use a "
+            "LinearAttention, or pass prompts of one length"
+        )
     if cache is None:
         check_room(model, batch, prompt + max_new_tokens)
     if prompt + max_new_tokens > config.max_position_embeddings:
@@ -276,7 +282,34 @@ def _start(
     rows = _Rows(
         *(model, inputs, ids_BS, mask_BS, max_new_tokens, sampler, logits_processor, texts, cache)
     )
-    return ids_BS, rows.steps()
+    original = config.recomputes_keys_after
+    if original is None or cache is not None or inputs_embeds is not None:
+        return ids_BS, rows.steps()
+    before = original + 1 - prompt  # the tokens of which none is read with the later angles
+    return ids_BS, rows.steps() if not 0 < before < max_new_tokens else _in_two(rows, before)
+
+
+def _in_two(rows: "_Rows", before: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the steps of rows whose keys are all computed again after so many new tokens."""
+    first = replace(rows, max_new_tokens=before)
+    made = []
+    for step in first.steps():
+        made.append(step[0].unsqueeze(1))
+        yield step
+    if len(made) < before or first.sampler.stopped_B.all():
+        return
+    mask_BS, new_BS = rows.mask_BS, torch.cat(made, 1)
+    if mask_BS is not None:
+        mask_BS = torch.cat([mask_BS, torch.ones_like(new_BS)], 1)
+    ids_BS = torch.cat([rows.ids_BS, new_BS], 1)
+    yield from replace(
+        rows,
+        inputs=rows.inputs | {"input_ids": ids_BS},
+        ids_BS=ids_BS,
+        mask_BS=mask_BS,
+        max_new_tokens=rows.max_new_tokens - before,
+        sampler=first.sampler,
+    ).steps()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Self-attention with grouped heads. One packed linear projects queries, keys and values."""
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -270,12 +270,6 @@ class Attention(Planned, CachedLayer, nn.Module):
         if self.values_are_keys:
             del linears["v_proj"]
         return {"qkv_proj": {"q_proj": rows, **{k: n for k, n in linears.items() if n}}}
-
-    @overload
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor: ...
-
-    @overload
-    def forward(self, x: PreNormed, context: AttentionContext) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self, x: Tensor | PreNormed, context: AttentionContext

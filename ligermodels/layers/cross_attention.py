@@ -1,7 +1,6 @@
 """Attention of one sequence to another, whose keys and values one packed linear projects."""
 
 from functools import partial
-from typing import overload
 
 from torch import Tensor, nn
 
@@ -70,16 +69,6 @@ class CrossAttention(Planned, nn.Module):
         self.k_norm = k_norm
         out_bias = bias if out_bias is None else out_bias
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=out_bias)
-
-    @overload
-    def forward(
-        self, x: Tensor, memory: Tensor | None, mask: AttentionMask | Tensor | None = None
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, x: PreNormed, memory: Tensor | None, mask: AttentionMask | Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,

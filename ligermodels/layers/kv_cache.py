@@ -148,6 +148,16 @@ class KVCache:
         uses = max(times.values(), default=1)
         return cls(None, batch, max_length, dtype, device, sliding_windows=windows, uses=uses)
 
+    def _like(self, whole: "KVCache", batch: int) -> None:
+        """Become an empty cache of so many rows for the layers of another one."""
+        windows, options = whole.sizes[: whole._layers], (whole.dtype, whole.device)
+        KVCache.__init__(
+            self,
+            *(None, batch, whole.max_length, *options),
+            sliding_windows=windows,
+            uses=whole.uses,
+        )
+
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v and return the keys and values that the new tokens may attend to.
 
@@ -350,15 +360,7 @@ class CacheRow(KVCache):
     """A cache of one row, which writes into the buffers of a row of another cache."""
 
     def __init__(self, whole: KVCache, row: int) -> None:
-        super().__init__(
-            None,
-            1,
-            whole.max_length,
-            whole.dtype,
-            whole.device,
-            sliding_windows=whole.sizes[: whole._layers],
-            uses=whole.uses,
-        )
+        self._like(whole, 1)
         self.whole, self.row = whole, row
 
     def _buffer(self, buffers: list[Tensor | None], index: int, x: Tensor) -> Tensor:
@@ -385,15 +387,7 @@ class PackedRows(KVCache):
     def __init__(
         self, whole: KVCache, rows: list[int], lengths: list[int], device: torch.device
     ) -> None:
-        super().__init__(
-            None,
-            whole.batch,
-            whole.max_length,
-            whole.dtype,
-            whole.device,
-            sliding_windows=whole.sizes[: whole._layers],
-            uses=whole.uses,
-        )
+        self._like(whole, whole.batch)
         self.whole, self.rows = whole, rows
         self.keys, self.values = whole.keys, whole.values
         self.places: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

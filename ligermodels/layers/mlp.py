@@ -8,7 +8,7 @@ Source: ALST, arXiv:2506.13996.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,12 +64,6 @@ class GatedMLP(Planned, nn.Module):
         """The packed linear, and the linears of HF that it consists of, with their rows."""
         inner = self.gate_up_proj.out_features // 2
         return {"gate_up_proj": {"gate_proj": inner, "up_proj": inner}}
-
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: PreNormed) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor | PreNormed) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the MLP to x, or to norm(x + residual) if x comes from `pre_norm`.

@@ -1,6 +1,6 @@
 """The norms as modules. If a residual is passed, its addition is fused into the norm."""
 
-from typing import TypedDict, overload
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,6 @@ class RMSNorm(nn.RMSNorm):
         # nn.RMSNorm.__init__ calls this before self.offset is set.
         nn.init.constant_(self.weight, 1.0 - getattr(self, "offset", 0.0))
 
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -130,12 +124,6 @@ class LayerNorm(nn.LayerNorm):
         check_count("LayerNorm", "hidden_size", hidden_size, 1)
         eps = check_number("LayerNorm", "eps", eps)
         super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
-
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None

@@ -618,19 +618,30 @@ class DecoderModel(HFModel, PlannedModel):
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=inputs.device).unsqueeze(0)
             length = past + seq
-        contexts = {}
-        shared: dict[int, tuple[Tensor, Tensor]] = {}
+        more: Any = {"shared": {}, "memory": memory, "memory_mask": keys}
+        return DecoderContext(
+            self._contexts(position_ids, length, mask, cache, **more), document_ids
+        )
+
+    def _contexts(
+        self,
+        positions: Tensor,
+        length: int | Tensor | None,
+        mask: AttentionMask,
+        cache: KVCache | None,
+        **more: Any,
+    ) -> list[AttentionContext]:
+        """Return the context of each layer; layers with one rope share it."""
+        contexts, shard = {}, self.row_shard
         for name in sorted(set(self.ropes)):
             rope = getattr(self, name)
-            cos, sin = rope(position_ids, length)
-            factors = rope.query_factors(position_ids)
+            cos, sin = rope(positions, length)
+            factors = rope.query_factors(positions)
             if shard is not None:
                 cos, sin = shard.split(cos), shard.split(sin)
                 factors = None if factors is None else shard.split(factors)
-            contexts[name] = AttentionContext(
-                cos, sin, mask, cache, shared, memory, keys, query_factors=factors
-            )
-        return DecoderContext([contexts[name] for name in self.ropes], document_ids)
+            contexts[name] = AttentionContext(cos, sin, mask, cache, query_factors=factors, **more)
+        return [contexts[name] for name in self.ropes]
 
     def _step_context(self, seq: int, cache: KVCache, step: DecodeStep) -> DecoderContext:
         """Return the context of a step of decoding with `seq` new tokens of each row."""
@@ -640,13 +651,7 @@ class DecoderModel(HFModel, PlannedModel):
         # padded rows all have those of the longest one.
         lengths = positions + 1
         length = (lengths if step.firsts is None else lengths.amax(0)).unsqueeze(-1)
-        mask, contexts = AttentionMask(seq), {}
-        for name in sorted(set(self.ropes)):
-            rope = getattr(self, name)
-            cos, sin = rope(positions, length)
-            factors = rope.query_factors(positions)
-            contexts[name] = AttentionContext(cos, sin, mask, cache, query_factors=factors)
-        return DecoderContext([contexts[name] for name in self.ropes], None)
+        return DecoderContext(self._contexts(positions, length, AttentionMask(seq), cache), None)
 
     def _memory_keys(
         self, memory: Tensor | None, memory_mask: Tensor | None, inputs: Tensor

@@ -201,6 +201,11 @@ class ModelConfig(hf_config.HFConfig):
         return windows_from_types(self.types, self.window)
 
     @property
+    def recomputes_keys_after(self) -> int | None:
+        """The length beyond which generation computes all keys again, as transformers does."""
+        return None
+
+    @property
     def rotary_dim(self) -> int:
         """The number of elements of a head that rope rotates: the first ones."""
         return int(self.head_dim * getattr(self, "partial_rotary_factor", 1.0))

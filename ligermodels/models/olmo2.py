@@ -1,7 +1,7 @@
 """OLMo 2: norms after attention and MLP instead of before, and norms of all query heads at once."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -47,7 +47,8 @@ class AllHeadsNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x (batch, seq, heads, head_dim)."""
-        return super().forward(x.flatten(-2)).view_as(x)
+        normed: Any = super().forward(x.flatten(-2))
+        return normed.view_as(x)  # type: ignore[no-any-return]
 
 
 class PostNormBlock(nn.Module):

@@ -52,6 +52,11 @@ class Phi3Config(ModelConfig):
         if kind not in ("default", "longrope"):
             raise ConfigError(f"config: rope_scaling has rope_type {kind!r}, expected 'longrope'")
 
+    @property
+    def recomputes_keys_after(self) -> int | None:
+        """The original length of longrope, beyond which all positions have other angles."""
+        return (self.rope_scaling or {}).get(_LENGTH)
+
 
 _PHI4 = {"vocab_size": 100352, "max_position_embeddings": 16384, "rope_theta": 250000.0}
 _PHI4 |= {"pad_token_id": 100349, "bos_token_id": 100257, "eos_token_id": 100265}

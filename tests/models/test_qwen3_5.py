@@ -169,6 +169,8 @@ def test_what_a_state_cannot_do() -> None:
     llama.layers[1].net = GatedDeltaNet(20, 2, 4, 16, 8)
     with pytest.raises(ConfigError, match="net is a GatedDeltaNet, which mixes"):
         context_parallel(llama, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a GatedDeltaNet, which knows no padding"):
+        llama.generate([[3, 4], [5]])
 
 
 def test_a_document_begins_with_an_empty_state() -> None:

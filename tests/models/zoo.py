@@ -404,8 +404,9 @@ def _composed(family: str, found: dict[str, Feature], scale: Scale) -> dict[str,
     kept = {name: found[name] for name in names if name in found.keys() - left_out}
     if family == "phi3":
         factors = {name: found["longrope"].config["rope_parameters"][name] for name in LONGROPE}
-        # A generation does not cross these lengths: transformers would compute its cache again.
-        for name, length in (("longrope", 22), ("longrope, short", 2 * scale.seq)):
+        # A generation crosses the second length, so that all keys are computed again.
+        lengths = {"longrope": 22, "longrope, crossed": 14, "longrope, short": 2 * scale.seq}
+        for name, length in lengths.items():
             fields = {"rope_parameters": factors, "original_max_position_embeddings": length}
             kept[name] = Feature(config=fields)
     return kept | {name: Feature(config=fields) for name, fields in tested.features.items()}
