@@ -110,6 +110,9 @@ class DecoderModel(HFModel, PlannedModel):
     # The other tensors that a checkpoint may hold, such as a vision tower.
     towers: ClassVar[Towers | None] = None
 
+    # The arguments of the norms that `norm_of` makes, beside their size and eps.
+    norm_options: ClassVar[Mapping[str, Any]] = {}
+
     # The factors of `load_balancing_loss` and of `router_z_loss` in the loss. A family sets them
     # from its config, and a user may set others, such as (0.01, 0.0) for the balance alone.
     router_losses: tuple[float, float] = (0.0, 0.0)
@@ -158,12 +161,10 @@ class DecoderModel(HFModel, PlannedModel):
             "it returns a layer, or make the modules without build"
         )
 
-    def norm_of(self, size: int | None = None, **options: Any) -> RMSNorm:
-        """Return a norm over `size` features, by default the hidden size.
-
-        Args: options: the other arguments of `RMSNorm`.
-        """
-        return RMSNorm(size or self.config.hidden_size, self.config.rms_norm_eps, **options)
+    def norm_of(self, size: int | None = None) -> RMSNorm:
+        """Return a norm over `size` features, by default the hidden size, with `norm_options`."""
+        size = size or self.config.hidden_size
+        return RMSNorm(size, self.config.rms_norm_eps, **self.norm_options)
 
     def attention_of(self, layer_index: int, **options: Any) -> Attention:
         """Return the attention of a layer, with the heads and the window that the config says.

@@ -190,10 +190,15 @@ class ModelConfig(hf_config.HFConfig):
 
     @property
     def types(self) -> list[str]:
-        """The type of each layer: its layer_types, or what `slides` says."""
+        """The type of each layer."""
+        return self.listed_types()
+
+    def listed_types(self) -> list[str]:
+        """Return the layer_types, or those that `slides` says."""
+        full, sliding = hf_rope.LAYER_TYPES
+        layers = range(self.num_hidden_layers)
         given = getattr(self, "layer_types", None)
-        slides = map(self.slides, range(self.num_hidden_layers))
-        return given or ["sliding_attention" if each else "full_attention" for each in slides]
+        return given or [sliding if self.slides(index) else full for index in layers]
 
     @property
     def sliding_windows(self) -> list[int | None]:

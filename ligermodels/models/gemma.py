@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.errors import ConfigError, short_repr
-from ligermodels.layers import DecoderBlock, RMSNorm
+from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
@@ -71,12 +71,11 @@ GemmaConfig.presets = {
 class GemmaModel(FamilyModel):
     """What the models of Gemma 1 to 3 have in common: scaled embeddings and norms of 1 + weight."""
 
+    # The factor is 1 + weight, and they round only once, at the end.
+    norm_options: ClassVar[dict[str, Any]] = {"offset": 1.0, "casting_mode": "gemma"}
+
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         super().__init__(config, embedding_scale=config.hidden_size**0.5, **options)
-
-    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
-        """Return a norm whose factor is 1 + weight, and which rounds only once, at the end."""
-        return super().norm_of(size, offset=1.0, casting_mode="gemma")
 
 
 @register

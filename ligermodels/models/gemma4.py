@@ -5,6 +5,7 @@ largest models have experts beside the MLP. The smallest ones have embeddings fo
 their last layers take the keys and values of earlier ones.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -135,7 +136,7 @@ class Gemma4Config(GemmaFields):
     @property
     def types(self) -> list[str]:
         """The type of each layer. The last one is full, as in transformers."""
-        return [*super().types[: self.num_hidden_layers - 1], "full_attention"]
+        return [*self.listed_types()[: self.num_hidden_layers - 1], "full_attention"]
 
     def kv_sizes(self, index: int) -> tuple[int, int]:
         """Return the size of the heads and the number of key heads of a layer."""
@@ -192,11 +193,6 @@ Gemma4Config.presets = {
 }
 
 
-def gemma4_norm(config: Gemma4Config, size: int) -> RMSNorm:
-    """Return Gemma 4's norm: its factor is the weight alone, and it rounds once, at the end."""
-    return RMSNorm(size, config.rms_norm_eps, casting_mode="gemma")
-
-
 class Gemma4Router(Router):
     """A router that normalises its input, and scales the weights of each expert."""
 
@@ -227,7 +223,7 @@ class Gemma4Block(nn.Module):
     output is multiplied by `layer_scalar`, which is not trained.
     """
 
-    def __init__(self, config: Gemma4Config, index: int) -> None:
+    def __init__(self, config: Gemma4Config, index: int, norm_of: Callable[..., RMSNorm]) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.hidden_size_per_layer_input
         (head_dim, kv_heads), source = config.kv_sizes(index), config.kv_source(index)
@@ -240,8 +236,8 @@ class Gemma4Block(nn.Module):
             bias=config.attention_bias,
             scale=1.0,
             sliding_window=config.sliding_windows[index],
-            q_norm=gemma4_norm(config, head_dim),
-            k_norm=gemma4_norm(config, head_dim) if source is None else None,
+            q_norm=norm_of(head_dim),
+            k_norm=norm_of(head_dim) if source is None else None,
             v_norm=UnitRMSNorm(config.rms_norm_eps) if source is None else None,
             values_are_keys=source is None and not config.has_values(index),
             layer_index=index,
@@ -249,15 +245,15 @@ class Gemma4Block(nn.Module):
             kv_from=source,
         )
         self.mlp = GatedMLP(hidden, config.mlp_width(index), activation=config.activation)
-        self.input_layernorm = gemma4_norm(config, hidden)
-        self.post_attention_layernorm = gemma4_norm(config, hidden)
-        self.pre_feedforward_layernorm = gemma4_norm(config, hidden)
-        self.post_feedforward_layernorm = gemma4_norm(config, hidden)
+        self.input_layernorm = norm_of()
+        self.post_attention_layernorm = norm_of()
+        self.pre_feedforward_layernorm = norm_of()
+        self.post_feedforward_layernorm = norm_of()
         self.experts = None
         if config.enable_moe_block:
-            self.post_feedforward_layernorm_1 = gemma4_norm(config, hidden)
-            self.pre_feedforward_layernorm_2 = gemma4_norm(config, hidden)
-            self.post_feedforward_layernorm_2 = gemma4_norm(config, hidden)
+            self.post_feedforward_layernorm_1 = norm_of()
+            self.pre_feedforward_layernorm_2 = norm_of()
+            self.post_feedforward_layernorm_2 = norm_of()
             assert config.moe_intermediate_size
             inner = config.moe_intermediate_size
             self.experts = Experts(Gemma4Router(config), hidden, inner, config.activation)
@@ -266,7 +262,7 @@ class Gemma4Block(nn.Module):
         if size:
             self.per_layer_input_gate = nn.Linear(hidden, size, bias=False)
             self.per_layer_projection = nn.Linear(size, hidden, bias=False)
-            self.post_per_layer_input_norm = gemma4_norm(config, hidden)
+            self.post_per_layer_input_norm = norm_of()
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(
@@ -303,6 +299,7 @@ class LigerGemma4(FamilyModel):
     config: Gemma4Config
     built_from: Gemma4Config
     cast_without_gradient = ("layer_scalar",)
+    norm_options: ClassVar[dict[str, Any]] = {"casting_mode": "gemma"}  # one rounding, at the end
     hf_names: ClassVar[dict[str, str]] = {
         "experts": "",
         "experts.router": "router",
@@ -341,12 +338,8 @@ class LigerGemma4(FamilyModel):
             self.per_layer_model_projection = nn.Linear(hidden, rows, bias=False)
             # HF divides the projection by the root of hidden_size before; the norm undoes that.
             eps = config.rms_norm_eps * hidden
-            self.per_layer_projection_norm = RMSNorm(size, eps, casting_mode="gemma")
+            self.per_layer_projection_norm = RMSNorm(size, eps, **self.norm_options)
         super().build(**options)
-
-    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
-        """Return the final norm."""
-        return gemma4_norm(self.config, size or self.config.hidden_size)
 
     @classmethod
     def weight_map(cls, config: Gemma4Config) -> WeightMap:
@@ -362,7 +355,7 @@ class LigerGemma4(FamilyModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: see `Gemma4Block`."""
-        return Gemma4Block(self.config, layer_index)
+        return Gemma4Block(self.config, layer_index, self.norm_of)
 
     def prepare_context(self, inputs: Tensor, **options: Any) -> DecoderContext:
         """Return what the layers share; with the tokens' embeddings for each layer, if any."""

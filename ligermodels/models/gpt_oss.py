@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.layers import ClampedSwiGLU, DecoderBlock, Experts, RMSNorm, Router
+from ligermodels.layers import ClampedSwiGLU, DecoderBlock, Experts, Router
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.experts import ExpertsConfig
@@ -86,12 +86,9 @@ class LigerGptOss(FamilyModel):
 
     config_class = GptOssConfig
     config: GptOssConfig
+    norm_options: ClassVar[dict[str, Any]] = {"casting_mode": "gemma"}  # one rounding, at the end
     # All experts are one tensor, (experts, in, out), or in MXFP4 (experts, out, in).
     expert_layouts: ClassVar[dict[str, dict[str, str]]] = {ALTERNATING: {}, MXFP4: {}}
-
-    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
-        """Return a norm that rounds only once, at the end."""
-        return super().norm_of(size, casting_mode="gemma")
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + experts(norm(h))."""

@@ -88,10 +88,7 @@ class LigerOlmo2(FamilyModel):
 
     config_class = Olmo2Config
     config: Olmo2Config
-
-    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
-        """Return a norm that rounds only once, at the end."""
-        return super().norm_of(size, casting_mode="gemma")
+    norm_options: ClassVar[dict[str, Any]] = {"casting_mode": "gemma"}  # one rounding, at the end
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + norm(attention(x)), then h + norm(mlp(h))."""
@@ -101,7 +98,7 @@ class LigerOlmo2(FamilyModel):
         attention = self.attention_of(
             layer_index,
             bias=config.attention_bias,
-            q_norm=AllHeadsNorm(q_size, eps, casting_mode="gemma"),
-            k_norm=AllHeadsNorm(k_size, eps, casting_mode="gemma"),
+            q_norm=AllHeadsNorm(q_size, eps, **self.norm_options),
+            k_norm=AllHeadsNorm(k_size, eps, **self.norm_options),
         )
         return PostNormBlock(attention, self.mlp_of(), self.norm_of(), self.norm_of())

@@ -16,7 +16,6 @@ from ligermodels.layers import (
     GatedMLP,
     LinearAttention,
     LinearBlock,
-    RMSNorm,
     SharedExperts,
 )
 from ligermodels.models.auto import register
@@ -131,12 +130,9 @@ class HybridModel(FamilyModel):
     """A decoder of both kinds of layers. A family defines `make_mlp`."""
 
     config: Any
+    norm_options: ClassVar[dict[str, Any]] = {"offset": 1.0, "casting_mode": "gemma"}
     # Published checkpoints also have a vision tower and layers for a second token.
     towers = Towers((("model.language_model.", "model."),), kept=("model.visual.", "mtp."))
-
-    def norm_of(self, size: int | None = None) -> RMSNorm:  # type: ignore[override]
-        """Return a norm whose factor is 1 + weight."""
-        return super().norm_of(size, offset=1.0, casting_mode="gemma")
 
     def make_mlp(self) -> GatedMLP | SharedExperts:
         """Return the MLP of a layer, or what stands in its place."""
