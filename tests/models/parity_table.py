@@ -111,12 +111,14 @@ def page(text: str, collector: Collector, measures: Collection[str], gpu: bool =
     said = f"{measured}."
     if others := [family for family in zoo.FAMILIES if family not in measures]:
         said, *earlier = old.partition("\n\n")[0].splitlines()
+        rows_of: dict[str, list[str]] = {}
         for each in earlier:  # The rows of mixtral, gpt_oss are of ...
-            names, _, versions_of = each.removeprefix("The rows of ").partition(" are of ")
-            if rest := [name for name in names.split(", ") if name in others]:
-                said += f"\nThe rows of {', '.join(rest)} are of {versions_of}"
+            names, _, how = each.removeprefix("The rows of ").partition(" are of ")
+            rows_of[how] = [name for name in names.split(", ") if name in others]
         if said != f"{measured}.":
-            said += f"\nThe rows of {', '.join(measures)} are of {measured}."
+            rows_of.setdefault(f"{measured}.", []).extend(measures)
+        for how, names_there in rows_of.items():
+            said += f"\nThe rows of {', '.join(names_there)} are of {how}" if names_there else ""
     tables = {each[0]: each[4:] for each in map(str.splitlines, old.split("\n## "))}
 
     def kept(table: str, first: str = "") -> list[str]:
