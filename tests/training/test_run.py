@@ -118,15 +118,6 @@ def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, t
     assert again.eval_loss_after == pytest.approx(result.eval_loss_after, rel=1e-2)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{"activation_checkpointing": True}, {"compile": True}])
-def test_on_a_gpu_checkpointing_and_compilation_change_nothing(checkpoint, text, tmp_path, changes):
-    given = {"device": "cuda", "max_steps": 4, "precision": "float32"}
-    plain = run(checkpoint, text, tmp_path / "a", **given)
-    other = run(checkpoint, text, tmp_path / "b", **given, **changes)
-    assert other.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)
-
-
 def least_memory(checkpoint, text, output_dir, **changes):
     """Return the least bytes that a run names if its budget is too small."""
     with pytest.raises(ConfigError, match=r"at least \d+ bytes") as error:
