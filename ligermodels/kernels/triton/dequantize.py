@@ -11,65 +11,54 @@ DEQUANTIZE = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048
 
 
 @triton.jit
-def dequantize_8_kernel(codes_ptr, scales_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """Each program handles one block of one row, which has one scale."""
+def dequantize_kernel(
+    codes_ptr, scales_ptr, levels_ptr, out_ptr, width, block_size, blocks, BLOCK: tl.constexpr
+):
+    """Each program handles one block of bytes of one row, which are two runs of columns.
+
+    Without levels, a byte is one code, and a row has one scale.
+    """
     pieces = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     column = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
-    at = row * width + column
-    codes = tl.load(codes_ptr + at, mask=column < width, other=0).to(tl.float32)
-    out = codes * tl.load(scales_ptr + row).to(tl.float32)
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def dequantize_kernel(
-    codes_ptr, scales_ptr, levels_ptr, out_ptr, half, block_size, blocks, BLOCK: tl.constexpr
-):
-    """Each program handles one block of bytes of one row, and writes two runs of columns."""
-    program = tl.program_id(0)
-    pieces = tl.cdiv(half, BLOCK)
-    row = (program // pieces).to(tl.int64)
-    column = program % pieces * BLOCK + tl.arange(0, BLOCK)
-    mask = column < half
-    codes = tl.load(codes_ptr + row * half + column, mask=mask, other=0).to(tl.int32)
-    scale_ptr = scales_ptr + row * blocks
-    low = tl.load(levels_ptr + (codes & 15))
-    high = tl.load(levels_ptr + (codes >> 4))
-    low *= tl.load(scale_ptr + column // block_size, mask=mask, other=0.0).to(tl.float32)
-    high *= tl.load(scale_ptr + (column + half) // block_size, mask=mask, other=0.0).to(tl.float32)
-    out_ptr += row * 2 * half
+    mask = column < width
+    codes = tl.load(codes_ptr + row * width + column, mask=mask, other=0)
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + column, low.to(dtype), mask=mask)
-    tl.store(out_ptr + half + column, high.to(dtype), mask=mask)
+    if levels_ptr is None:
+        out = codes.to(tl.float32) * tl.load(scales_ptr + row).to(tl.float32)
+        tl.store(out_ptr + row * width + column, out.to(dtype), mask=mask)
+    else:
+        codes = codes.to(tl.int32)
+        scale_ptr = scales_ptr + row * blocks
+        low = tl.load(levels_ptr + (codes & 15))
+        high = tl.load(levels_ptr + (codes >> 4))
+        at = column // block_size
+        low *= tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        at = (column + width) // block_size
+        high *= tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        out_ptr += row * 2 * width
+        tl.store(out_ptr + column, low.to(dtype), mask=mask)
+        tl.store(out_ptr + width + column, high.to(dtype), mask=mask)
 
 
 def dequantize_forward(
     codes: Tensor, scales: Tensor, levels: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Launch a kernel for `reference.dequantize_forward`."""
+    """Launch the kernel for `reference.dequantize_forward`."""
     codes, scales = codes.contiguous(), scales.contiguous()
-    if levels is None:
-        rows, width = codes.shape
-        out = torch.empty(rows, width, dtype=dtype, device=codes.device)
-        if out.numel():
-            setting = launch(DEQUANTIZE, width)
-            grid = (rows * cdiv(width, setting.block),)
-            dequantize_8_kernel[grid](codes, scales, out, width, **keywords(setting))
-        return out
-    rows, half = codes.shape
-    blocks = scales.shape[1]
-    out = torch.empty(rows, 2 * half, dtype=dtype, device=codes.device)
+    (rows, width), blocks = codes.shape, scales.shape[1]
+    columns = width if levels is None else 2 * width
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    setting = launch(DEQUANTIZE, half)
-    dequantize_kernel[(rows * cdiv(half, setting.block),)](
+    setting = launch(DEQUANTIZE, width)
+    dequantize_kernel[(rows * cdiv(width, setting.block),)](
         codes,
         scales,
         levels,
         out,
-        half,
-        2 * half // blocks,
+        width,
+        columns // blocks,
         blocks,
         **keywords(setting),
     )
