@@ -114,11 +114,10 @@ class Float8Products(Products):
     def _seen(self, operand: int) -> Tensor | None:
         return None if self.scales is None else self.scales.seen(operand)
 
-    def new_amax(self, x: Tensor) -> Tensor | None:
-        return self._seen(X) if self.limit is not None else self.new_grad_amax(x)
-
-    def direct(self) -> tuple[torch.dtype, Tensor] | None:
-        return None if self.limit is None else (self.e4m3, self.limit)
+    def target(self, x: Tensor) -> tuple[Tensor | None, tuple[torch.dtype, Tensor] | None]:
+        if self.limit is None:
+            return self.new_grad_amax(x), None
+        return self._seen(X), (self.e4m3, self.limit)
 
     def new_kept(self, gate_up: Tensor) -> tuple[Tensor, Tensor] | None:
         if not self.keeps_float8:
@@ -148,7 +147,7 @@ class Float8Products(Products):
                 "they are scaled; use bfloat16"
             )
         rows = x.reshape(-1, x.shape[-1])
-        if x.dtype == self.e4m3:  # see `direct`
+        if x.dtype == self.e4m3:  # see `target`
             assert self.scales is not None
             self.x_amax, self.x_scale = self.limit, self.scales.scale(X)
             return Float8(rows, self.x_scale), None

@@ -41,19 +41,13 @@ class Products:
     An instance serves one forward and its backward, so it may keep what is small between them.
     """
 
-    def new_amax(self, x: Tensor) -> Tensor | None:
-        """Return zeros on x's device for the largest absolute value of an operand, or None.
+    def target(self, x: Tensor) -> tuple[Tensor | None, tuple[torch.dtype, Tensor] | None]:
+        """Return what the op that makes an operand needs, which is on x's device; each may be None.
 
-        If it returns a tensor, the op that makes the operand writes the value there.
+        Zeros, where it writes the largest absolute value of the operand. A float8 dtype, in which
+        it may write the operand, and the absolute value that fits into it.
         """
-        return None
-
-    def direct(self) -> tuple[torch.dtype, Tensor] | None:
-        """Return a float8 dtype and the absolute value that fits into it, or None.
-
-        If it returns them, the op that makes the operand may write it in float8.
-        """
-        return None
+        return None, None
 
     def new_kept(self, gate_up: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return where the activation may write gate_up in float8, which backward then reads."""
@@ -146,10 +140,9 @@ class _NormLinear(torch.autograd.Function):
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.ops, ctx.options = select("norms", x, residual), options
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        amax, dtype, limit = ctx.products.new_amax(x), weight.dtype, None
+        amax, direct = ctx.products.target(x)
         keeps_y = ctx.needs_input_grad[3] and not any(ctx.needs_input_grad[:3])
-        if not keeps_y and (direct := ctx.products.direct()) is not None:
-            dtype, limit = direct
+        dtype, limit = (weight.dtype, None) if keeps_y or direct is None else direct
         y, s, _, rstd = ctx.ops.norm_forward(
             x, residual, norm_weight, None, options, False, dtype, amax, limit
         )
@@ -312,12 +305,12 @@ class _GLULinear(torch.autograd.Function):
         ctx.products, ctx.weight_dtype = products(), weight.dtype
         ctx.activation, ctx.consume = activation, consume
         ctx.taker = getattr(gate_up, "_taker", None)
-        amax = kept = None
+        amax = direct = kept = None
         if gate_up.dtype == weight.dtype:  # a rounding to another dtype would change the amax
-            amax = ctx.products.new_amax(gate_up)
+            amax, direct = ctx.products.target(gate_up)
             kept = ctx.products.new_kept(gate_up) if ctx.needs_input_grad[0] else None
         keeps_y = ctx.needs_input_grad[1] and not ctx.needs_input_grad[0]
-        direct = None if keeps_y or amax is None else ctx.products.direct()
+        direct = None if keeps_y else direct
         y = ctx.ops.glu_forward(gate_up, activation, amax, direct, kept)
         y = y if direct else y.to(weight.dtype)
         if ctx.needs_input_grad[0]:

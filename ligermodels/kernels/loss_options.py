@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -295,16 +295,26 @@ def checked_linear(
     return hidden, weight, bias
 
 
+def _check_tensor(
+    name: str, x: Tensor, shape: Sequence[int], like: Tensor | torch.device, dtype: Any = None
+) -> None:
+    """Raise ValueError unless x has this shape, the device of `like` and, if given, the dtype."""
+    device = like.device if isinstance(like, Tensor) else like
+    if x.shape != tuple(shape) or x.device != device or dtype not in (None, x.dtype):
+        kind = "" if dtype is None else f" {dtype}"
+        raise ValueError(
+            f"{_OP}: {name} {tuple(x.shape)} {x.dtype} on {x.device} do not fit; expected "
+            f"{tuple(shape)}{kind} on {device}"
+        )
+
+
 def check_classes(vocab: int, class_weights: Tensor | None) -> None:
     """Raise ValueError if the vocabulary is empty or class_weights do not fit it."""
     if vocab == 0:
         raise ValueError("cross entropy: the vocabulary has 0 classes; expected 1 or more")
     if class_weights is None:
         return
-    if class_weights.shape != (vocab,):
-        raise ValueError(
-            f"cross entropy: class_weights {tuple(class_weights.shape)}; expected ({vocab},)"
-        )
+    _check_tensor("class_weights", class_weights, (vocab,), class_weights)
     if class_weights.is_complex():
         raise ValueError(
             f"cross entropy: class_weights are {class_weights.dtype}; expected real numbers"
@@ -323,23 +333,10 @@ def check_targets(
 
     Only CPU eager mode looks for targets outside the vocabulary.
     """
-    if targets.shape != shape:
-        raise ValueError(
-            f"cross entropy: targets {tuple(targets.shape)} do not fit the input; expected "
-            f"{tuple(shape)}"
-        )
-    if targets.dtype != torch.int64:
-        raise ValueError(f"cross entropy: targets are {targets.dtype}; expected torch.int64")
-    if targets.device != device:
-        raise ValueError(
-            f"cross entropy: targets are on {targets.device}; expected {device}, like the input"
-        )
+    _check_tensor("targets", targets, shape, device, torch.int64)
     check_classes(vocab, class_weights)
-    if class_weights is not None and class_weights.device != device:
-        raise ValueError(
-            f"cross entropy: class_weights are on {class_weights.device}; expected {device}, "
-            "like the input"
-        )
+    if class_weights is not None:
+        _check_tensor("class_weights", class_weights, (vocab,), device)
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
         wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if wrong.any():
@@ -358,16 +355,8 @@ def check_alternatives(classes: Tensor, targets: Tensor, vocab: int) -> Tensor:
         ValueError: they do not fit the targets.
         IndexError: one is outside the vocabulary, on CPU in eager mode.
     """
-    if classes.dim() == 0 or classes.shape[:-1] != targets.shape or classes.shape[-1] == 0:
-        raise ValueError(
-            f"cross entropy: alternatives {tuple(classes.shape)} do not fit targets "
-            f"{tuple(targets.shape)}; expected their shape and one more dimension, of 1 or more"
-        )
-    if classes.dtype != torch.int64 or classes.device != targets.device:
-        raise ValueError(
-            f"cross entropy: alternatives are {classes.dtype} on {classes.device}; expected "
-            f"torch.int64 on {targets.device}, like the targets"
-        )
+    count = classes.shape[-1] if classes.dim() else 0
+    _check_tensor("alternatives", classes, (*targets.shape, max(count, 1)), targets, torch.int64)
     if classes.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = classes >= vocab
         if wrong.any():
@@ -375,17 +364,12 @@ def check_alternatives(classes: Tensor, targets: Tensor, vocab: int) -> Tensor:
                 f"cross entropy: alternative {int(classes[wrong][0])} is outside the vocabulary of "
                 f"{vocab}"
             )
-    return classes.reshape(targets.numel(), classes.shape[-1])
+    return classes.reshape(targets.numel(), count)
 
 
 def checked_token_weights(token_weights: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return the weights of tokens, 0 at ignored targets; raise if they do not fit the targets."""
-    if token_weights.shape != targets.shape or token_weights.device != targets.device:
-        raise ValueError(
-            f"loss head: token_weights {tuple(token_weights.shape)} on {token_weights.device} do "
-            f"not fit targets {tuple(targets.shape)} on {targets.device}; expected the same shape "
-            "and device"
-        )
+    _check_tensor("token_weights", token_weights, targets.shape, targets)
     return token_weights.detach().masked_fill(targets == ignore_index, 0)
 
 
