@@ -61,11 +61,8 @@ class SequenceRMSNorm(RMSNorm):
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x, or x + residual: see `RMSNorm`."""
-        weight = SumGradient.apply(self.weight, self.group)
-        if residual is None:
-            return _whole(self, kernels.rms_norm(x, weight, **self.options))
-        y, total = kernels.add_rms_norm(x, residual, weight, **self.options)
-        return _whole(self, y), total
+        ops = kernels.rms_norm, kernels.add_rms_norm
+        return _of_sequence(self, ops, x, residual, self.weight, **self.options)
 
 
 class SequenceLayerNorm(LayerNorm):
@@ -78,14 +75,28 @@ class SequenceLayerNorm(LayerNorm):
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x, or x + residual: see `LayerNorm`."""
-        weight, bias = (
-            None if each is None else SumGradient.apply(each, self.group)
-            for each in (self.weight, self.bias)
-        )
-        if residual is None:
-            return _whole(self, kernels.layer_norm(x, weight, bias, self.eps))
-        y, total = kernels.add_layer_norm(x, residual, weight, bias, self.eps)
-        return _whole(self, y), total
+        ops = kernels.layer_norm, kernels.add_layer_norm
+        return _of_sequence(self, ops, x, residual, self.weight, self.bias, eps=self.eps)
+
+
+def _of_sequence(
+    norm: SequenceRMSNorm | SequenceLayerNorm,
+    ops: tuple[Any, Any],
+    x: Tensor,
+    residual: Tensor | None,
+    *parameters: Tensor | None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Apply the first op of a norm to x, or the second one to x and a residual."""
+    alone, added = ops
+    own = [None if p is None else SumGradient.apply(p, norm.group) for p in parameters]
+    total = None
+    if residual is None:
+        y = alone(x, *own, **options)
+    else:
+        y, total = added(x, residual, *own, **options)
+    y = GatherSequence.apply(y, norm.group) if norm.gathers else y
+    return y if total is None else (y, total)
 
 
 def sequence_norm(
@@ -101,10 +112,6 @@ def sequence_norm(
         made.bias = norm.bias
     made.weight, made.group, made.gathers = norm.weight, group, gathers
     return made.train(norm.training)
-
-
-def _whole(norm: SequenceRMSNorm | SequenceLayerNorm, y: Tensor) -> Tensor:
-    return GatherSequence.apply(y, norm.group) if norm.gathers else y
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -187,28 +194,16 @@ def _sum_shared(grad: Tensor, shared: tuple[int, int, int] | None, group: Any) -
 
 
 def gather_sequence(x: Tensor, group: Any) -> Tensor:
-    """Return (batch, seq, width) from each rank's (batch, seq / ranks, width).
-
-    The batch may be missing: tiles of an MLP have none.
-    """
-    if x.dim() == 2:
-        return gather_sequence(x.unsqueeze(0), group)[0]
-    ranks = dist.get_world_size(group)
-    out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    all_gather(out, x.contiguous(), group=group)
-    if x.shape[0] == 1:
-        return out.view(1, -1, *x.shape[2:])
-    return out.view(ranks, *x.shape).transpose(0, 1).flatten(1, 2)
+    """Return (..., seq, width) from each rank's (..., seq / ranks, width)."""
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    all_gather(out.flatten(0, 1), x.contiguous(), group=group)
+    return out.movedim(0, -3).flatten(-3, -2)
 
 
 def scatter_sequence(x: Tensor, group: Any) -> Tensor:
-    """Sum (batch, seq, width) over ranks; return this rank's (batch, seq / ranks, width)."""
-    if x.dim() == 2:
-        return scatter_sequence(x.unsqueeze(0), group)[0]
-    ranks = dist.get_world_size(group)
-    batch, seq = x.shape[:2]
-    parts = x.unflatten(1, (ranks, seq // ranks)).transpose(0, 1).contiguous()
-    out = x.new_empty(batch, seq // ranks, *x.shape[2:])
+    """Sum (..., seq, width) over ranks; return this rank's (..., seq / ranks, width)."""
+    parts = x.unflatten(-2, (dist.get_world_size(group), -1)).movedim(-3, 0).contiguous()
+    out = x.new_empty(parts.shape[1:])
     reduce_scatter(out, parts.flatten(0, 1), group=group)
     return out
 

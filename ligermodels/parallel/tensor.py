@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers import Attention, GatedMLP, LayerNorm, LossHead, RMSNorm
 from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import IndexRange, ModelLayout, Ranges, TensorSplit
-from ligermodels.parallel.modules import ColumnLinear, RowLinear, sequence_norm
-from ligermodels.parallel.vocabulary import split_vocabulary
+from ligermodels.parallel.modules import (
+    ColumnLinear,
+    RowLinear,
+    VocabularyEmbedding,
+    sequence_norm,
+)
 
 
 def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
@@ -45,7 +50,7 @@ def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
                 norms[module] = sequence_norm(module, group)
             model.layers.set_submodule(name, norms[module])
     model.norm = sequence_norm(model.norm, group, gathers=True)
-    split_vocabulary(model, splitter.split, mesh)
+    splitter.vocabulary()
     layout = ModelLayout.of(model)
     parts = 1 if layout.rows is None else layout.rows.ranks
     model.register_forward_pre_hook(_refuse_inputs(ranks, parts), with_kwargs=True)
@@ -103,6 +108,26 @@ class _Splitter:
         columns = tuple((IndexRange(rank * part, 0, part),) for rank in range(self.ranks))
         module.gate_up_proj = self._linear(ColumnLinear, module.gate_up_proj, rows, 0)
         module.down_proj = self._linear(RowLinear, module.down_proj, columns, 1)
+
+    def vocabulary(self) -> None:
+        """Split the embedding and the head; the loss of its classes is that of a `VocabShard`."""
+        head, vocab = self.model.head, self.model.head.vocab_size
+        part = -(-vocab // self.ranks)
+        ranges = tuple(
+            (IndexRange(rank * part, 0, min(part, vocab - rank * part)),)
+            for rank in range(self.ranks)
+        )
+        first, embedding = self.rank * part, self.model.embed_tokens
+        weight = self.split(embedding.weight, ranges, 0)
+        self.model.embed_tokens = VocabularyEmbedding(embedding, weight, first, self.group)
+        if head.is_tied:
+            head.tie(self.model.embed_tokens)
+        else:
+            head.proj.weight = self.split(head.proj.weight, ranges, 0)
+            head.proj.out_features = len(head.proj.weight)
+            if head.proj.bias is not None:
+                head.proj.bias = self.split(head.proj.bias, ranges, 0)
+        head.vocab_shard = VocabShard(self.group, first, vocab)
 
     def _linear(self, kind: type[Any], linear: nn.Linear, ranges: Ranges, dim: int) -> Any:
         """Return a linear of a kind, with this rank's rows (dim 0) or columns of `linear`."""
