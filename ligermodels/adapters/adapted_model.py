@@ -7,7 +7,7 @@ packed with others. It therefore trains the same numbers, and has the same names
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,19 @@ def add_adapters(
         base = module_at(model, name)
         if not name.startswith("layers.") or not hasattr(base, "in_features"):
             continue  # such as a router, which is no linear
-        names = {part: _names(part, name) for part in parts}
-        known |= {each for part in parts for each in _short_names(part, name)}
-        chosen = [part for part in parts if wanted is None or not wanted.isdisjoint(names[part])]
-        unused.difference_update(*names.values())
+        chosen = []
+        for part in parts:
+            names = _names(part, name)
+            meant = {end for each in names for end in ends(each)}
+            unused -= meant
+            known |= {part.hf.rpartition(".")[2]}
+            known |= {each[each.rindex("experts") :] for each in names[1:]}
+            if wanted is None or not wanted.isdisjoint(meant):
+                chosen.append(part)
         if chosen:
             experts = _experts_of(name, parts, chosen)
-            if experts and isinstance(base, LoraLinear):
-                raise ConfigError(f"{name}: these experts have adapters already; merge them first")
+            if isinstance(base, LoraLinear):
+                raise ConfigError(f"{name} has adapters already; merge them first")
             if dora and isinstance(chosen[0], ExpertLinear):
                 raise ConfigError(
                     f"lora_dora: {name} is of experts, whose adapters have no DoRA; leave them out "
@@ -108,10 +113,16 @@ def add_adapters(
                 kind = torch.float32 if end == "lora_magnitude" else dtype
                 setattr(adapted, end, nn.Parameter(drawn.detach().to(device, kind)))
             put(model, name, adapted)
-    if wanted is None and (left_out := next(_plain_experts(model), None)):
+    left_out = [
+        f"{name}.{end}"
+        for name, each in model.named_modules()
+        for end in (STACKS if isinstance(each, Experts) else ())
+        if type(getattr(each, end)) is not LoraLinear
+    ]
+    if wanted is None and left_out:
         raise ConfigError(
-            f"lora_targets: {left_out} has experts that cannot have adapters in this family; name "
-            f"the linears that shall have some, such as {', '.join(sorted(known))}"
+            f"lora_targets: {left_out[0]} has experts that cannot have adapters in this family; "
+            f"name the linears that shall have some, such as {', '.join(sorted(known))}"
         )
     if unused:
         raise ConfigError(
@@ -220,33 +231,12 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(owner, last, module)
 
 
-def _plain_experts(model: DecoderModel) -> Iterator[str]:
-    """Yield the names of weights of experts that have no adapter."""
-    for name, each in model.named_modules():
-        if isinstance(each, Experts):
-            found = {end: getattr(each, end) for end in STACKS}
-            yield from (f"{name}.{end}" for end, x in found.items() if type(x) is not LoraLinear)
-
-
-def _names(part: HFLinear, native: str) -> set[str]:
-    """Return the names by which a target may mean a linear: its own, and their ends."""
-    names = {part.hf}
-    if isinstance(part, ExpertLinear):
-        names |= _of_experts(part.experts, part, native)
-    return {end for name in names for end in ends(name)}
-
-
-def _short_names(part: HFLinear, native: str) -> set[str]:
-    """Return the shortest names by which a target may mean a linear, or all experts."""
-    names = {part.hf.rpartition(".")[2]}
-    if isinstance(part, ExpertLinear):
-        names |= _of_experts(part.experts.rpartition(".")[2], part, native)
-    return names
-
-
-def _of_experts(place: str, part: ExpertLinear, native: str) -> set[str]:
-    """Return the names of all experts, and of their projections here and in PEFT."""
-    return {place, f"{place}.{part.projection}", f"{place}.{native.rpartition('.')[2]}"}
+def _names(part: HFLinear, native: str) -> list[str]:
+    """Return the names by which a target may mean a linear: its own, and those of its experts."""
+    if not isinstance(part, ExpertLinear):
+        return [part.hf]
+    projections = part.projection, native.rpartition(".")[2]  # here, and in PEFT
+    return [part.hf, part.experts, *(f"{part.experts}.{each}" for each in projections)]
 
 
 def _experts_of(name: str, parts: Sequence[HFLinear], chosen: Sequence[HFLinear]) -> int:
