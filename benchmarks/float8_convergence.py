@@ -216,26 +216,21 @@ def collect(out: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row.get("end", 0))
 
 
-def draw(out: Path, path: Path) -> None:
-    """Draw the mean curve of each arm, and its difference from bf16, over 20 steps."""
-    curves: dict[str, list[np.ndarray]] = {}
-    for file in sorted(out.glob("*-[0-9].json")):
-        run = json.loads(file.read_text())
-        curve = np.convolve(run["losses"], np.ones(20) / 20, "valid")
-        curves.setdefault(run["arm"], []).append(curve)
-    with picture(10, 4) as figure:
-        left, right = figure.subplots(1, 2)
-        for colour, (arm, found) in zip(ORDER, curves.items()):
-            length = min(map(len, found))
-            mean = np.mean([curve[:length] for curve in found], axis=0)
-            left.plot(mean, color=colour, label=f"{arm} ({len(found)})")
-            if arm != BF16 and BF16 in curves:
-                pairs = [a[:length] - b[:length] for a, b in zip(found, curves[BF16])]
-                right.plot(np.mean(pairs, axis=0), color=colour)
-        left.set(xlabel="step", ylabel="training loss, mean of 20 steps")
-        right.set(xlabel="step", ylabel="difference from bf16", ylim=(-0.04, 0.04))
-        left.legend()
-        right.axhline(0, color=INK, linewidth=0.5)
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw how far the held-out loss of each seed ends from that of bf16 with the same seed."""
+    others = [row for row in rows if row["arm"] != BF16 and row.get("end - bf16, each")]
+    spread = next(row["end spread"] for row in rows if row["arm"] == BF16)
+    with picture(8, 1.2 + 0.5 * len(others)) as figure:
+        axes = figure.add_subplot()
+        axes.axvspan(-spread / 2, spread / 2, color=INK, alpha=0.2, label="spread of bf16's seeds")
+        for place, (row, colour) in enumerate(zip(others, ORDER)):
+            each = row["end - bf16, each"]
+            axes.plot(each, [place] * len(each), "o", color=colour, markersize=8)
+        axes.set_yticks(range(len(others)), [row["arm"] for row in others])
+        axes.axvline(0, color=INK)
+        axes.set(xlabel="held-out loss at the end, minus that of bf16 (nats)")
+        axes.set_ylim(len(others) - 0.4, -0.6)
+        figure.legend(loc="outside upper right")
         figure.savefig(path, dpi=120)
 
 
@@ -281,7 +276,7 @@ def main() -> None:
         rows = collect(parts)
         result = {"environment": environment(), "scale": dataclasses.asdict(scale), "arms": rows}
         write("float8_convergence.json", result, arguments.out)
-        draw(parts, arguments.out / "float8_convergence.png")
+        draw(rows, arguments.out / "float8_convergence.png")
         columns = ["arm", "seeds", "tokens", "tokens/s", "mark", "mark - bf16", "end", "end spread"]
         shown = [
             {k: f"{v:.4f}" if isinstance(v, float) and v < 99 else v for k, v in row.items()}

@@ -12,12 +12,8 @@ from pathlib import Path
 
 import torch
 
-from examples.command import call
+from examples.command import DATA, call, draw_bars, report, tune
 from ligermodels import AutoLiger
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.finetune import finetune
-
-DATA = Path(__file__).parent / "data"
 
 
 def make_student(teacher: str, folder: Path, every: int = 2) -> None:
@@ -64,30 +60,19 @@ def main(
     taught |= {"temperature": temperature, "distill_weight": distill_weight}
     losses = {}
     for name, extra in (("text alone", {}), ("with the teacher", taught)):
-        config = FinetuneConfig.from_options(
-            model=str(output_dir / "student"),
-            train_files=[str(output_dir / "train.txt")],
-            eval_files=[str(DATA / "persuasion-heldout.txt")],
-            output_dir=str(output_dir / name.replace(" ", "-")),
-            overwrite_output_dir=True,
-            save_steps=0,
+        result = tune(
+            str(output_dir / "student"),
+            output_dir / name.replace(" ", "-"),
+            output_dir / "train.txt",
+            DATA / "persuasion-heldout.txt",
             **settings | extra,
         )
-        result = finetune(config)
         key = "eval_nll" if extra else "eval_loss"
         losses |= {"before": result.eval_before[key], name: result.eval_after[key]}
-    for name, loss in losses.items():
-        print(f"held-out loss of the next token, {name}: {loss:.3f}")
+    draw_bars(output_dir, "held-out loss of the next token (nats)", losses)
+    report(output_dir, **{name.replace(" ", "_"): loss for name, loss in losses.items()})
     return losses
 
 
 if __name__ == "__main__":
-    call(
-        main,
-        __doc__,
-        characters=60_000,
-        max_steps=150,
-        learning_rate=2e-4,
-        distill_weight=0.8,
-        temperature=1.0,
-    )
+    call(main, __doc__)

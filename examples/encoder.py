@@ -2,16 +2,16 @@
 
 In every second layer a token sees only the 16 tokens before it and the 16 after it. Shorter rows
 are padded on the right, and the mask hides the padding.
-"""
 
-from pathlib import Path
+    python -m examples.encoder
+"""
 
 import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
+from examples.command import TRAIN, learn
 
-TEXT = Path(__file__).parent / "data" / "persuasion-train.txt"
 HIDDEN_BYTE, PADDING = 256, 257
 
 
@@ -67,18 +67,7 @@ def batch_of(data: Tensor, generator: torch.Generator, seq: int = 64) -> dict[st
 
 def train(model: Encoder, data: Tensor, steps: int, seq: int = 64) -> list[float]:
     """Train on `data` (n,) int64, and return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    generator, history = torch.Generator().manual_seed(0), []
-    for step in range(steps):
-        loss = model(**batch_of(data, generator, seq=seq))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(loss.item())
-        if step % 50 == 0 or step == steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.3f}")
-    return history
+    return learn(model, lambda generator: model(**batch_of(data, generator, seq=seq)), steps)
 
 
 def fill_in(model: Encoder, text: str) -> str:
@@ -91,7 +80,7 @@ def fill_in(model: Encoder, text: str) -> str:
 def main(steps: int = 400) -> None:
     torch.manual_seed(0)
     model = Encoder()
-    train(model, torch.tensor(list(TEXT.read_bytes())), steps)
+    train(model, torch.tensor(list(TRAIN.read_bytes())), steps)
     print(fill_in(model, "She w_s very fond o_ walking, and th_ weather was fine."))
 
 

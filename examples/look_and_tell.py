@@ -3,13 +3,18 @@
 The vision layers see the patches in both directions. Their output takes the place of the first
 token embeddings of a Llama, which may be a pretrained one. There, the patches are a prefix: they
 see each other, and the text sees them all. Only the text is learned.
+
+    python -m examples.look_and_tell --output-dir runs/look_and_tell
 """
+
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad, unfold
 
 import ligermodels.layers as ll
+from examples.command import call, learn, picture, report
 from ligermodels import LigerLlama, LlamaConfig
 
 SIDE, PATCHES, PATCH = 3, 9, 4  # an image has 3 x 3 patches, and each patch 4 x 4 pixels
@@ -76,18 +81,31 @@ def make_examples(count: int, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 def train(model: LookAndTell, steps: int) -> list[float]:
     """Train on random images, and return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    generator, history = torch.Generator().manual_seed(0), []
-    for _ in range(steps):
-        loss = model(*make_examples(16, generator))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(loss.item())
-    return history
+    return learn(model, lambda generator: model(*make_examples(16, generator)), steps)
+
+
+def draw(folder: Path, images: Tensor, said: list[str]) -> None:
+    """Draw images in a row, each under what the model tells of it."""
+    with picture(folder, height=2.2) as axes:
+        axes.axis("off")
+        for index, (image, text) in enumerate(zip(images, said)):
+            inner = axes.inset_axes((index / len(said), 0.0, 0.9 / len(said), 0.85))
+            inner.imshow(image, cmap="cividis")
+            inner.set(title=text, xticks=[], yticks=[])
+            inner.title.set_size(9)
+
+
+def main(output_dir: Path, *, max_steps: int = 300) -> dict[str, float]:
+    """Train, and return the share of unseen images that the model tells right."""
+    torch.manual_seed(0)
+    model = LookAndTell(tiny_llama())
+    history = train(model, max_steps)
+    images, texts = make_examples(100, torch.Generator().manual_seed(1))
+    said = model.tell(images)
+    right = sum(bytes(text).decode() == each for text, each in zip(texts.tolist(), said))
+    draw(output_dir, images[:4], said[:4])
+    return report(output_dir, right=right / len(said), loss=history[-1], steps=max_steps)
 
 
 if __name__ == "__main__":
-    model = LookAndTell(tiny_llama())
-    print("loss", train(model, steps=300)[-1])
-    print(model.tell(make_examples(4, torch.Generator())[0]))
+    call(main, __doc__, model=False)

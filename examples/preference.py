@@ -6,20 +6,16 @@ The pairs are made from a novel. The run prints for how many sentences that it h
 model gives the form with "&" the higher probability, before and after.
 """
 
-import json
 import random
 from pathlib import Path
 
 import torch
 
-from examples.command import call
+from examples.command import DATA, call, draw_losses, report, tune, write_lines
 from ligermodels import AutoLiger, DecoderModel, Tokenizer, token_log_probs
-from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import read_pairs
-from ligermodels.training.finetune import FinetuneResult, finetune
+from ligermodels.training.finetune import FinetuneResult
 from ligermodels.training.packing import GroupedRows
-
-DATA = Path(__file__).parent / "data"
 
 
 def write_pairs(text: Path, file: Path, count: int, seed: int = 0) -> None:
@@ -32,8 +28,7 @@ def write_pairs(text: Path, file: Path, count: int, seed: int = 0) -> None:
         if 12 <= len(words) <= 40 and end.count(" and ") == 1:
             chosen = f" {end.replace(' and ', ' & ')}."
             records.append({"prompt": start, "chosen": chosen, "rejected": f" {end}."})
-    drawn = random.Random(seed).sample(records, count)
-    file.write_text("".join(json.dumps(each) + "\n" for each in drawn), encoding="utf-8")
+    write_lines(file, random.Random(seed).sample(records, count))
 
 
 @torch.no_grad()
@@ -62,29 +57,27 @@ def main(
     held_out: int = 16,
     **options: object,
 ) -> FinetuneResult:
-    output_dir.mkdir(parents=True, exist_ok=True)
     files = {name: output_dir / f"{name}.jsonl" for name in ("train", "heldout")}
     for name, count in (("train", pairs), ("heldout", held_out)):
         write_pairs(DATA / f"persuasion-{name}.txt", files[name], count)
     settings: dict = {"batch_size": 8, "learning_rate": 1e-5, "seq_len": 128} | options
-    config = FinetuneConfig.from_options(
-        model=model,
-        train_files=[str(files["train"])],
-        eval_files=[str(files["heldout"])],
-        output_dir=str(output_dir / "run"),
-        loss=loss,
-        overwrite_output_dir=True,
-        **settings,
-    )
     tokenizer = Tokenizer.from_hf(model)
     before = share_preferred(AutoLiger.from_hf(model), tokenizer, files["heldout"])
-    result = finetune(config)
+    result = tune(model, output_dir / "run", *files.values(), loss=loss, **settings)
     after = share_preferred(result.model, tokenizer, files["heldout"])
     print(f"held-out sentences where & is likelier: {before:.2f} -> {after:.2f}")
-    for key in ("eval_loss", "eval_rewards/margins"):
-        print(f"{key}: {result.eval_before[key]:.4f} -> {result.eval_after[key]:.4f}")
+    margins = [row["rewards/margins"] for row in result.metrics if "rewards/margins" in row]
+    title = "how much likelier than before the chosen ends become"
+    draw_losses(output_dir, title, {"": margins}, "margin (nats)")
+    report(
+        output_dir,
+        before=before,
+        after=after,
+        margin=result.eval_after["eval_rewards/margins"],
+        pairs=pairs,
+    )
     return result
 
 
 if __name__ == "__main__":
-    call(main, __doc__, loss="dpo", pairs=256, learning_rate=1e-5)
+    call(main, __doc__)

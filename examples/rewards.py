@@ -6,12 +6,10 @@ The reward of an answer is the share of its words that have at most four letters
 mean reward of answers to other questions, before and after.
 """
 
-import json
 from pathlib import Path
 
-from examples.command import call
-from ligermodels.training.config import FinetuneConfig
-from ligermodels.training.finetune import FinetuneResult, finetune
+from examples.command import call, draw_losses, report, tune, write_lines
+from ligermodels.training.finetune import FinetuneResult
 
 THINGS = (
     "rain, snow, wind, a river, a lake, the sea, a hill, a wood, a farm, a town, a ship, a train, "
@@ -36,13 +34,12 @@ def write_prompts(file: Path, things: list[str], chat: bool) -> None:
     """Write questions about things, as conversations or as plain texts."""
     questions = [each.format(thing) for thing in things for each in QUESTIONS]
     prompts: list = [[{"role": "user", "content": q}] for q in questions] if chat else questions
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    write_lines(file, ({"prompt": prompt} for prompt in prompts))
 
 
 def main(
     model: str, output_dir: Path, *, chat: bool = True, held_out: int = 4, **options: object
 ) -> FinetuneResult:
-    output_dir.mkdir(parents=True, exist_ok=True)
     train, heldout = output_dir / "train.jsonl", output_dir / "heldout.jsonl"
     write_prompts(train, THINGS[:-held_out], chat)
     write_prompts(heldout, THINGS[-held_out:], chat)
@@ -56,21 +53,14 @@ def main(
         "max_steps": 60,
         "eval_steps": 60,
     }
-    config = FinetuneConfig.from_options(
-        model=model,
-        train_files=[str(train)],
-        eval_files=[str(heldout)],
-        output_dir=str(output_dir / "run"),
-        loss="grpo",
-        reward_function=f"{__file__}:short_words",
-        overwrite_output_dir=True,
-        **settings | options,
-    )
-    result = finetune(config)
+    settings |= {"loss": "grpo", "reward_function": f"{__file__}:short_words"} | options
+    result = tune(model, output_dir / "run", train, heldout, **settings)
     before, after = (found["eval_reward"] for found in (result.eval_before, result.eval_after))
-    print(f"share of short words in held-out answers: {before:.3f} -> {after:.3f}")
+    rewards = [row["reward"] for row in result.metrics if "reward" in row]
+    draw_losses(output_dir, "reward of the sampled answers", {"": rewards}, "share of short words")
+    report(output_dir, before=before, after=after, steps=result.steps)
     return result
 
 
 if __name__ == "__main__":
-    call(main, __doc__, max_steps=60, learning_rate=5e-5)
+    call(main, __doc__)

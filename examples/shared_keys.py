@@ -2,6 +2,8 @@
 
 Every second layer takes the keys and values of the layer before it, so that the cache of generation
 is half as large. All layers but the last pair see only the last tokens. The tokens are bytes.
+
+    python -m examples.shared_keys --output-dir runs/shared_keys
 """
 
 from dataclasses import dataclass
@@ -12,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
+from examples.command import TRAIN, call, draw_losses, learn, report, windows
 from ligermodels import DecoderModel, LlamaConfig, MemoryPlan
-
-TEXT = Path(__file__).parent / "data" / "persuasion-train.txt"
 
 
 @dataclass(kw_only=True)
@@ -68,31 +69,27 @@ class SharedKeys(DecoderModel):
 
 def train(model: SharedKeys, data: Tensor, steps: int, seq: int = 128) -> list[float]:
     """Train on random windows of `data` (n,) int64, and return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    generator, history = torch.Generator().manual_seed(0), []
-    for step in range(steps):
-        ids = data[torch.randint(len(data) - seq, (8, 1), generator=generator) + torch.arange(seq)]
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(loss.item())
-        if step % 50 == 0 or step == steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.3f}")
-    return history
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        ids = windows(data, 8, seq, generator)
+        return model(ids, labels=ids).loss
+
+    return learn(model, loss_of, steps)
 
 
-def main(folder: Path = Path("runs/shared_keys"), steps: int = 200) -> None:
+def main(output_dir: Path, *, max_steps: int = 200) -> dict[str, float]:
+    """Train, save, load, and let the loaded model write."""
     torch.manual_seed(0)
     model = SharedKeys(SharedKeysConfig())
     model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "attention"))
-    train(model, torch.tensor(list(TEXT.read_bytes())), steps)
-    model.save_hf(folder)
-    again = SharedKeys.from_hf(folder)
+    history = train(model, torch.tensor(list(TRAIN.read_bytes())), max_steps)
+    model.save_hf(output_dir / "model")
+    again = SharedKeys.from_hf(output_dir / "model")
     prompt = torch.tensor([list(b"Captain Wentworth ")])
     print(bytes(again.generate(prompt, max_new_tokens=100)[0].tolist()).decode("latin-1"))
+    draw_losses(output_dir, "a decoder of one's own", {"": history}, "loss (nats per byte)")
+    return report(output_dir, first=history[0], last=history[-1], steps=max_steps)
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__, model=False)

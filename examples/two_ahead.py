@@ -2,6 +2,8 @@
 
 A block has one norm, and its attention and MLP run in parallel. A second head predicts the token
 after the next one. The tokens are bytes.
+
+    python -m examples.two_ahead --output-dir runs/two_ahead
 """
 
 from pathlib import Path
@@ -12,8 +14,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
-
-TEXT = Path(__file__).parent / "data" / "persuasion-train.txt"
+from examples.command import TRAIN, call, learn, windows
 
 
 class ParallelBlock(nn.Module):
@@ -64,33 +65,27 @@ class TwoAhead(nn.Module):
 
 
 def train(model: TwoAhead, data: Tensor, steps: int, batch: int = 8, seq: int = 128) -> list[float]:
-    """Train on random windows of `data` (n,) int64, and return each step's next-token loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    generator, history = torch.Generator().manual_seed(0), []
-    for step in range(steps):
-        starts = torch.randint(len(data) - seq, (batch, 1), generator=generator)
-        one, two = model.losses(data[starts + torch.arange(seq)])
-        (one + 0.5 * two).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(one.item())
-        if step % 25 == 0 or step == steps - 1:
-            print(f"step {step:4d}  next {one.item():.3f}  the one after it {two.item():.3f}")
-    return history
+    """Train on random windows of `data` (n,) int64, and return the loss of each step."""
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        one, two = model.losses(windows(data, batch, seq, generator))
+        return one + 0.5 * two
+
+    return learn(model, loss_of, steps, every=25)
 
 
-def main(folder: Path = Path("runs/two_ahead")) -> None:
+def main(output_dir: Path, *, max_steps: int = 200) -> None:
+    """Train, save, load and compare."""
     torch.manual_seed(0)
-    data = torch.tensor(list(TEXT.read_bytes()))
+    data = torch.tensor(list(TRAIN.read_bytes()))
     model, again = TwoAhead(), TwoAhead()
-    train(model, data, steps=200)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_model(model, str(folder / "model.safetensors"))
-    load_model(again, folder / "model.safetensors")
+    train(model, data, max_steps)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    save_model(model, str(output_dir / "model.safetensors"))
+    load_model(again, output_dir / "model.safetensors")
     same = torch.equal(model(data[None, :128]), again(data[None, :128]))
-    print(f"saved to {folder} and loaded again; the hidden states are the same: {same}")
+    print(f"saved to {output_dir} and loaded again; the hidden states are the same: {same}")
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__, model=False)

@@ -14,11 +14,11 @@ import torch
 
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers import AttentionContext
-from ligermodels.pictures import COLOURS
+from ligermodels.pictures import COLOURS, INK, OURS
 
 HERE = Path(__file__).parent
 HIDDEN, TOKENS = 512, 16
-INK, BOX, KEPT, PAPER = "#1f2937", "#dbe9f6", COLOURS["liger"], "#ffffff"
+BOX, KEPT = "none", COLOURS["liger"]
 # A node of the graph, and whether it has rope's angles -> what it computes.
 OPS = {
     ("_NormLinearBackward", True): (
@@ -92,9 +92,10 @@ def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start") 
 
 
 def box(x: float, y: float, width: float, height: float, fill: str = BOX) -> str:
-    """Return a filled rectangle."""
+    """Return a rectangle: a frame, or a filled one."""
     place = f'x="{x:.0f}" y="{y}" width="{width:.0f}" height="{height}"'
-    return f'<rect {place} rx="{6 if fill == BOX else 0}" fill="{fill}"/>'
+    frame = f'rx="6" stroke="{OURS}" stroke-width="2"' if fill == BOX else 'rx="0"'
+    return f'<rect {place} {frame} fill="{fill}"/>'
 
 
 def line(path: str) -> str:
@@ -103,10 +104,9 @@ def line(path: str) -> str:
 
 
 def picture(width: int, height: int, parts: list[str]) -> str:
-    """Return an SVG file on white paper, so that it is readable on a dark page."""
+    """Return an SVG file without paper, in colours for light and for dark pages."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-    paper = box(0, 0, width, height, PAPER)
-    return f'{head} font-family="sans-serif">{paper}{"".join(parts)}</svg>\n'
+    return f'{head} font-family="sans-serif">{"".join(parts)}</svg>\n'
 
 
 def draw_block() -> str:

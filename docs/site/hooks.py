@@ -20,7 +20,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # where the package is not installed
 
+RESULTS = ROOT / "benchmarks" / "results"
 BLOB = "https://github.com/ligermodels/ligermodels/blob/main/"
+GALLERY = """\
+# Gallery
+
+Each entry runs on a CPU in about a minute with a small model, and on a GPU with a large one: put
+its name or folder in the place of `build/smollm2`. Type the commands in the folder of the
+repository; `python examples/smollm2.py build/smollm2` makes the small model without the hub, and
+`python -m examples.gallery build/smollm2 --output-dir runs/gallery` runs all entries.
+
+Pictures and numbers are those of the commands as they stand here. Seconds are those of one CPU
+core: user and system time of all processes, loading included.
+"""
+RECIPES = """\
+A recipe holds the options of `ligermodels finetune` for one model on one GPU of 80 GB, without your
+data: `ligermodels finetune --config examples/recipes/llama-3.1-8b-qlora.yaml --train-files my.jsonl
+--output-dir runs/mine`. The numbers are those of an H100, with random weights of the published
+sizes; the memory is what tensors take at the peak. Where memory is to spare, the run keeps more and
+recomputes less. `python -m benchmarks.recipes` measures them again.
+"""
+QWEN3_QLORA = 48, 4, "nothing"  # layers, bits and what is recomputed: the recipe's own
 # Title of a page of the reference -> the modules of the package whose public names it shows. A
 # package stands for the names of its `__all__`.
 REFERENCE = {
@@ -93,7 +113,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pictures of benchmarks/results and the pages that are made from the code."""
     from mkdocs.structure.files import File
 
-    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
+    for picture in sorted(RESULTS.glob("*.png")):
         uri = f"results/{picture.name}"
         files.append(File.generated(config, uri, abs_src_path=str(picture)))
     for uri, text in (*family_pages(), *reference_pages(), example_page()):
@@ -129,7 +149,7 @@ def family_pages() -> Iterator[tuple[str, str]]:
     for name, cls in families().items():
         module = sys.modules[cls.__module__]
         what = (module.__doc__ or "").strip().split("\n")[0]
-        title = cls.__name__.removeprefix("Liger")
+        title = cls.__name__.removeprefix("Liger").replace("_", ".")
         if cls.config_class.model_type != name:
             title += f" ({name})"
         rows.append(
@@ -181,7 +201,7 @@ def family_page(name: str, cls: Any, title: str, doc: str) -> str:
         lines += ["", "## Measured", "", "A training step in bfloat16 with AdamW on one H200.", ""]
         lines += ["| model, tokens | implementation | ms | peak GiB |", "| --- | --- | --- | --- |"]
         lines += measured
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *recipe_lines(cls)]) + "\n"
 
 
 def size_table(cls: Any) -> Iterator[str]:
@@ -219,8 +239,7 @@ def parity_rows() -> list[str]:
 
 def measured_rows(family: str) -> list[str]:
     """Return the rows of a table of the measured steps of a family."""
-    path = ROOT / "benchmarks" / "results" / "families.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((RESULTS / "families.json").read_text(encoding="utf-8"))["rows"]
     return [
         f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
         f"| {row['peak GiB']:.1f} |"
@@ -230,24 +249,70 @@ def measured_rows(family: str) -> list[str]:
 
 
 def example_page() -> tuple[str, str]:
-    """Return the path and the text of the list of examples, from their docstrings."""
+    """Return the path and the text of the gallery: its entries, recipes for GPUs, and all files."""
+    from examples.gallery import ENTRIES
+
+    measured = json.loads((RESULTS / "gallery_cpu.json").read_text(encoding="utf-8"))["entries"]
+    lines = [*GALLERY.splitlines(), "", "| entry | seconds | on a GPU |", "| --- | --- | --- |"]
+    for entry in ENTRIES:
+        recipes = ", ".join(f"[{name}](#recipes-for-gpus)" for name in entry.recipes)
+        lines.append(
+            f"| [{entry.title}](#{entry.name}) "
+            f"| {measured.get(entry.name, {}).get('seconds', '')} | {recipes} |"
+        )
+    for entry in ENTRIES:
+        more = ", ".join(f"[{page.replace('_', ' ')}](../{page}.md)" for page in entry.pages)
+        source = entry.run if entry.is_recipe else f"examples/{entry.run.split()[0]}.py"
+        lines += ["", f"## {entry.title} {{#{entry.name}}}", "", "```text"]
+        lines += [entry.command("build/smollm2", f"runs/{entry.name}"), "```", ""]
+        if entry.name in measured:
+            says = entry.says.format(**measured[entry.name]["numbers"])
+            lines += [f"![{says}](../gallery/{entry.name}.png)", "", f"*{says}*", ""]
+        lines.append(f"The source is [{source}]({BLOB}{source}). Read on: {more}.")
+    return "examples/index.md", "\n".join([*lines, *recipe_lines(), *file_lines()]) + "\n"
+
+
+def recipe_lines(family: Any = None) -> Iterator[str]:
+    """Yield a table of the recipes for GPUs with what was measured, of one family or of all."""
+    from benchmarks.recipes import preset_of
+    from ligermodels.training.config import read_config
+
+    content = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))
+    rows = {row["recipe"]: row for row in content["rows"] if "ms" in row}
+    experts = json.loads((RESULTS / "expert_lora.json").read_text(encoding="utf-8"))["rows"]
+    rows["qwen3-30b-a3b-qlora"] = next(
+        row for row in experts if (row["layers"], row["bits"], row["recomputes"]) == QWEN3_QLORA
+    )
+    files = {
+        file: preset_of(read_config(file)["model"])[0]
+        for file in sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+    }
+    files = {file: cls for file, cls in files.items() if family in (None, cls)}
+    if files:
+        yield from ("", "## Recipes for GPUs", "", *RECIPES.splitlines(), "")
+        yield "| recipe | what it trains | seconds a step | tokens/s | peak GiB |"
+        yield "| --- | --- | --- | --- | --- |"
+    for file in files:
+        what = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        numbers = "not measured | |"
+        if (row := rows.get(file.stem)) is not None:
+            numbers = f"{row['ms'] / 1e3:.2f} | {row['tokens/s']:,.0f} | {row['peak GiB']:.1f}"
+        yield f"| [{file.stem}]({BLOB}{file.relative_to(ROOT)}) | {what} | {numbers} |"
+
+
+def file_lines() -> Iterator[str]:
+    """Yield tables of all example programs, from their docstrings."""
     titles = {
-        "": "Training and architectures of your own",
+        "": "All programs",
         "families": "Families from outside of the package",
         "trainers": "Other trainers",
         "clusters": "Clusters",
     }
-    file = ROOT / "benchmarks" / "results" / "examples_cpu.json"
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    lines = ["# Examples", "", "Programs that run on a CPU with a small model, and on a GPU.", ""]
-    lines += ["`python examples/smollm2.py build/smollm2` makes such a model without the hub.", ""]
-    lines += [f"Seconds are those of a whole run on a CPU: {measured['note']}"]
     for folder, title in titles.items():
-        lines += ["", f"## {title}", "", "| file | what it shows | command | seconds |"]
-        lines += ["| --- | --- | --- | --- |"]
-        shared = ("command.py", "rows.py")
+        yield from ("", f"## {title}", "", "| file | what it shows | command |")
+        yield "| --- | --- | --- |"
         files = (ROOT / "examples" / folder).glob("*.py")
-        for file in sorted(file for file in files if file.name not in shared):
+        for file in sorted(file for file in files if file.name not in ("command.py", "rows.py")):
             doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             name = file.relative_to(ROOT)
             what = " ".join(doc.partition("\n\n")[0].split())
@@ -255,9 +320,7 @@ def example_page() -> tuple[str, str]:
                 r"^ *((?:python|accelerate|torchrun|pyflyte|make) [^\n]*?)(?=  |\n|$)", doc, re.M
             )
             runs = "" if folder == "families" else f"`{found[1] if found else f'python {name}'}`"
-            seconds = measured["seconds"].get(name.stem, "")
-            lines.append(f"| [{name.name}]({BLOB}{name}) | {what} | {runs} | {seconds} |")
-    return "examples/index.md", "\n".join(lines) + "\n"
+            yield f"| [{name.name}]({BLOB}{name}) | {what} | {runs} |"
 
 
 def reference_pages() -> Iterator[tuple[str, str]]:

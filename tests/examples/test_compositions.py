@@ -228,7 +228,7 @@ def test_the_mixed_decoder_starts_from_a_checkpoint(
 def test_the_scripts_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared_keys.main(tmp_path / "shared", steps=2)
+    shared_keys.main(tmp_path / "shared", max_steps=2)
     assert re.search(r"step +1  loss \d\.\d+\nCaptain Wentworth ", capsys.readouterr().out)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples import distillation, medusa, preference, rewards, smollm2
+from examples import command, distillation, medusa, preference, rewards, smollm2
 from ligermodels import AutoLiger
 from tests import markdown
 from tests.training.tiny_run import make_checkpoint, make_text
@@ -58,7 +58,7 @@ def test_distillation(checkpoint: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_medusa(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny model soon repeats a token, so its heads learn to guess some."""
-    assert len(medusa.beginnings(medusa.DATA / "persuasion-train.txt", 1024)) == 1024
+    assert len(medusa.beginnings(command.TRAIN, 1024)) == 1024
     options = {"prompts": 12, "held_out": 2, "new": 24, "batch_size": 4, "max_steps": 12}
     out = tmp_path / "out"
     assert medusa.main(checkpoint, out, seq_len=128, learning_rate=1e-2, **options) > 1
@@ -68,7 +68,7 @@ def test_medusa(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_preference(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pairs.jsonl"
-    preference.write_pairs(preference.DATA / "persuasion-train.txt", file, 256)
+    preference.write_pairs(command.TRAIN, file, 256)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(records) == 256
     for record in records:
@@ -79,6 +79,7 @@ def test_preference(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     result = preference.main(checkpoint, tmp_path / "out", **options)
     assert result.eval_loss_after < result.eval_loss_before
     assert "held-out sentences where & is likelier: " in capsys.readouterr().out
+    assert (tmp_path / "out" / "picture.png").is_file()
 
 
 def test_rewards(checkpoint: str, tmp_path: Path) -> None:
