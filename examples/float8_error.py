@@ -29,7 +29,7 @@ def gradients(model: str, ids: Tensor, recipe: str | None, dtype: torch.dtype) -
 
 
 def main(
-    model: str, output_dir: Path, *, tokens: int = 128, recipes: str = "delayed rowwise blocks"
+    model: str, output_dir: Path, *, tokens: int = 128, recipes: str = "delayed rowwise"
 ) -> dict[str, float]:
     """Measure one row of so many tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

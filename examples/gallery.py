@@ -92,7 +92,7 @@ ENTRIES = (
     Entry(
         name="preferences",
         title="Preferences (DPO)",
-        run="preference --pairs 16 --held-out 8 --batch-size 4 --max-steps 4 --learning-rate 2e-4",
+        run="preference --pairs 16 --held-out 4 --batch-size 4 --max-steps 4 --learning-rate 2e-4",
         says="{pairs} pairs teach the model to write “&” for “and”: the unseen sentences where it "
         "is likelier are {after:.0%} of all, and were {before:.0%}.",
         recipes=("llama-3.1-8b-dpo",),
@@ -146,7 +146,7 @@ ENTRIES = (
     Entry(
         name="packing",
         title="Long rows of packed documents",
-        run="packing --documents 10 --longest 128",
+        run="packing --documents 8 --longest 96",
         says="{padding:.0%} of a padded batch of {documents:.0f} documents is padding. One packed "
         "row has the same loss, {packed_loss:.3f}, in 1/{times_faster:.1f} of the time.",
         recipes=("qwen3-8b-long",),
@@ -167,7 +167,7 @@ ENTRIES = (
         title="float8",
         run="float8_error --tokens 64",
         says="float8 moves the gradients of a step by {delayed:.0%} (delayed scales) or "
-        "{blocks:.0%} (a scale for each block); bfloat16 alone moves them by {bfloat16:.1%}.",
+        "{rowwise:.0%} (a scale for each row); bfloat16 alone moves them by {bfloat16:.1%}.",
         recipes=("llama-3.1-8b-float8",),
         pages=("float8",),
     ),
@@ -227,7 +227,7 @@ ENTRIES = (
         title="lm-eval, with a task of your own",
         run="lm_eval_task --questions 16",
         says="Of {questions:.0f} sentences of a novel, the model finds the one that follows "
-        "{right_by_length:.0%} of the time, where guessing gives 25%.",
+        "{right:.0%} of the time, where guessing gives 25%.",
         pages=("command_line",),
     ),
 )
