@@ -146,7 +146,7 @@ ENTRIES = (
     Entry(
         name="packing",
         title="Long rows of packed documents",
-        run="packing --documents 8 --longest 96",
+        run="packing --documents 8 --longest 128",
         says="{padding:.0%} of a padded batch of {documents:.0f} documents is padding. One packed "
         "row has the same loss, {packed_loss:.3f}, in 1/{times_faster:.1f} of the time.",
         recipes=("qwen3-8b-long",),
@@ -166,8 +166,9 @@ ENTRIES = (
         name="float8",
         title="float8",
         run="float8_error --tokens 64",
-        says="float8 moves the gradients of a step by {delayed:.0%} (delayed scales) or "
-        "{rowwise:.0%} (a scale for each row); bfloat16 alone moves them by {bfloat16:.1%}.",
+        says="In a model with fresh weights, float8 moves the gradients of a step by "
+        "{delayed:.0%} (delayed scales) or {rowwise:.0%} (a scale for each row), and bfloat16 by "
+        "{bfloat16:.0%}.",
         recipes=("llama-3.1-8b-float8",),
         pages=("float8",),
     ),
