@@ -11,7 +11,7 @@ H200. The script writes gated_delta.json.
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,11 @@ from ligermodels.layers import GatedDeltaNet
 CHUNK, HEADS, DIM = 64, 32, 128
 PEAK_BYTES, PEAK_FLOP = 3.35e12, 989e12  # per second, of an H100 SXM with 16-bit operands
 REPEATS = 10
-IMPLEMENTATIONS = ("ligermodels", "transformers", "fla")
+OPS_AND_NAMES = {
+    "gated_delta": ("ligermodels", "transformers", "fla"),
+    "gated_delta_inputs": ("ligermodels", "torch.compile"),
+    "output_gate": ("ligermodels", "torch.compile"),
+}
 RESULTS = ("out", "q", "k", "v", "g", "beta")
 COLUMNS = "op, batch x seq, implementation, forward ms, both ms, TFLOP/s, peak MiB, error"
 
@@ -140,8 +144,8 @@ def floors(batch: int, seq: int, key_bytes: float, value_bytes: float) -> dict[s
             )
         ],
         "gradients": [
-            floor(3 * keys + 3 * values, gates + 8 * wide + 4 * state, states + 5 * pairs),
-            floor(3 * keys + values, gates + 8 * wide + 4 * state, 2 * states + 7 * pairs),
+            floor(3 * keys + 3 * values, gates + 8 * wide + 4 * state, 2 * states + 7 * pairs),
+            floor(3 * keys + values, gates + 4 * wide + 2 * state, states + 5 * pairs),
         ],
     }
 
@@ -190,50 +194,44 @@ def layers() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     return made
 
 
+def runs(batch: int, seq: int) -> Iterator[tuple[Any, ...]]:
+    """Give op, implementation, function, and what makes its inputs."""
+    for op, names in OPS_AND_NAMES.items():
+        sizes = (batch, seq, HEADS // 2, HEADS, DIM)
+        if op == "output_gate":
+            sizes = (batch * seq, HEADS, DIM, True)
+        case = OPS[op].build(Random(), *sizes)
+        for name in names:
+            yield op, name, case.implementation(name).function, case.inputs
+    for name, (run, weights) in layers().items():
+        x = partial(Random().normal, batch, seq, 4096)
+        yield "layer", name, run, lambda x=x, w=weights: [x(), *w]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for gated_delta.json")
-    parser.add_argument(
-        "--fla-anyway",
-        action="store_true",
-        help="time fla's backward with a Triton that it refuses on Hopper; see its error for why",
-    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
-    if arguments.fla_anyway:
-        peer("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
     small = OPS["gated_delta"].build(Random(), 1, 4097, 1, 2, DIM).implementations
     rows: list[dict[str, Any]] = []
     versions = environment() | {"fla-core": version("fla-core")}
     content: dict[str, Any] = {"environment": versions, "rows": rows}
-    content["errors"] = errors({name: small[name] for name in IMPLEMENTATIONS})
-    print(table(content["errors"], ["implementation", *RESULTS, "error"]))
-    for batch, seq in ((1, 8192), (8, 2048)):
-        flop = 2.0 * batch * seq * HEADS * DIM * (5 * CHUNK + 6 * DIM)
-        runs: list[tuple[Any, ...]] = []
-        for op, names, count in (
-            ("gated_delta", IMPLEMENTATIONS, flop),
-            ("gated_delta_inputs", ("ligermodels", "torch.compile"), 0.0),
-        ):
-            case = OPS[op].build(Random(), batch, seq, HEADS // 2, HEADS, DIM)
-            for name in names:
-                runs.append((op, name, case.implementation(name).function, case.inputs, count))
-        gate = OPS["output_gate"].build(Random(), batch * seq, HEADS, DIM, True)
-        for name in ("ligermodels", "torch.compile"):
-            runs.append(("output_gate", name, gate.implementation(name).function, gate.inputs, 0.0))
-        for name, (run, weights) in layers().items():
-            x = partial(Random().normal, batch, seq, 4096)
-            runs.append(("layer", name, run, lambda x=x, w=weights: [x(), *w], 0.0))
-        for op, name, run, inputs, count in runs:
-            row = {"op": op, "batch x seq": f"{batch} x {seq}", "implementation": name}
-            rows.append(measure(row, run, inputs(), count))
-            write("gated_delta.json", content, arguments.out)
-            print(rows[-1], flush=True)
     content["kernels"] = kernel_rows(1, 8192) + kernel_rows(8, 2048)
-    write("gated_delta.json", content, arguments.out)
-    print(table(rows, COLUMNS.split(", ")))
     print(table(content["kernels"], ["batch x seq", "kernel", "call", "us", "floor us", "share"]))
+    content["errors"] = errors({name: small[name] for name in OPS_AND_NAMES["gated_delta"]})
+    print(table(content["errors"], ["implementation", *RESULTS, "error"]))
+    write("gated_delta.json", content, arguments.out)
+    found = [(size, *run) for size in ((1, 8192), (8, 2048)) for run in runs(*size)]
+    order = ["gated_delta", "layer", *OPS_AND_NAMES]
+    for (batch, seq), op, name, run, inputs in sorted(found, key=lambda x: order.index(x[1])):
+        row = {"op": op, "batch x seq": f"{batch} x {seq}", "implementation": name}
+        flop = 2.0 * batch * seq * HEADS * DIM * (5 * CHUNK + 6 * DIM)
+        rows.append(measure(row, run, inputs(), flop if op == "gated_delta" else 0.0))
+        write("gated_delta.json", content, arguments.out)
+        print(rows[-1], flush=True)
+    print(table(rows, COLUMNS.split(", ")))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ BACKWARD = Launches(
     amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
 )
 GRADIENTS = Launches(
-    nvidia=((0, Launch(32, 4, 2)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
+    nvidia=((0, Launch(16, 4, 2)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
     amd=((None, Launch(16, 4, 1)),),
 )
 TUNED_DIM = 128
@@ -380,6 +380,7 @@ def gated_delta_gradients_kernel(
     grad_v_ptr,
     grad_g_ptr,
     grad_beta_ptr,
+    totals_ptr,
     documents,
     scale,
     heads,
@@ -393,7 +394,8 @@ def gated_delta_gradients_kernel(
 ):
     """Each program handles a slot of one key head: its value heads, and blocks of their values.
 
-    One launch writes the gradients of keys, OF_KEYS, and another one all others.
+    The first launch, OF_KEYS, writes the gradients of k, v and beta, and its part of that of g. The
+    second one adds the part of the queries, and writes the gradients of q and g.
     """
     key_heads = heads // group
     slot, key_head = tl.program_id(0) // key_heads, (tl.program_id(0) % key_heads).to(tl.int64)
@@ -407,24 +409,41 @@ def gated_delta_gradients_kernel(
         dtype: tl.constexpr = k.dtype
         sums = tl.zeros((CHUNK, WIDTH), tl.float32)
         none = tl.zeros((CHUNK, CHUNK), tl.float32)
-        own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         for member in range(group):
             head = key_head * group + member
             index = slot.to(tl.int64) * heads + head
             total, beta, last = _load_gates(gates_ptr, index, CHUNK)
             pairs = none
+            of_tokens, there = (first.to(tl.int64) + token) * heads + head, first + token < end
             if OF_KEYS:
                 forgotten = (tl.exp(total) * -beta)[:, None]
                 kept = (tl.exp(last - total) * beta)[:, None]
                 turned, from_out = none, none
+                of_total = tl.zeros((CHUNK, BLOCK), tl.float32)
+                of_beta, at_end = of_total, tl.zeros((WIDTH, BLOCK), tl.float32)
+                goes_on = first + CHUNK < end
                 for start in range(0, VALUES, BLOCK):
                     value = start + tl.arange(0, BLOCK)
                     u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
                     change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
                     grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
+                    v = _load_rows(v_ptr, first, head, end, value, heads, VALUES, CHUNK)
                     at, inside = _state_at(index, column, value, KEYS, VALUES)
                     state = tl.load(states_ptr + at, mask=inside, other=0.0)
                     after = tl.load(after_ptr + at, mask=inside, other=0.0)
+                    # The state after the slot is the next one, or the last of the document.
+                    at += heads * KEYS * VALUES
+                    next_state = tl.load(states_ptr + at, mask=inside & goes_on, other=0.0)
+                    ended = document.to(tl.int64) * heads + head
+                    at, inside = _state_at(ended, column, value, KEYS, VALUES)
+                    final = tl.load(final_ptr + at, mask=inside & (not goes_on), other=0.0)
+                    at_end += (next_state.to(tl.float32) + final) * after.to(tl.float32)
+                    # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. The
+                    # products of u and E are in both, and cancel out.
+                    of_total += u * v.to(tl.float32)
+                    of_beta += u * change
+                    part = u * beta[:, None]
+                    _store_rows(grad_v_ptr, part, first, head, end, value, heads, VALUES, CHUNK)
                     part = (u * forgotten).to(dtype)
                     sums = tl.dot(part, tl.trans(state), sums, input_precision="ieee")
                     part = (change * kept).to(dtype)
@@ -443,37 +462,12 @@ def gated_delta_gradients_kernel(
                 pairs *= -beta[:, None] * beta[None, :]
                 sums = tl.dot(pairs.to(dtype), k, sums, input_precision="ieee")
                 sums = _dot(from_out * ahead * (beta * scale)[:, None], q, sums)
-            else:
-                of_total = tl.zeros((CHUNK, BLOCK), tl.float32)
-                of_beta, at_end = of_total, tl.zeros((WIDTH, BLOCK), tl.float32)
-                for start in range(0, VALUES, BLOCK):
-                    value = start + tl.arange(0, BLOCK)
-                    grad = _load_rows(grad_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                    change = _load_rows(changes_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                    u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                    v = _load_rows(v_ptr, first, head, end, value, heads, VALUES, CHUNK)
-                    # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What
-                    # a token reads of its own cancels out, so it is left out of each of the sums.
-                    of_read = u * (v.to(tl.float32) - change)
-                    written = change * (u - own[:, None] * grad.to(tl.float32))
-                    of_total += of_read + written
-                    of_beta += u * change
-                    u *= beta[:, None]
-                    _store_rows(grad_v_ptr, u, first, head, end, value, heads, VALUES, CHUNK)
-                    # The state after the slot is the next one, or the last of the document.
-                    at, inside = _state_at(index, column, value, KEYS, VALUES)
-                    after = tl.load(after_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                    if first + CHUNK < end:
-                        at += heads * KEYS * VALUES
-                        state = tl.load(states_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                    else:
-                        ended = document.to(tl.int64) * heads + head
-                        at, _ = _state_at(ended, column, value, KEYS, VALUES)
-                        state = tl.load(final_ptr + at, mask=inside, other=0.0)
-                    at_end += state * after
-                grad_beta = tl.sum(of_beta, 1)
+                grad_beta = tl.sum(of_beta, 1).to(grad_beta_ptr.dtype.element_ty)
+                tl.store(grad_beta_ptr + of_tokens, grad_beta, mask=there)
                 grad_total = tl.sum(of_total, 1) * -beta
                 grad_total += tl.where(token == CHUNK - 1, tl.sum(tl.sum(at_end, 1), 0), 0.0)
+                tl.store(totals_ptr + index * CHUNK + token, grad_total)
+            else:
                 read = tl.zeros((CHUNK, WIDTH), tl.float32)
                 for start in range(0, VALUES, BLOCK):
                     value = start + tl.arange(0, BLOCK)
@@ -486,18 +480,15 @@ def gated_delta_gradients_kernel(
                 read *= (tl.exp(total) * scale)[:, None]
                 sums += read
                 q = _load_rows(q_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
+                grad_total = tl.load(totals_ptr + index * CHUNK + token)
                 grad_total += tl.sum(read * q.to(tl.float32), 1)
                 exponent = total[:, None] - total[None, :]
                 decay = tl.exp(tl.where(row >= other, exponent, -float("inf")))
                 pairs *= decay * (beta * scale)[None, :]
-                scores = tl.where(row > other, tl.dot(q, tl.trans(k), input_precision="ieee"), 0.0)
-                grad_total += tl.sum(pairs * scores, 1)
-                sums = _dot(pairs, k, sums)
+                grad_total += tl.sum(pairs * tl.dot(q, tl.trans(k), input_precision="ieee"), 1)
                 grad_g = tl.cumsum(grad_total, 0, reverse=True).to(grad_g_ptr.dtype.element_ty)
-                at, there = (first.to(tl.int64) + token) * heads + head, first + token < end
-                tl.store(grad_g_ptr + at, grad_g, mask=there)
-                grad_beta = grad_beta.to(grad_beta_ptr.dtype.element_ty)
-                tl.store(grad_beta_ptr + at, grad_beta, mask=there)
+                tl.store(grad_g_ptr + of_tokens, grad_g, mask=there)
+                sums = _dot(pairs, k, sums)
         if OF_KEYS:
             _store_rows(grad_k_ptr, sums, first, key_head, end, column, key_heads, KEYS, CHUNK)
         else:
@@ -607,10 +598,11 @@ def gated_delta_backward(
         **options,
     )
     grads = tuple(torch.empty_like(x) for x in rule[:5])
-    for of_keys in (False, True):
+    totals = u.new_empty(len(states), v.shape[1], options["CHUNK"])
+    for of_keys in (True, False):
         gated_delta_gradients_kernel[(len(states) * k.shape[1],)](
             *(q, k, v, grad_out, gates, cu_seqlens, states, changes, final, after, u, *grads),
-            *(documents, scale),
+            *(totals, documents, scale),
             OF_KEYS=of_keys,
             **_options(GRADIENTS, rule),
         )
