@@ -71,7 +71,7 @@ def main() -> None:
     for entry in result.metrics:
         if "eval_perplexity" in entry:
             print(f"  step {entry['step']:4d}   held-out perplexity {entry['eval_perplexity']:.3f}")
-    if not result.eval_loss_after < result.eval_loss_before:
+    if not result.eval_after["eval_loss"] < result.eval_before["eval_loss"]:
         raise SystemExit("demo: the held-out perplexity did not fall")
 
     headline(f"Opening the export in transformers: {result.model_dir}")

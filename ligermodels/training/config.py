@@ -335,10 +335,19 @@ class OutputOptions(Options):
     export_dtype: str | None = free_option(None, choices=EXPORT_DTYPES)
     max_shard_size: int = free_option(5 * 10**9, is_size=True, at_least=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resume and self.overwrite_output_dir:
-            raise ConfigError("resume and overwrite_output_dir: set only one of the two")
+
+# Pairs of options that exclude each other, and why.
+_EXCLUSIVE = (
+    ("lora_r", "freeze", "adapters freeze the model"),
+    ("lora_r", "train_only", "adapters freeze the model"),
+    ("freeze", "train_only", "one is the reverse of the other"),
+    ("lora_r", "medusa_heads", "medusa_stage says what learns"),
+    ("freeze", "medusa_heads", "medusa_stage says what learns"),
+    ("train_only", "medusa_heads", "medusa_stage says what learns"),
+    ("lora_r", "context_parallel", "adapters take whole rows on each GPU"),
+    ("float8", "load_in", "weights of few bits have no recipe, and load_in float8 needs none"),
+    ("resume", "overwrite_output_dir", "one goes on with what the other removes"),
+)
 
 
 @dataclass(kw_only=True)
@@ -372,15 +381,17 @@ class FinetuneConfig:
         }
         if missing := [name for name, value in needed.items() if not value]:
             raise ConfigError(f"{', '.join(missing)}: missing")
-        chosen = {
-            "lora_r": self.adapter.lora_r,
-            "freeze": self.model.freeze,
-            "train_only": self.model.train_only,
+        parts = [getattr(self, subject.name) for subject in fields(self)]
+        given = {
+            flat_name(each)
+            for part in parts
+            for each in fields(part)
+            if getattr(part, each.name) not in (each.default, [])
         }
-        given = [name for name, value in chosen.items() if value]
-        given += [self.loss.trains] if self.loss.trains else []
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)}: set only one of them")
+        given |= {self.loss.trains} if self.loss.trains else set()
+        for one, other, why in _EXCLUSIVE:
+            if {one, other} <= given:
+                raise ConfigError(f"{one} and {other}: {why}; leave one out")
         if self.tokenizer.path is not None and not self.model.from_scratch:
             raise ConfigError("tokenizer: a checkpoint has its own; this is for from_scratch")
         frozen = self.adapter.lora_r is not None and not self.adapter.modules_to_save
@@ -390,11 +401,6 @@ class FinetuneConfig:
                     f"{name}: adapters leave the embeddings frozen, and new ones would learn "
                     "nothing; name them in modules_to_save, as in embed_tokens lm_head"
                 )
-        if self.parallel.context_parallel > 1 and self.adapter.lora_r is not None:
-            raise ConfigError(
-                "context_parallel: this cannot be combined with lora_r, which takes whole rows on "
-                "each GPU; leave one out"
-            )
         measures = self.data.eval_files or self.data.eval_fraction
         for name, value in (
             ("early_stopping_patience", self.schedule.early_stopping_patience),
@@ -402,11 +408,6 @@ class FinetuneConfig:
         ):
             if value and not measures:
                 raise ConfigError(f"{name}: this needs eval_files or an eval_fraction above 0")
-        if self.model.float8 is not None and self.adapter.load_in is not None:
-            raise ConfigError(
-                "float8 and load_in: weights of few bits are not multiplied by a recipe; leave one "
-                "out, or give load_in float8 alone"
-            )
         self.loss.check(self)
 
     @classmethod

@@ -146,26 +146,6 @@ class FinetuneResult:
         key = self.shown[0].removeprefix("eval_")
         return next((entry[key] for entry in reversed(self.metrics) if key in entry), None)
 
-    @property
-    def eval_loss_before(self) -> float | None:
-        """Held-out loss of the original checkpoint."""
-        return self.eval_before.get("eval_loss")
-
-    @property
-    def eval_loss_after(self) -> float | None:
-        """Held-out loss of the trained weights."""
-        return self.eval_after.get("eval_loss")
-
-    @property
-    def perplexity_before(self) -> float | None:
-        """Held-out perplexity of the original checkpoint; None if the loss is another one."""
-        return self.eval_before.get("eval_perplexity")
-
-    @property
-    def perplexity_after(self) -> float | None:
-        """Held-out perplexity of the trained weights; None if the loss is another one."""
-        return self.eval_after.get("eval_perplexity")
-
 
 def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
     """Return what a run is about to do, by name, for a terminal."""

@@ -77,7 +77,7 @@ def test_preference(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     options: dict[str, Any] = {"pairs": 16, "held_out": 8, "batch_size": 4, "max_steps": 4}
     options |= {"eval_steps": 4, "learning_rate": 3e-3, "seq_len": 256, "beta": 0.5}
     result = preference.main(checkpoint, tmp_path / "out", **options)
-    assert result.eval_loss_after < result.eval_loss_before
+    assert result.eval_after["eval_loss"] < result.eval_before["eval_loss"]
     assert "held-out sentences where & is likelier: " in capsys.readouterr().out
     assert (tmp_path / "out" / "picture.png").is_file()
 

@@ -48,7 +48,7 @@ def test_a_resumed_run_is_the_same(inputs, tmp_path, load_in, precision) -> None
     forget(cut.output_dir, 6)
     again = run(*inputs, tmp_path / "cut", resume=True, **options)
     assert same(tensors(whole.model_dir), tensors(again.model_dir))
-    assert whole.perplexity_after < 0.9 * whole.perplexity_before
+    assert whole.eval_after["eval_perplexity"] < 0.9 * whole.eval_before["eval_perplexity"]
 
 
 def test_the_gpu_converts_to_the_same_codes() -> None:

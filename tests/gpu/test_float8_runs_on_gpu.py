@@ -90,7 +90,7 @@ def test_a_run(changes, tmp_path, monkeypatch) -> None:
     base, text = make_checkpoint(tmp_path / "base"), make_text(tmp_path / "text.txt")
     changes = {**changes, "device": "cuda", "save_steps": 3, "gradient_accumulation_steps": 2}
     whole = run(base, text, tmp_path / "whole", **changes)
-    assert whole.perplexity_after < 0.97 * whole.perplexity_before
+    assert whole.eval_after["eval_perplexity"] < 0.97 * whole.eval_before["eval_perplexity"]
     run(base, text, tmp_path / "killed", **changes)
     forget(tmp_path / "killed", 6)
     again = run(base, text, tmp_path / "killed", **changes, resume=True)

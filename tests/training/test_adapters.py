@@ -55,7 +55,7 @@ def loss_of(model) -> torch.Tensor:
 
 
 def test_it_learns_and_the_export_is_the_merged_model(finished, checkpoint):
-    assert finished.perplexity_after < 0.7 * finished.perplexity_before
+    assert finished.eval_after["eval_perplexity"] < 0.7 * finished.eval_before["eval_perplexity"]
     exported = AutoLiger.from_hf(finished.model_dir)
     assert same(exported.state_dict(), finished.model.state_dict())
     before = AutoLiger.from_hf(checkpoint).state_dict()
@@ -297,6 +297,6 @@ def test_dora_and_whole_modules_in_mixed_precision_with_a_plan(checkpoint, text,
     given = {"lora_r": 4, "lora_dora": True, "modules_to_save": ["embed_tokens", "norm"]}
     mixed = {"precision": "bf16-mixed", "memory": "1GiB", "max_steps": 8, **RATE}
     done = run(checkpoint, text, tmp_path / "run", **given, **mixed)
-    assert done.perplexity_after < 0.5 * done.perplexity_before
+    assert done.eval_after["eval_perplexity"] < 0.5 * done.eval_before["eval_perplexity"]
     assert {x.dtype for x in tensors(done.model_dir).values()} == {torch.bfloat16}
     assert AutoLiger.from_hf(done.model_dir).norm.weight.ne(1).any()

@@ -58,7 +58,7 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes(
     folder: Path, tmp_path: Path, beta: float
 ) -> None:
     result = finetune(settings(folder, tmp_path, beta=beta, save_steps=3), progress=False)
-    assert result.eval_loss_after < 0.95 * result.eval_loss_before
+    assert result.eval_after["eval_loss"] < 0.95 * result.eval_before["eval_loss"]
     assert result.shown == ("eval_loss", "loss") and result.eval_after["eval_nll"] > 0
     trained = tensors(result.model_dir)
     forget(tmp_path, 6)  # it was killed after step 3
@@ -76,7 +76,7 @@ def test_an_adapter_is_a_teacher(folder: Path, tmp_path: Path) -> None:
     (adapter.model_dir / "tokenizer.json").unlink()
     teacher = {"teacher": str(adapter.model_dir), "max_steps": 1}
     made = finetune(settings(folder, tmp_path / "b", **teacher), progress=False)
-    assert 0 < made.eval_loss_before < 1e-3  # it was trained for one step
+    assert 0 < made.eval_before["eval_loss"] < 1e-3  # it was trained for one step
 
 
 def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path) -> None:

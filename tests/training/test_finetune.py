@@ -40,7 +40,7 @@ def finished(checkpoint, text, tmp_path_factory):
 
 
 def test_perplexity_falls_and_every_step_is_logged(finished):
-    assert finished.perplexity_after < 0.5 * finished.perplexity_before
+    assert finished.eval_after["eval_perplexity"] < 0.5 * finished.eval_before["eval_perplexity"]
     steps = [entry["step"] for entry in finished.metrics if "loss" in entry]
     assert steps == list(range(1, 41))
     evaluated = [entry["step"] for entry in finished.metrics if "eval_loss" in entry]

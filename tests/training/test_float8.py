@@ -46,7 +46,7 @@ def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, changes) -> No
     changes = {**changes, "save_steps": 3, "max_steps": 6}
     whole = run(checkpoint, text, tmp_path / "whole", **changes)
     assert any(note.startswith("linears: float8 (down_proj, gate_up_proj") for note in whole.notes)
-    assert whole.perplexity_after < 0.95 * whole.perplexity_before
+    assert whole.eval_after["eval_perplexity"] < 0.95 * whole.eval_before["eval_perplexity"]
     killed = tmp_path / "killed"
     run(checkpoint, text, killed, **changes)
     forget(killed, 6)

@@ -57,7 +57,7 @@ def run(folder: Path, out: Path, loss: str, **options):
 )
 def test_a_run_learns_and_resumes_exactly(folder: Path, tmp_path: Path, loss: str) -> None:
     result = run(folder, tmp_path / "a", loss, save_steps=2, save_total_limit=9)
-    assert result.eval_loss_after < result.eval_loss_before
+    assert result.eval_after["eval_loss"] < result.eval_before["eval_loss"]
     key, _ = result.shown
     assert key in result.eval_before and key in result.eval_after
     first, last = (result.metrics[i] for i in (1, -2))

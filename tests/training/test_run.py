@@ -30,8 +30,8 @@ def test_an_evaluation_file_takes_the_place_of_the_held_out_part(checkpoint, tex
     other = make_text(tmp_path / "eval.txt", paragraphs=5, seed=3)
     kept = run(checkpoint, text, tmp_path / "a", max_steps=1, eval_files=[other], save_steps=0)
     none = run(checkpoint, text, tmp_path / "b", max_steps=1, eval_fraction=0, save_steps=0)
-    assert kept.eval_loss_before is not None and kept.metrics[0]["step"] == 0
-    assert none.eval_loss_before is None and none.perplexity_after is None
+    assert kept.eval_before and kept.metrics[0]["step"] == 0
+    assert none.eval_before == none.eval_after == {}
     # Neither run keeps training data for evaluation.
     assert same(kept.model.state_dict(), none.model.state_dict())
     assert not (kept.output_dir / "checkpoints").exists()
@@ -109,13 +109,13 @@ def test_a_pad_token_without_an_embedding_does_no_harm(text, tmp_path):
 def test_on_a_gpu_float32_weights_are_trained_under_autocast(checkpoint, text, tmp_path):
     given = {"device": None, "max_steps": 20, "save_steps": 10, "gradient_accumulation_steps": 2}
     result = run(checkpoint, text, tmp_path / "run", **given)
-    assert result.perplexity_after < 0.6 * result.perplexity_before
+    assert result.eval_after["eval_perplexity"] < 0.6 * result.eval_before["eval_perplexity"]
     assert resumed_settings(result.output_dir)["precision"] == "bf16-mixed"
     assert {t.dtype for t in tensors(result.model_dir).values()} == {torch.float32}
     forget(result.output_dir, 20)
     again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
     # Some kernels add in an order that changes between runs, so the weights differ a little.
-    assert again.eval_loss_after == pytest.approx(result.eval_loss_after, rel=1e-2)
+    assert again.eval_after["eval_loss"] == pytest.approx(result.eval_after["eval_loss"], rel=1e-2)
 
 
 def least_memory(checkpoint, text, output_dir, **changes):
@@ -134,7 +134,7 @@ def test_on_a_gpu_the_least_memory_changes_nothing(checkpoint, text, tmp_path, c
     least = least_memory(checkpoint, text, tmp_path / "b", **given)
     less = run(checkpoint, text, tmp_path / "b", **given, memory=least)
     assert plain.model.memory_plan is None and less.model.memory_plan is not None
-    assert less.eval_loss_after == pytest.approx(plain.eval_loss_after, rel=1e-3)
+    assert less.eval_after["eval_loss"] == pytest.approx(plain.eval_after["eval_loss"], rel=1e-3)
     free = run(checkpoint, text, tmp_path / "c", **given)
     assert not free.model.memory_plan.recomputes
 

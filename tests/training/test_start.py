@@ -86,8 +86,8 @@ def test_pretraining_from_random_weights(checkpoint, text, tmp_path, of):
     }
     model = checkpoint if of == "folder" else of
     done = run(model, text, tmp_path / "run", max_steps=20, seed=3, **given)
-    assert done.perplexity_before == pytest.approx(258, rel=0.1)
-    assert done.perplexity_after < 0.5 * done.perplexity_before
+    assert done.eval_before["eval_perplexity"] == pytest.approx(258, rel=0.1)
+    assert done.eval_after["eval_perplexity"] < 0.5 * done.eval_before["eval_perplexity"]
     exported = AutoLiger.from_hf(done.model_dir)
     assert exported.config.num_hidden_layers == 1 and exported.config.eos_token_id == 257
     assert Tokenizer.from_hf(done.model_dir).eos_token == "</s>"
