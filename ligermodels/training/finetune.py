@@ -222,7 +222,7 @@ class Run:
         objective, ranks = self.objective, self.ranks
         trainer = Trainer(
             *(trained, config, rows, eval_rows, self.device, objective, ranks),
-            casts_once=self.casts_once,
+            *(self.casts_once, self.run_dir, self.checkpoints),
         )
         with self.interrupts.held():
             with error_on_all_ranks():
@@ -246,13 +246,11 @@ class Run:
                 folder = self.run_dir.path / "reference"
                 with stage("preparing the loss", shows=self.progress):
                     self.objective.prepare(self.model, trainer.call, every, folder)
-                first = trainer.restore(self.checkpoints)
+                first = trainer.restore()
                 if self.show is not None:
                     self.show(reports.beginning(trainer, self.model))
                 with reports.logged(self.run_dir, openers, self._settings(), first):
                     trainer.train(
-                        self.run_dir,
-                        self.checkpoints,
                         check=check,
                         sample=sample,
                         after_save=self._push_save if pushes else lambda step: None,
@@ -262,7 +260,7 @@ class Run:
                 return self._finish(trainer)
             except KeyboardInterrupt:
                 if not self.exported:
-                    trainer.save(self.run_dir, self.checkpoints)
+                    trainer.save()
                 raise
 
     def what_is_saved(self) -> str:
@@ -575,7 +573,7 @@ class Run:
                 f"ended early after step {last}: no evaluation since step {trainer.best} was better"
             )
         if options.keep_best and trainer.best not in (None, last):
-            trainer.save(self.run_dir, self.checkpoints)  # with the weights of its last step
+            trainer.save()  # with the weights of its last step
             last = trainer.best
             self.checkpoints.load(last, trainer.model)
             self._note(f"the export has the weights after step {last}, of the best evaluation")
@@ -622,7 +620,7 @@ class Run:
         checked = trained if model is self.model else model
         odd = first_not_finite(checked.named_parameters(), dtype)
         if odd or dtype is not None:
-            trainer.save(self.run_dir, self.checkpoints)  # while the weights are as trained
+            trainer.save()  # while the weights are as trained
         if odd:
             raise LigerError(
                 f"{self.run_dir.path}: the trained weights cannot be exported: {odd} has values "

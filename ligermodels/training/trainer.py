@@ -33,7 +33,6 @@ from ligermodels.parallel.layout import reshard, splits_of
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.parallel.shard import clip_grad_norm_
 from ligermodels.progress import say, stage, track
-from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
@@ -53,7 +52,7 @@ from ligermodels.training.processes import (
     summed,
     summed_output,
 )
-from ligermodels.training.run_dir import Metrics, RunDir
+from ligermodels.training.run_dir import Metrics
 from ligermodels.training.schedules import learning_rate
 
 
@@ -74,7 +73,8 @@ class Trainer:
     `objective` says what the run minimises. `ranks` is the number of processes that the run was
     started with, by default of those that run now: a step has so many times the batches of the
     objective, and the ranks that run now share them out. `casts_once` is whether float8 linears
-    keep their casts of the weights for all batches of a step.
+    keep their casts of the weights for all batches of a step. `run_dir` and `checkpoints` are those
+    of a run, for `restore`, `train` and `save`.
     """
 
     model: torch.nn.Module
@@ -85,6 +85,8 @@ class Trainer:
     objective: Objective
     ranks: int | None = None
     casts_once: bool = True
+    run_dir: Any = None
+    checkpoints: Any = None
 
     def __post_init__(self) -> None:
         options, schedule = self.config.model, self.config.schedule
@@ -317,15 +319,17 @@ class Trainer:
             measured["eval_perplexity"] = perplexity(measured["eval_loss"])
         return {**measured, "targets": targets}
 
-    def restore(self, checkpoints: Checkpoints) -> int:
+    def restore(self) -> int:
         """Go on from the newest checkpoint, if there is one, and return its step, or 0.
 
         Raises:
             CheckpointError: it cannot be resumed from.
         """
-        self.done = self._saved = from_rank_0(checkpoints.latest() if rank() == 0 else None) or 0
+        self.done = self._saved = (
+            from_rank_0(self.checkpoints.latest() if rank() == 0 else None) or 0
+        )
         if self.done:
-            checkpoints.load(self.done, self.model, self.optimizer)
+            self.checkpoints.load(self.done, self.model, self.optimizer)
         return self.done
 
     @property
@@ -344,15 +348,13 @@ class Trainer:
                 self.total_steps = self.done
         return self.done == self.total_steps
 
-    def _prune(self, checkpoints: Checkpoints) -> None:
+    def _prune(self) -> None:
         output = self.config.output
         if rank() == 0:
-            checkpoints.prune(output.save_total_limit, self.best if output.keep_best else None)
+            self.checkpoints.prune(output.save_total_limit, self.best if output.keep_best else None)
 
     def train(
         self,
-        run_dir: RunDir,
-        checkpoints: Checkpoints,
         *,
         check: Callable[[], None] = lambda: None,
         sample: Callable[[int], Metrics] = lambda step: {},
@@ -371,19 +373,19 @@ class Trainer:
             SaveError: the disk is full, for example.
         """
         with error_on_all_ranks():
-            logged = run_dir.metrics.cut(self.done or -1) if rank() == 0 else []
+            logged = self.run_dir.metrics.cut(self.done or -1) if rank() == 0 else []
         key, output = self.objective.shown[0], self.config.output
         self._evaluated = from_rank_0({e["step"]: e[key] for e in logged if key in e})
-        self._prune(checkpoints)
+        self._prune()
         with stage("training", self.total_steps, done=self.done, shows=progress) as advance:
             while True:
                 # A run that was interrupted before or in an evaluation has not logged it.
                 if self._is_due(self.eval_steps) and self.done not in self._evaluated:
-                    self._evaluate(run_dir, check, sample)
+                    self._evaluate(check, sample)
                 keeps = output.keep_best and self.done == self.best
                 at_end = self._is_at_end()
                 if keeps or self._is_due(output.save_steps):
-                    if self.save(run_dir, checkpoints):
+                    if self.save():
                         after_save(self.done)
                 if at_end:
                     return
@@ -396,10 +398,10 @@ class Trainer:
                 self._waiting.append({"step": self.done, **made, "seconds": seconds})
                 often = self.eval_steps, output.save_steps, output.logging_steps
                 if any(map(self._is_due, often)):
-                    self._log(run_dir, started, advance)
+                    self._log(started, advance)
                 self._between_steps = True
 
-    def save(self, run_dir: RunDir, checkpoints: Checkpoints) -> bool:
+    def save(self) -> bool:
         """Write a checkpoint of the steps that are done, and return whether it was missing.
 
         This does nothing if a second Ctrl-C has broken off a step.
@@ -408,30 +410,25 @@ class Trainer:
             return False
         reshard(self.model)  # an evaluation that was broken off has left gathered weights
         if self._waiting:
-            self._log(run_dir, time.perf_counter())
+            self._log(time.perf_counter())
         if self.done == self._saved:
             return False
         with error_on_all_ranks(SaveError):
             if rank() == 0:
-                run_dir.metrics.sync()
-        checkpoints.save(self.done, self.model, self.optimizer)
+                self.run_dir.metrics.sync()
+        self.checkpoints.save(self.done, self.model, self.optimizer)
         self._saved = self.done
-        self._prune(checkpoints)
+        self._prune()
         return True
 
     def _is_due(self, every: int) -> bool:
         """Return whether something that is done after so many steps, and the last, is due now."""
         return bool(every) and (self.done == self.total_steps or self.done % every == 0)
 
-    def _evaluate(
-        self,
-        run_dir: RunDir,
-        check: Callable[[], None],
-        sample: Callable[[int], Metrics],
-    ) -> None:
+    def _evaluate(self, check: Callable[[], None], sample: Callable[[int], Metrics]) -> None:
         if self.eval_rows is None:
             if found := sample(self.done):
-                run_dir.log({"step": self.done, **found})
+                self.run_dir.log({"step": self.done, **found})
             return
         found = self.evaluate(check)
         key, name = self.objective.shown
@@ -439,14 +436,12 @@ class Trainer:
             label = "held-out loss" if odd == "eval_loss" else odd
             raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
         self._evaluated[self.done] = found[key]
-        run_dir.log({"step": self.done, **found, **sample(self.done)})
+        self.run_dir.log({"step": self.done, **found, **sample(self.done)})
         loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
         shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
         say(f"step {self.done}: {loss}{name} {shown}")
 
-    def _log(
-        self, run_dir: RunDir, started: float, advance: Callable[[int, str], None] | None = None
-    ) -> None:
+    def _log(self, started: float, advance: Callable[[int, str], None] | None = None) -> None:
         """Read the losses of the waiting steps from the device, and log the steps.
 
         Reading waits for the device. The last step began at `started`, and its time includes that
@@ -471,7 +466,7 @@ class Trainer:
                     f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm is "
                     f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
                 )
-            run_dir.log(entry)
+            self.run_dir.log(entry)
         if advance is not None:
             mfu = f"  MFU {speed['mfu']:.1%}" if "mfu" in speed else ""
             shown = f"loss {entries[-1]['loss']:.4f}  {speed['tokens_per_second']:,.0f} tokens/s"
