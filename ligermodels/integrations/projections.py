@@ -238,39 +238,31 @@ def refuse_adapters(model: Any, configs: dict[str, Any]) -> None:
     Raises:
         ConfigError: a config names a packed projection, or packed experts.
     """
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     paths = {module: path for path, module in model.named_modules()}
     for adapter, config in configs.items():
-        targets = getattr(config, "target_modules", None)
         listed = [x for x in vars(config).values() if isinstance(x, list | set | tuple | dict)]
         named = tuple(f".{x.removesuffix('.weight')}" for x in chain(*listed) if isinstance(x, str))
         for owner, packed, parts in _packed(model):
             path = f"{paths[owner]}.{packed}"
-            hf_paths = [f"{paths[owner]}.{part}" for part, _ in parts]
-            matches = [
-                isinstance(targets, str) and bool(check_target_module_exists(config, name))
-                for name in (path, *hf_paths)
-            ]
-            if f".{path}".endswith(named) or matches == [True] + [False] * len(parts):
+            if f".{path}".endswith(named):
+                hf_paths = ", ".join(f"{paths[owner]}.{part}" for part, _ in parts)
                 raise ConfigError(
                     f"adapter {adapter!r} names {path}, which HF's model does not have, so that "
-                    f"no other program would find it; name {', '.join(hf_paths)} instead"
+                    f"no other program would find it; name {hf_paths} instead"
                 )
         # PEFT also puts parameters of experts here, where target_modules names their projections.
         targets = tuple(f".{x}" for x in getattr(config, "target_parameters", None) or ())
         for entry in separate(model.weight_map):
-            if len(entry.spans) < 2:
-                continue
-            name, place = wrapper_name(entry.name), entry.name.rpartition(".")[0]
-            owner = model._native[0].get_submodule(place)
-            if hasattr(owner, "experts"):
-                continue
-            if f".{name}".endswith(
-                targets
-            ) or f".{place}.experts.{name.rpartition('.')[2]}".endswith(targets):
+            name, (place, _, own) = wrapper_name(entry.name), entry.name.rpartition(".")
+            is_split = hasattr(model._native[0].get_submodule(place), "experts")
+            paths_of_it = f".{name}", f".{place}.experts.{own}"
+            if (
+                len(entry.spans) > 1
+                and not is_split
+                and any(x.endswith(targets) for x in paths_of_it)
+            ):
                 raise ConfigError(
-                    f"adapter {adapter!r} adapts {wrapper_name(entry.name)}, which holds "
+                    f"adapter {adapter!r} adapts {name}, which holds "
                     f"{len(entry.spans)} tensors of HF's model that cannot be split here, so that "
                     "no other program would find it; adapt the projections of attention only, or "
                     "experts with ligermodels.adapters.add_adapters or finetune --lora-targets"
