@@ -7,6 +7,7 @@ import pkgutil
 import warnings
 from collections.abc import Callable
 from importlib import import_module, metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +25,20 @@ from ligermodels.converters.files import (
 from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.load_pretrained import LoadReport, Source, load_into
 from ligermodels.converters.save_dir import read_one_version
-from ligermodels.errors import CheckpointError, ConfigError, LigerError, first_line, short_repr
+from ligermodels.errors import (
+    CheckpointError,
+    ConfigError,
+    LigerError,
+    did_you_mean,
+    first_line,
+    short_repr,
+)
 from ligermodels.layers import Attention
 from ligermodels.layers.fusion import pre_norm_names
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_model import check_class, check_device
+from ligermodels.models.module_map import names_in
 
 Model = TypeVar("Model", bound=DecoderModel)
 
@@ -92,17 +101,24 @@ def check_weight_map(cls: type[DecoderModel]) -> None:
     Raises:
         ConfigError: the map does not fit the parameters, or no small model can be made.
     """
-    variant = "small config"
+    variant, known = "small config", set[str]()
     try:
         for name, config in small_variants(cls.config_class.small()).items():
             variant = name
-            cls.on_meta(config)
+            known |= names_in(cls.on_meta(config)[0])
     except Exception as error:
         kind = "" if isinstance(error, LigerError) else f"{type(error).__name__}: "
         raise ConfigError(
             f"{_full_name(cls)}, {variant} (with {cls.config_class.__name__}.small_fields): "
             f"{kind}{error}"
         ) from error
+    given = (cls.hf_names or {}, *cls.expert_layouts.values())
+    for name in chain.from_iterable(given):
+        if name not in known:
+            raise ConfigError(
+                f"{_full_name(cls)}: hf_names has {name!r}, but no module or parameter of a small "
+                f"model is called so{did_you_mean(name, known)}"
+            )
 
 
 def small_variants(config: ModelConfig) -> dict[str, ModelConfig]:

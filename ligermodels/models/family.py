@@ -11,7 +11,7 @@ class FamilyModel(DecoderModel):
     """A decoder under HF's names, whose modules `build` makes. A family defines `make_block`.
 
     If the config has a `rope_local_base_freq`, it is theta of the layers with a window, whose rope
-    is not scaled.
+    is not scaled. A `final_logit_softcapping` is the cap of the logits.
 
     Args: options: those of `build`.
     """
@@ -20,7 +20,8 @@ class FamilyModel(DecoderModel):
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         super().__init__(config)
-        self.build(norm=self.norm_of(), **options)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        self.build(norm=self.norm_of(), logit_softcap=softcap, **options)
         if (losses := getattr(config, "router_losses", None)) is not None:
             self.router_losses = losses
         if (theta := getattr(config, "rope_local_base_freq", None)) is not None:

@@ -64,9 +64,6 @@ class LigerGemma2(GemmaModel):
     config_class = Gemma2Config
     config: Gemma2Config
 
-    def __init__(self, config: Gemma2Config) -> None:
-        super().__init__(config, logit_softcap=config.final_logit_softcapping)
-
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
         config = self.config

@@ -14,6 +14,7 @@ from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.gemma import GemmaModel
 from ligermodels.models.gemma2 import SandwichConfig
+from ligermodels.models.module_map import TEXT_NAMES, VISION_NAMES
 
 
 @dataclass(kw_only=True)
@@ -60,21 +61,7 @@ class LigerGemma3(GemmaModel):
 
     config_class = Gemma3Config
     config: Gemma3Config
-    # Multimodal checkpoints, published ones and those written by transformers 5, have other names.
-    towers = Towers(
-        spellings=(
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-            ("model.language_model.", "model."),
-        ),
-        left_out=(
-            *("vision_tower.", "multi_modal_projector."),
-            *("model.vision_tower.", "model.multi_modal_projector."),
-        ),
-    )
-
-    def __init__(self, config: Gemma3Config) -> None:
-        super().__init__(config, logit_softcap=config.final_logit_softcapping)
+    towers = Towers(TEXT_NAMES, left_out=VISION_NAMES)
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""

@@ -316,8 +316,7 @@ class LigerGemma4(FamilyModel):
     )
 
     def __init__(self, config: Gemma4Config) -> None:
-        scale, softcap = config.hidden_size**0.5, config.final_logit_softcapping
-        super().__init__(config, embedding_scale=scale, logit_softcap=softcap)
+        super().__init__(config, embedding_scale=config.hidden_size**0.5)
         longest = config.max_position_embeddings
         sizes = {kind: config.kv_sizes(index)[0] for index, kind in enumerate(config.types)}
         full, sliding = sizes["full_attention"], sizes.get("sliding_attention", config.head_dim)

@@ -10,6 +10,7 @@ from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
+from ligermodels.models.module_map import TEXT_NAMES, VISION_NAMES
 
 _YARN = {
     "rope_type": "yarn",
@@ -76,18 +77,7 @@ class LigerMinistral3(FamilyModel):
 
     config_class = Ministral3Config
     config: Ministral3Config
-    # Published multimodal checkpoints, and those of transformers in memory, have other names.
-    towers = Towers(
-        spellings=(
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-            ("model.language_model.", "model."),
-        ),
-        kept=(
-            *("vision_tower.", "multi_modal_projector."),
-            *("model.vision_tower.", "model.multi_modal_projector."),
-        ),
-    )
+    towers = Towers(TEXT_NAMES, kept=VISION_NAMES)
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""

@@ -23,6 +23,17 @@ from ligermodels.layers import Experts
 # The layouts of experts' weights: a tensor for each expert; one for all, (experts, rows, inputs);
 # one for all, (experts, inputs, rows), where the rows of gate and up alternate; the same in MXFP4.
 ONE_BY_ONE, FUSED, ALTERNATING, MXFP4 = "one by one", "fused", "alternating", "mxfp4"
+# The names of the text model in multimodal checkpoints of Gemma 3 and Mistral 3, published ones and
+# those of transformers 5, and of what else is in them.
+TEXT_NAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+VISION_NAMES = (
+    *("vision_tower.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector."),
+)
 _LAYER = re.compile(r"layers\.\d+\.?")
 
 
@@ -82,6 +93,12 @@ def _entries(
             yield packed_entry(name, tuple(width), *pieces)
         else:
             yield packed_entry(name, tuple(width), (hf_name(name, names), rows))
+
+
+def names_in(model: nn.Module) -> set[str]:
+    """Return the names that `hf_names` may have for a model."""
+    named = (*model.named_modules(), *model.named_parameters())
+    return {_LAYER.sub("", name) for name, _ in named}
 
 
 def hf_name(name: str, names: Mapping[str, str]) -> str:

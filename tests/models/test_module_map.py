@@ -8,8 +8,22 @@ import pytest
 
 from ligermodels import register
 from ligermodels.checks.check_family import check_family
+from ligermodels.errors import ConfigError
 from ligermodels.layers import LayerNorm, RMSNorm
 from ligermodels.models.llama import LigerLlama, LlamaConfig
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_name_that_no_module_has() -> None:
+    class Config(LlamaConfig):
+        model_type: ClassVar[str] = "misnamed"
+
+    class Misnamed(LigerLlama):
+        config_class = Config
+        hf_names: ClassVar[dict[str, str]] = {"self_attn.qkv_porj": "attention.qkv"}
+
+    with pytest.raises(ConfigError, match=r"'self_attn.qkv_porj'.* did you mean '.*qkv_proj'"):
+        register(Misnamed)
 
 
 @pytest.mark.usefixtures("registry")
