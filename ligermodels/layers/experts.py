@@ -1,7 +1,7 @@
 """A mixture of experts: a router, and gated MLPs of which each token gets a few."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -205,16 +205,6 @@ class Experts(Planned, nn.Module):
         nn.init.normal_(self.down_proj, std=_STD)
 
     exchange: ExpertExchange | None
-
-    @overload
-    def forward(
-        self, x: Tensor, experts: Tensor | None = None, routed_by: Tensor | None = None
-    ) -> tuple[Tensor, Routes]: ...
-
-    @overload
-    def forward(
-        self, x: PreNormed, experts: Tensor | None = None, routed_by: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Routes]: ...
 
     def forward(
         self,

@@ -199,18 +199,15 @@ def _is_known(cls: type) -> bool:
 
 def _replaced_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
-        children: dict[str, type[nn.Module]] = {}
+        norms: tuple[str, ...] = ()
+        linears = [*getattr(module, "hf_linears", ())]
         if isinstance(module, Attention):
-            norms = [each for each in ("q_norm", "k_norm") if getattr(module, each) is not None]
-            children = {"qkv_proj": nn.Linear, **dict.fromkeys(norms, RMSNorm)}
-        elif isinstance(module, GatedDeltaNet):
-            children = {"in_proj": nn.Linear}
+            norms = ("q_norm", "k_norm")
         elif isinstance(module, GatedMLP):
-            children = {"gate_up_proj": nn.Linear, "down_proj": nn.Linear}
+            linears.append("down_proj")
         elif _is_known(type(module)) and hasattr(module, "input_layernorm"):
-            names = (name for name in pre_norm_names(module) if hasattr(module, name))
-            children = dict.fromkeys(names, RMSNorm)
-        for child, expected in children.items():
-            found = getattr(module, child)
-            if not is_plain(found, expected) and products_of(found) is None:
+            norms = pre_norm_names(module)
+        for child in (*linears, *norms):
+            found, expected = getattr(module, child, None), RMSNorm if child in norms else nn.Linear
+            if found is not None and not is_plain(found, expected) and products_of(found) is None:
                 yield f"{name}.{child}"
