@@ -1,6 +1,8 @@
 # make demo         fine-tune a small pretrained model, export it, and open it in transformers
 # make test         run ruff, mypy and every test that takes seconds
 # make test-long    run each night what takes minutes, and the tests of other people's products
+# make test-oldest  run the tests of the core on the oldest versions that pyproject.toml allows
+# make test-newest  the same on the newest versions; PYTHON=<interpreter> is the Python of both
 # make coverage     run the tests with branch coverage, print it, and write build/coverage/html
 # make lint         run only ruff and mypy
 # make site         build the documentation into build/site; warnings are errors
@@ -27,12 +29,14 @@ SMOLLM2 := build/smollm2
 OLD := build/transformers-4.57.6
 # Tools that conflict with the tested versions. Each gets an environment in build/, of 2.5 GB.
 OUTSIDE_TOOLS := axolotl llamafactory unsloth
+CORE := tests/test_progress.py tests/cli/test_cli.py tests/text tests/generation tests/converters/test_hub.py \
+	tests/converters/test_export.py tests/converters/test_weight_map.py tests/training/test_run.py
 INTERPRETED := tests/kernels tests/interpreter tests/test_docs.py
 # Each process runs a half of the tests, so that it makes few fixtures a second time. The one that is
 # done first takes over some of the other's.
 SHARED := -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-long coverage lint format site parity parity-gpu outside-tools bench-ops clean
+.PHONY: demo test test-long test-oldest test-newest coverage lint format site parity parity-gpu outside-tools bench-ops clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
@@ -46,7 +50,18 @@ test: lint $(SMOLLM2)/config.json $(OLD)/transformers
 
 # tests/conftest.py leaves these out of every run that does not ask for them.
 test-long: $(SMOLLM2)/config.json $(OLD)/transformers
+	$(PIP) uv
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) -m long
+
+# The core and what it reads and writes, with the oldest or the newest versions that pyproject.toml
+# allows. The other tests compare with exact versions of transformers and TRL.
+test-oldest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-oldest test-newest: $(VENV)/.test
+	$(PIP) uv
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/$@
+	$(BIN)/uv pip install --quiet --python build/$@/bin/python --resolution $(RESOLUTION) -e ".[demo]" "pytest>=9"
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) build/$@/bin/python -m pytest -q $(CORE)
 
 # Both processes write data files of their own, which `combine` puts together. A test that fails does
 # not keep the report back. Its total counts lines and branches together.

@@ -64,12 +64,14 @@ def test_the_wheel_works_on_each_python(version: str, built: Path, tmp_path: Pat
     subprocess.run([own, "-m", "compileall", "-q", tmp_path / "env/lib"], check=True)
     said = subprocess.check_output([tmp_path / "env/bin/ligermodels", "--help"], text=True)
     assert "finetune" in said
-    resolved = [own, "-m", "pip", "install", "-q", "--dry-run", wheel]
-    subprocess.run(resolved, check=True)
 
 
+@pytest.mark.parametrize("resolution, version", [("lowest-direct", "3.10"), ("highest", "3.13")])
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_each_extra_resolves(extra: str) -> None:
+def test_each_extra_resolves(extra: str, resolution: str, version: str) -> None:
+    if version == "3.10" and extra in ("trainers", "test", "dev"):
+        pytest.skip("transformers 5.23 and TRL 1.16 need Python 3.11")
     uv = pytest.importorskip("uv").find_uv_bin()
     command = [uv, "pip", "compile", "-q", "pyproject.toml", "--extra", extra, "-o", "/dev/null"]
-    subprocess.run([*command, "--python", sys.executable], cwd=ROOT, check=True)
+    command += ["--python-version", version, "--resolution", resolution]
+    subprocess.run(command, cwd=ROOT, check=True)

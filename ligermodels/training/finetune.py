@@ -506,7 +506,7 @@ class Run:
             run.budget -= casts if self.casts_once else 0
         plan = run.plan(*largest)
         model.set_memory_plan(plan)
-        self._note(f"memory: {summary(plan)}")
+        self._note(f"memory: {summary(plan)}", shows=self.show is None)  # or the header does
 
     def _start(
         self,
@@ -674,7 +674,7 @@ class Run:
                     write_heads=self.objective.export,
                 )
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, shows: bool = True) -> None:
         self.notes.append(text)
-        if self.progress:
+        if self.progress and shows:
             print(text, file=sys.stderr)

@@ -171,7 +171,9 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
         f"learning rate {config.schedule.learning_rate:g}",
         "data": f"{counted(len(rows), 'row')}, {counted(rows.num_tokens, 'token')}{learned}",
         "steps": steps,
-        "memory": "everything is kept for backward" if plan is None else summary(plan),
+        "memory": "everything is kept for backward"
+        if plan is None
+        else summary(plan).rpartition(" for ")[0],
         **({"kept by layer": plan.bars()} if plan and (plan.recomputes or plan.uses_host) else {}),
         "kernels": float8.report(model) or f"{name} ({reason})",
         "folder": str(config.output.output_dir),
