@@ -60,7 +60,8 @@ test-newest: RESOLUTION := highest
 test-oldest test-newest: $(VENV)/.test
 	$(PIP) uv
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/$@
-	$(BIN)/uv pip install --quiet --python build/$@/bin/python --resolution $(RESOLUTION) -e ".[demo]" "pytest>=9"
+	$(BIN)/uv pip install --quiet --python build/$@/bin/python --resolution $(RESOLUTION) -e ".[demo]" \
+		"protobuf>=4" "pytest>=9"
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) build/$@/bin/python -m pytest -q $(CORE)
 
 # Both processes write data files of their own, which `combine` puts together. A test that fails does

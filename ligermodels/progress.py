@@ -43,12 +43,10 @@ def stage(
     try:
         if _display is _HIDDEN:
             yield lambda *_: None
-        elif outer is None:
-            with _display, _task(what, total, done) as advance:
-                yield advance
-        else:
-            with _task(what, total, done) as advance:
-                yield advance
+            return
+        draws = outer is None and not _display.disable
+        with _display if draws else contextlib.nullcontext(), _task(what, total, done) as advance:
+            yield advance
     finally:
         _display = outer
 
