@@ -257,17 +257,15 @@ def example_page() -> tuple[str, str]:
     for entry in ENTRIES:
         recipes = ", ".join(f"[{name}](#recipes-for-gpus)" for name in entry.recipes)
         lines.append(
-            f"| [{entry.title}](#{entry.name}) "
-            f"| {measured.get(entry.name, {}).get('seconds', '')} | {recipes} |"
+            f"| [{entry.title}](#{entry.name}) | {measured[entry.name]['seconds']} | {recipes} |"
         )
     for entry in ENTRIES:
         more = ", ".join(f"[{page.replace('_', ' ')}](../{page}.md)" for page in entry.pages)
         source = entry.run if entry.is_recipe else f"examples/{entry.run.split()[0]}.py"
         lines += ["", f"## {entry.title} {{#{entry.name}}}", "", "```text"]
         lines += [entry.command("build/smollm2", f"runs/{entry.name}"), "```", ""]
-        if entry.name in measured:
-            says = entry.says.format(**measured[entry.name]["numbers"])
-            lines += [f"![{says}](../gallery/{entry.name}.png)", "", f"*{says}*", ""]
+        says = entry.says.format(**measured[entry.name]["numbers"])
+        lines += [f"![{says}](../gallery/{entry.name}.png)", "", f"*{says}*", ""]
         lines.append(f"The source is [{source}]({BLOB}{source}). Read on: {more}.")
     return "examples/index.md", "\n".join([*lines, *recipe_lines(), *file_lines()]) + "\n"
 
