@@ -160,6 +160,8 @@ def step(
     """The balance of a step is that of one batch, although ranks have other rows and loads."""
     model = make_experts(tied, family)
     sharded = copy.deepcopy(model)
+    if compiles:
+        torch._dynamo.reset()  # beyond a number of compilations, a frame runs in eager mode
     for layer in sharded.layers if compiles else ():
         layer.compile(backend="aot_eager")
     shard(sharded, mesh, **options)
