@@ -29,8 +29,8 @@ SMOLLM2 := build/smollm2
 OLD := build/transformers-4.57.6
 # Tools that conflict with the tested versions. Each gets an environment in build/, of 2.5 GB.
 OUTSIDE_TOOLS := axolotl llamafactory unsloth
-CORE := tests/test_progress.py tests/cli/test_cli.py tests/text tests/generation tests/converters/test_hub.py \
-	tests/converters/test_export.py tests/converters/test_weight_map.py tests/training/test_run.py
+CORE := tests/test_progress.py tests/cli/test_cli.py tests/converters/test_export.py \
+	tests/converters/test_weight_map.py tests/training/test_run.py
 INTERPRETED := tests/kernels tests/interpreter tests/test_docs.py
 # Each process runs a half of the tests, so that it makes few fixtures a second time. The one that is
 # done first takes over some of the other's.
@@ -53,8 +53,8 @@ test-long: $(SMOLLM2)/config.json $(OLD)/transformers
 	$(PIP) uv
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
-# The core and what it reads and writes, with the oldest or the newest versions that pyproject.toml
-# allows. The other tests compare with exact versions of transformers and TRL.
+# The core with the oldest or the newest versions that pyproject.toml allows. The other tests compare
+# with exact versions of transformers and TRL, or answer for the hub as its newer client asks.
 test-oldest: RESOLUTION := lowest-direct
 test-newest: RESOLUTION := highest
 test-oldest test-newest: $(VENV)/.test
