@@ -170,7 +170,7 @@ def test_a_checkpoint_of_a_run_with_heads_is_converted(call, checkpoint, text, t
     file = tmp_path / "run1" / "model" / HEADS_NAME
     save_file({name: 2 * x for name, x in load_file(file).items()}, file)
     again = call("finetune", "--resume", "--output-dir", tmp_path / "run2", "--quiet")
-    assert_one_line(again, "heads changed")
+    assert_one_line(again, f"{HEADS_NAME} changed")
 
 
 def test_an_adapter_is_converted_to_a_whole_checkpoint(call, checkpoint, tmp_path):

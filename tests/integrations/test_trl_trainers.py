@@ -189,7 +189,7 @@ def test_what_trl_cannot_train_is_refused(folder: Path) -> None:
     words = r"LigerSFTTrainer: TRL needs .* pass LigerForCausalLM\.from_native\(model\)"
     with pytest.raises(ConfigError, match=words):
         run("LigerSFTTrainer", AutoLiger.from_hf(folder), folder, TEXT, {})
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["qkv_proj"])
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["qkv_proj", "o_proj"])
     with pytest.raises(ConfigError, match="which HF's model does not have"):
         run("LigerSFTTrainer", str(folder), folder, TEXT, {}, peft_config=config)
 
