@@ -124,7 +124,6 @@ def run_one(recipe: str, tokenizer: str, device: str) -> dict[str, Any]:
         )
         with (
             mock.patch.object(AutoLiger, "from_hf", random_model),
-            mock.patch("ligermodels.training.model.weights_hash", lambda model: "random"),
             mock.patch.object(module, "Run", Measured),
         ):
             try:
