@@ -53,9 +53,16 @@ def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
-    """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
+    """The block runs unchanged, on a small checkpoint. The options on the pages are quick.
+
+    Earlier blocks of its page that only write a file into runs/ run before it.
+    """
     checkout = markdown.make_checkout(tmp_path / "ligermodels")
-    text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
+    earlier = [
+        one for one in markdown.runnable(block.page, markdown.SHELL) if one.line < block.line
+    ]
+    files = [one.text for one in earlier if one.text.startswith("mkdir -p runs\ncat > runs/")]
+    text = "\n".join([*files, block.text]).replace(markdown.CHECKPOINT, str(small_smollm2))
     text = text.replace("<hub id or folder>", str(small_smollm2))
     text = text.replace(" check-family ", " check-family --no-compile ")  # it would take minutes
     markdown.run_shell(text, checkout, tmp_path)
