@@ -129,8 +129,8 @@ class Checkpoints:
         Without an optimizer, copy only the weights. Every rank must call it.
 
         Raises:
-            CheckpointError: on any rank, a file is missing or damaged, or the checkpoint is that of
-                another run. All ranks raise.
+            CheckpointError: on any rank, a file is missing, damaged or foreign, or the
+                checkpoint is that of another run. All ranks raise.
         """
         folder = self.folder / f"step-{step:08d}"
         try:
@@ -142,6 +142,9 @@ class Checkpoints:
                         "or the options are not those of this run"
                     )
                 hashes = facts["files"]
+                # The reader takes the tensors of every file of the folder.
+                if others := {*folder.glob("*.safetensors")} - {folder / name for name in hashes}:
+                    raise CheckpointError(f"{min(others)}: no run has written this file")
                 for number, (name, digest) in enumerate(hashes.items()):
                     if number % num_ranks() == rank():
                         if file_hash(folder / name, CheckpointError) != digest:

@@ -106,7 +106,8 @@ def test_a_file_that_is_missing_or_is_a_folder_is_refused(folder, saved):
     data.mkdir()
     assert f"{data}: this is not a regular" in refuse(folder)
     data.rmdir()
-    folder.save(2, *make_model())
+    shutil.copy(folder.save(2, *make_model()) / data.name, saved / "more.safetensors")
+    assert "more.safetensors: no run has written this file" in refuse(folder)
     shutil.rmtree(saved)
     assert folder.latest() == 2
 
