@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+SIDES = ("left", "right")
+
 
 class Encoding(dict[str, Any]):
     """What a `Tokenizer` returns when it is called: a dict whose values are attributes, too.
@@ -25,14 +27,20 @@ class Encoding(dict[str, Any]):
         return Encoding({name: value.to(device) for name, value in self.items()})
 
 
-def check_options(padding: Any, truncation: bool, max_length: Any, return_tensors: Any) -> None:
+def check_options(
+    padding: Any, truncation: Any, max_length: Any, padding_side: Any, return_tensors: Any
+) -> None:
     """Raise ValueError for options of a call that there are not, or that have no effect."""
     for name, value, choices in (
         ("padding", padding, (True, False, "longest", "max_length", "do_not_pad")),
+        ("truncation", truncation, (True, False)),
+        ("padding_side", padding_side, SIDES),
         ("return_tensors", return_tensors, ("pt", None)),  # None returns lists.
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r}: expected one of {choices}")
+    if max_length is not None and not (type(max_length) is int and max_length > 0):
+        raise ValueError(f"max_length={max_length!r}: expected a number of tokens above 0")
     if max_length is not None and not truncation and padding != "max_length":
         raise ValueError(
             f"max_length={max_length}: this has no effect; pass truncation=True to cut longer "

@@ -151,7 +151,7 @@ class Tokenizer:
             DataError, CheckpointError: as in `encode`.
         """
         side = padding_side or self.padding_side
-        check_options(padding, truncation, max_length, return_tensors)
+        check_options(padding, truncation, max_length, side, return_tensors)
         length = max_length or self.model_max_length or 0
         if not length and (truncation or padding == "max_length"):
             raise ValueError(f"{self.source}: no model_max_length is known; pass max_length")

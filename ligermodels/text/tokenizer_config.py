@@ -1,16 +1,23 @@
-"""Read the files of a checkpoint's tokenizer, and what its settings say of tokens."""
+"""Read the files of a checkpoint's tokenizer, and check its settings."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.converters.files import GENERATION_CONFIG_NAME, copied_files, parse_json
 from ligermodels.errors import CheckpointError, short_repr
+from ligermodels.text.batch import SIDES
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in "bos eos unk sep pad cls mask".split())
+_SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
+# The values of settings whose other values would be taken for one of these without a word.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("padding_side", "truncation_side"), (*SIDES, None)),
+    **dict.fromkeys(_SWITCHES, (True, False, None)),
+}
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
@@ -31,6 +38,11 @@ class TokenizerFiles:
         self.contents = copied_files(folder)
         self.contents.pop(GENERATION_CONFIG_NAME, None)
         self.config = self.read_json("tokenizer_config.json")
+        for key, choices in _CHOICES.items():
+            value = self.config.get(key)
+            if value not in choices:
+                problem = f"{key!r} is {short_repr(value)}, expected one of {choices}"
+                raise self.error("tokenizer_config.json", problem)
         if "added_tokens_decoder" not in self.config:
             self.config = {**self.read_json("special_tokens_map.json"), **self.config}
 

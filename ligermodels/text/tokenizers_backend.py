@@ -16,7 +16,8 @@ class TokenizersBackend:
     `add_eos_token` of the config have no effect.
 
     Raises:
-        CheckpointError: the file is damaged, or the config gives a token another id than the file.
+        CheckpointError: the file is damaged, or gives several tokens one id, or the config gives a
+            token another id than the file.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -26,6 +27,15 @@ class TokenizersBackend:
         content = files.read_json(NAME)
         read = tokenizers.Tokenizer.from_buffer
         self.tokenizer = tokenizer = self._call(read, files.contents[NAME])
+        first: dict[int, str] = {}
+        vocab = content["model"].get("vocab")  # In a list, each token's place is its id.
+        for token, index in vocab.items() if isinstance(vocab, dict) else ():
+            if first.setdefault(index, token) != token:
+                raise files.error(
+                    NAME,
+                    f"the vocabulary has {short_repr(first[index])} and {short_repr(token)} as "
+                    f"{index}; give each token its own id",
+                )
         self.token_to_id, self.id_to_token = tokenizer.token_to_id, tokenizer.id_to_token
         # A file may have been saved with settings for training: truncation, padding, and dropout,
         # which leaves out merges at random.

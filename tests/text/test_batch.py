@@ -61,6 +61,9 @@ def test_calls_that_cannot_be_are_refused(both, subtests):
     for given, said in (
         ({"padding": "right"}, "padding='right'"),
         ({"return_tensors": "np"}, "return_tensors='np'"),
+        ({"padding_side": "lft"}, "padding_side='lft'"),
+        ({"truncation": "do_not_truncate"}, "truncation='do_not_truncate'"),
+        ({"max_length": 0, "truncation": True}, "max_length=0: expected a number"),
         ({"max_length": 4}, "has no effect; pass truncation=True"),
         ({"max_length": 1, "truncation": True}, "no room for a text"),
         ({"return_tensors": "pt"}, "pass padding=True"),

@@ -62,6 +62,8 @@ def test_damaged_settings_are_named_by_folder(bpe, tmp_path, subtests):
         ("tokenizer_config.json", b'{"bos_token": 5}', "cannot use this file"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": [5]}', "damaged: IndexError"),
         ("tokenizer_config.json", b'{"chat_template": [5]}', "damaged: TypeError"),
+        ("tokenizer_config.json", b'{"padding_side": "Left"}', "'padding_side' is 'Left', exp"),
+        ("tokenizer_config.json", b'{"add_bos_token": "false"}', "'add_bos_token' is 'false'"),
         ("tokenizer_config.json", b"{", "tokenizer_config.json: the content is not JSON"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja: the file cannot be read"),
         ("tokenizer.json", b"{}", "cannot use this file"),

@@ -47,6 +47,10 @@ def test_what_the_package_would_take_silently_is_refused(bpe, tmp_path, subtests
     for text, message in (
         (changed, f"tokenizer.json: key {first!r} appears twice"),
         (
+            json.dumps(content | {"model": {**model, "vocab": model["vocab"] | {"zz": 0}}}),
+            rf"tokenizer.json: the vocabulary has {first!r} and 'zz' as 0",
+        ),
+        (
             json.dumps(content | {"added_tokens": [*tokens, other]}),
             r"tokenizer.json: .* '\[Z\]' has id 999, but with tokenizer.json .* id 330",
         ),
