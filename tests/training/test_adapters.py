@@ -172,6 +172,22 @@ def test_training_equals_peft(checkpoint, tmp_path, options, theirs):
     assert same(*(x.state_dict() for x in merges))
 
 
+@pytest.mark.parametrize("module", ["model.layers.0.input_layernorm", "input_layernorm", "norm"])
+def test_whole_modules_of_one_layer_or_of_all_are_exported(module, checkpoint, tmp_path):
+    ours = AutoLiger.from_hf(checkpoint)
+    add_adapters(ours, 2, 4.0, targets=["q_proj"])
+    train_whole(ours, [module], torch.float32)
+    with torch.no_grad():
+        for x in (p for p in ours.parameters() if p.requires_grad):
+            x.add_(0.1)
+    expected = loss_of(ours)
+    export_adapter(ours, tmp_path, str(checkpoint), None)
+    for model in (merged(ours), AutoLiger.from_hf(tmp_path)):
+        torch.testing.assert_close(loss_of(model), expected, rtol=1e-5, atol=0)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"]
+    assert saved == [{"norm": "model.norm"}.get(module, module)]  # PEFT's ends need no dot before
+
+
 def test_only_linears_of_the_layers_get_adapters():
     torch.manual_seed(0)
     model = LigerLlama(tiny_config(tie_word_embeddings=False))
