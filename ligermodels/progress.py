@@ -48,7 +48,9 @@ def stage(
         with _display if draws else contextlib.nullcontext(), _task(what, total, done) as advance:
             yield advance
     finally:
-        _display = outer
+        # Of two iterators, the one that began first may end first, and with it the display of both.
+        if outer is None:
+            _display = None
 
 
 def track(

@@ -63,6 +63,18 @@ def test_elsewhere_a_line_comes_every_ten_seconds(
     assert capsys.readouterr().err.splitlines() == expected
 
 
+def test_iterators_that_take_turns_leave_no_display(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (track("ab", "generating", shows=True) for _ in range(2))
+    assert [next(first), next(second), *first, *second] == ["a", "a", "b", "b"]
+    assert progress._display is None
+    monkeypatch.setattr(progress, "_INTERVAL", -1.0)
+    for shows in (False, True):
+        list(track("a", f"shown {shows}", shows=shows))
+    assert capsys.readouterr().err.splitlines() == ["shown True 1"]
+
+
 @pytest.mark.parametrize("shows", [None, False])
 def test_nothing_is_shown_in_a_pipe_unless_it_is_asked_for(
     shows: bool | None, capsys: pytest.CaptureFixture[str]
