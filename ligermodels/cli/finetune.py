@@ -155,7 +155,7 @@ def run(given: Arguments) -> None:
             print(f"ligermodels: {stop}", file=sys.stderr)
         raise SystemExit(128 + stop.signum) from None
     if launch.is_rank0():
-        console.show("finished", end(result), sys.stdout)
+        console.show("finished", end(result, given.command.modules or ()), sys.stdout)
 
 
 def _resumed(output_dir: str | None) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class ModelOptions(Options):
         float8: let the linears of the layers multiply in float8, by this recipe (docs/float8.md);
             needs a GPU of the generation Ada, Hopper or a later one
         router_aux_loss_coef: factor of the balance of experts in the loss (default: that of
-            config.json if its output_router_logits is true, else 0)
+            config.json if its output_router_logits is true, or the model's own `router_losses`,
+            else 0)
         router_z_loss_coef: factor of the routers' z-loss (default: that of config.json, or 0)
         from_scratch: begin with random weights; MODEL is then a preset ('ligermodels families' has
             their names; give a tokenizer, too), or a checkpoint of which only config.json and the

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,11 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
     }
 
 
-def end(result: FinetuneResult) -> dict[str, str]:
-    """Return what a run has reached, by name, and the next command, for a terminal."""
+def end(result: FinetuneResult, modules: Sequence[str] = ()) -> dict[str, str]:
+    """Return what a run has reached, by name, and the next command, for a terminal.
+
+    Args: modules: those that the command line imports with --import.
+    """
     rows: dict[str, str] = {}
     key, name = result.shown
     shown = shown_perplexity if name == "perplexity" else "{:.4f}".format
@@ -212,7 +215,10 @@ def end(result: FinetuneResult) -> dict[str, str]:
     if not isinstance(result.model, SequenceClassifier):
         has_template = (result.model_dir / CHAT_TEMPLATE_FILE).exists()
         prompt = "--chat" if has_template else "Once upon"
-        rows["try it"] = shlex.join(["ligermodels", "generate", str(result.model_dir), prompt])
+        imported = [word for module in modules for word in ("--import", module)]
+        rows["try it"] = shlex.join(
+            ["ligermodels", "generate", str(result.model_dir), prompt, *imported]
+        )
     return rows
 
 
