@@ -116,9 +116,12 @@ def _files(
         options |= {"max_new_tokens": given.max_new_tokens, "stop_strings": given.stop}
         options["max_batch"] = given.batch_size
         model.eval()
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(given.output or f"{folder}/answers.jsonl")
-            return file_matches(model, tokenizer, files, output, **options)
+        made_by: dict[str, Any] = {}
+        if given.output:
+            made_by = given.made_by("evaluate", folder, ("max_new_tokens", "stop"))
+        with tempfile.TemporaryDirectory() as temporary:
+            output = Path(given.output or f"{temporary}/answers.jsonl")
+            return file_matches(model, tokenizer, files, output, made_by, **options)
     options |= {"batch_size": given.batch_size or 4, "separator": given.separator}
     options["seq_len"] = given.seq_len
     losses = {file: file_loss(model, tokenizer, [files[file]], **options) for file in files}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.converters.files import read_json_if_present
+from ligermodels.converters.save_dir import write_json
+from ligermodels.errors import ConfigError, LigerError, counted, short_repr
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
 from ligermodels.progress import track
@@ -166,6 +171,7 @@ def file_matches(
     tokenizer: Tokenizer,
     files: Mapping[str, Path],
     output: Path,
+    made_by: Mapping[str, Any],
     **options: Any,
 ) -> dict[str, dict[str, float]]:
     """Answer the questions of files, and return how many answers of each are right, as `is_right`.
@@ -173,15 +179,18 @@ def file_matches(
     Args:
         files: as in `read_questions`, by the names in the result.
         output: gets the lines of `write_answers`; those that it has are kept.
+        made_by: as in `count_answered`.
         options: those of `answers`.
-    Raises: as `read_questions`, `answers` and `count_answered`.
+    Raises: as `read_questions`, `answers`, `only_writer` and `count_answered`.
     """
     groups = {name: read_questions([file], tokenizer) for name, file in files.items()}
     every = [*chain.from_iterable(groups.values())]
-    left = every[count_answered(output, every) :]
-    for _ in write_answers(output, left, answers(model, tokenizer, left, **options)):
-        pass
-    lines = map(json.loads, output.read_text("utf-8").splitlines())
+    with only_writer(output):
+        left = every[count_answered(output, every, made_by) :]
+        for _ in write_answers(output, left, answers(model, tokenizer, left, **options)):
+            pass
+        # Lines end at "\n" alone, and a text may hold what str.splitlines takes for an end.
+        lines = map(json.loads, output.read_text("utf-8").split("\n"))
     found: dict[str, dict[str, float]] = {}
     for name, part in groups.items():
         right = sum(line["right"] for line in islice(lines, len(part)))
@@ -208,25 +217,64 @@ def _value(number: str) -> float:
     return float(number.replace(",", ""))
 
 
-def count_answered(output: Path, groups: Sequence[Group]) -> int:
-    """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
-
-    A file that is missing is made.
+@contextmanager
+def only_writer(output: Path) -> Iterator[None]:
+    """Create a file, if there is none, and let no other process write answers to it.
 
     Raises:
-        LigerError: a line is not the answer to the prompt that has its place.
+        LigerError: another process does.
     """
-    output.touch()
+    with open(output, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which ends with the process
+        except BlockingIOError:
+            raise LigerError(
+                f"{output}: another process writes answers to this file; wait for it, or give "
+                "another file"
+            ) from None
+        yield
+
+
+def count_answered(output: Path, groups: Sequence[Group], made_by: Mapping[str, Any]) -> int:
+    """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
+
+    The number goes to stderr, if it is not 0.
+
+    Args:
+        output: a file, which may be empty.
+        made_by: what the answers depend on, by name, as JSON values. It lies beside the file.
+    Raises:
+        LigerError: a line is not the answer to the prompt that has its place, or the answers were
+            made by something else.
+    """
     content = output.read_bytes()
+    beside = output.with_name(f"{output.name}.options.json")
+    if not content:
+        write_json(beside, made_by)
     *whole, part = content.split(b"\n")
     for number, line in enumerate([*whole, part] if part else whole):
         begin = _begin(groups[number]) if number < len(groups) else b""
-        if not begin or not line.startswith(begin[: len(line)]):
+        if number == len(whole):
+            begin = begin[: len(part)]
+        if not begin or not line.startswith(begin):
             raise LigerError(
                 f"{output}:{number + 1}: this line is not an answer to prompt {number + 1}; give "
                 "another file for the answers, or remove this one"
             )
+    before = read_json_if_present(beside, LigerError) or {}
+    if others := [name for name in {**before, **made_by} if before.get(name) != made_by.get(name)]:
+        was, now = ({name: facts.get(name) for name in others} for facts in (before, made_by))
+        raise LigerError(
+            f"{output}: {beside.name} says that the answers were made with {short_repr(was)}, and "
+            f"not with {short_repr(now)}; give another file for the answers, or remove this one"
+            if before
+            else f"{output}: {beside.name} is missing, which says what made the answers; give "
+            "another file for the answers, or remove this one"
+        )
     os.truncate(output, len(content) - len(part))
+    if whole:
+        many = counted(len(groups), "prompt")
+        print(f"{output}: {len(whole):,} of {many} answered", file=sys.stderr)
     return len(whole)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -59,10 +60,39 @@ def test_answers_are_compared_with_references(call, checkpoint, tmp_path):
     assert lines[:3] == expected and lines[3]["messages"][0] == ask[0]
     whole = output.read_bytes()
     output.write_bytes(whole[: whole.index(b"\n") + 9])  # as a kill leaves it
-    assert call(*command, "--output", output) == (0, out, "") and output.read_bytes() == whole
+    said = f"{output}: 1 of 4 prompts answered\n"
+    assert call(*command, "--output", output) == (0, out, said) and output.read_bytes() == whole
     assert_one_line(call(*command, "--output", answers), "this line is not an answer to prompt 1")
     chat.write_text(json.dumps({"messages": ask}))
     assert_one_line(call(*command), "chat.jsonl:1: ", "must end with a turn of the assistant")
+
+
+def test_answers_that_something_else_made_are_not_counted(call, checkpoint, tmp_path):
+    """A line may hold what str.splitlines takes for the end of one."""
+    files, output = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    record = {"prompt": "the\u2028cat\x85", "completion": "a"}
+    files.write_text(json.dumps(record, ensure_ascii=False) + "\n", "utf-8")
+    limits = ["--device", "cpu", "--output", output, "--max-new-tokens"]
+    command = ["evaluate", checkpoint, "--files", files, "--generate", *limits]
+    first = call(*command, 2)
+    assert first[0] == 0 and first[1].endswith("0.0000  0 of 1\n")
+    assert call(*command, 2) == (*first[:2], f"{output}: 1 of 1 prompt answered\n")
+    beside = "answers.jsonl.options.json"
+    assert_one_line(
+        call(*command, 3), f"{beside} says", "{'max_new_tokens': 2}, and not with {'max"
+    )
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    command[1] = other
+    assert_one_line(call(*command, 2), f"{beside} says", "'files': ", f"'model': '{checkpoint}'")
+    (tmp_path / beside).unlink()
+    assert_one_line(call(*command, 2), f"{beside} is missing")
+    output.unlink()
+    assert call("generate", other, "--input", files, *limits, 2)[0] == 0
+    assert_one_line(call(*command, 2), "'command': 'generate'")
 
 
 @pytest.mark.parametrize(

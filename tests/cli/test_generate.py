@@ -14,6 +14,7 @@ from ligermodels import AutoLiger
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import save_heads
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.evaluate import only_writer
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
 
@@ -178,15 +179,19 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
     prompts.write_text(prompts.read_text().replace("a dog", "a cow"))
     assert_one_line(call(*command), f"{output}:3: this line is not an answer to prompt 3")
     assert output.read_bytes() == whole
-    output.write_text("a note")  # It is no line that was cut short.
-    assert_one_line(call(*command), f"{output}:1: this line is not")
-    assert output.read_text() == "a note"
+    for note in ("a note", "\n", '{"prompt"\n'):  # It is no line that was cut short.
+        output.write_text(note)
+        assert_one_line(call(*command), f"{output}:1: this line is not")
+        assert output.read_text() == note
 
 
 def test_what_may_not_be_the_file_of_answers(call, checkpoint, prompts, tmp_path):
     command = ["generate", checkpoint, "--device", "cpu", "--input", prompts]
     assert_one_line(call(*command, "--output", prompts), "is the file of --input; give another")
     assert_one_line(call(*command, "--output", tmp_path), "Is a directory")
+    output = tmp_path / "answers.jsonl"
+    with only_writer(output):  # Two processes would mix their lines.
+        assert_one_line(call(*command, "--output", output), f"{output}: another process writes")
 
 
 def test_draws_after_a_kill_are_other_ones(call, checkpoint, prompts, tmp_path):
