@@ -17,9 +17,12 @@ from ligermodels.adapters.adapted_model import add_adapters, merged, quantize, t
 from ligermodels.adapters.quantized import FLOAT8
 from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    ADDED_WEIGHTS,
     CONFIG_NAME,
     copied_files,
     is_adapter,
+    local_weight_files,
 )
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, ConfigError
@@ -141,9 +144,9 @@ def file_hashes(source: Path) -> dict[str, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    weights = sorted(path.name for path in source.glob("*.safetensors"))
-    configs = [name for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME) if (source / name).exists()]
-    names = [*configs, *copied_files(source), *weights]
+    optional = (CONFIG_NAME, ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, *ADDED_WEIGHTS)
+    names = [name for name in optional if (source / name).exists()]
+    names += [*copied_files(source), *([] if is_adapter(source) else local_weight_files(source)[0])]
     with ThreadPoolExecutor() as pool:
         hashes = pool.map(lambda name: file_hash(source / name, CheckpointError), names)
         return dict(zip(names, hashes))
@@ -151,10 +154,15 @@ def file_hashes(source: Path) -> dict[str, str]:
 
 def check_same(source: str | Path, run: Path, then: Mapping[str, Any], now: dict[str, str]) -> None:
     """Raise CheckpointError unless the hashes of what a run was started with are still the same."""
-    if other := sorted(name for name in {**then, **now} if then.get(name) != now.get(name)):
+    kinds = {
+        "changed": [name for name in then if now.get(name, then[name]) != then[name]],
+        "is missing": [name for name in then if name not in now],
+        "is new": [name for name in now if name not in then],
+    }
+    if other := [f"{', '.join(sorted(names))} {kind}" for kind, names in kinds.items() if names]:
         raise CheckpointError(
-            f"{source}: this is not what the run in {run} was started with: {', '.join(other)} "
-            "changed; restore it, or start another run"
+            f"{source}: this is not what the run in {run} was started with: {', '.join(other)}; "
+            "restore it, or start another run"
         )
 
 

@@ -98,6 +98,18 @@ def test_what_is_not_there_is_named(text, tmp_path):
         load_checkpoint(tmp_path / "run", 1)
 
 
+def test_only_files_that_are_read_count(text, tmp_path):
+    """A file for another tool does not; one that is read is said to be new or missing."""
+    base = make_checkpoint(tmp_path / "base")
+    run(base, text, tmp_path / "run", max_steps=1, save_steps=1)
+    shutil.copy(base / "model.safetensors", base / "consolidated.safetensors")
+    load_checkpoint(tmp_path / "run", 1)
+    (base / "tokenizer_config.json").unlink()
+    (base / "merges.txt").touch()
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json is missing, merges.txt is n"):
+        load_checkpoint(tmp_path / "run", 1)
+
+
 FEW_BITS = [{"lora_r": 4, "load_in": bits} for bits in ("4bit", "8bit")]
 
 
