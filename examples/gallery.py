@@ -3,8 +3,8 @@
     python -m examples.gallery build/smollm2 --output-dir runs/gallery              all entries
     python -m examples.gallery build/smollm2 --output-dir runs/gallery --only lora  one of them
 
-The run of an entry is a command that you can type yourself. Its picture and its numbers are then
-copied into the documentation, where `docs/site/hooks.py` makes a page of them.
+The run of an entry is a command that you can type yourself. With `--publish 1`, its picture and its
+numbers are then copied into the documentation, where `docs/site/hooks.py` makes a page of them.
 """
 
 from __future__ import annotations
@@ -265,14 +265,15 @@ def run(
     return {"seconds": round(seconds), "numbers": found}
 
 
-def main(model: str, output_dir: Path, *, only: str = "") -> None:
-    """Run the entries, and put pictures and numbers where the documentation finds them."""
-    PICTURES.mkdir(exist_ok=True)
+def main(model: str, output_dir: Path, *, only: str = "", publish: int = 0) -> None:
+    """Run the entries, and publish pictures and numbers where the documentation finds them."""
     for entry in ENTRIES:
         if only and entry.name not in only.split(","):
             continue
         folder = output_dir.absolute() / entry.name
         measured = run(entry, os.path.abspath(model) if os.path.isdir(model) else model, folder)
+        if not publish:
+            continue
         drawn = folder / ("loss.png" if entry.is_recipe else "picture.png")
         shutil.copyfile(drawn, PICTURES / f"{entry.name}.png")
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
