@@ -141,6 +141,17 @@ def draw_bars(folder: Path, title: str, values: dict[str, float], form: str = "{
         axes.invert_yaxis()
 
 
+def draw_images(folder: Path, images: Tensor, titles: list[str]) -> None:
+    """Draw images (n, height, width) in a row, each under its title."""
+    with picture(folder, height=2.2) as axes:
+        axes.axis("off")
+        for index, (image, title) in enumerate(zip(images, titles)):
+            inner = axes.inset_axes((index / len(titles), 0.0, 0.9 / len(titles), 0.85))
+            inner.imshow(image, cmap="cividis")
+            inner.set(title=title, xticks=[], yticks=[])
+            inner.title.set_size(9)
+
+
 def report(folder: Path, **numbers: float) -> dict[str, float]:
     """Print the numbers that an example found, write them to numbers.json, and return them."""
     for name, value in numbers.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad, unfold
 
 import ligermodels.layers as ll
-from examples.command import call, learn, picture, report
+from examples.command import call, draw_images, learn, report
 from ligermodels import LigerLlama, LlamaConfig
 
 SIDE, PATCHES, PATCH = 3, 9, 4  # an image has 3 x 3 patches, and each patch 4 x 4 pixels
@@ -54,8 +54,7 @@ class LookAndTell(nn.Module):
         x, residual = self.patch_proj(patches) + self.embed_places(places), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
-        seen, _ = self.norm(x, residual)
-        embeds = torch.cat([seen, self.language.embed_tokens(text)], 1)
+        embeds = torch.cat([self.norm(x, residual)[0], self.language.embed_tokens(text)], 1)
         return {"inputs_embeds": embeds, "prefix_lengths": places[-1:] + 1}
 
     def forward(self, images: Tensor, text: Tensor) -> Tensor:
@@ -84,17 +83,6 @@ def train(model: LookAndTell, steps: int) -> list[float]:
     return learn(model, lambda generator: model(*make_examples(16, generator)), steps)
 
 
-def draw(folder: Path, images: Tensor, said: list[str]) -> None:
-    """Draw images in a row, each under what the model tells of it."""
-    with picture(folder, height=2.2) as axes:
-        axes.axis("off")
-        for index, (image, text) in enumerate(zip(images, said)):
-            inner = axes.inset_axes((index / len(said), 0.0, 0.9 / len(said), 0.85))
-            inner.imshow(image, cmap="cividis")
-            inner.set(title=text, xticks=[], yticks=[])
-            inner.title.set_size(9)
-
-
 def main(output_dir: Path, *, max_steps: int = 300) -> dict[str, float]:
     """Train, and return the share of unseen images that the model tells right."""
     torch.manual_seed(0)
@@ -103,7 +91,7 @@ def main(output_dir: Path, *, max_steps: int = 300) -> dict[str, float]:
     images, texts = make_examples(100, torch.Generator().manual_seed(1))
     said = model.tell(images)
     right = sum(bytes(text).decode() == each for text, each in zip(texts.tolist(), said))
-    draw(output_dir, images[:4], said[:4])
+    draw_images(output_dir, images[:4], said[:4])
     return report(output_dir, right=right / len(said), loss=history[-1], steps=max_steps)
 
 
