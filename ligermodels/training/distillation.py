@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.adapters.published import base_of
+from ligermodels.converters.files import ADAPTER_CONFIG_NAME, is_adapter, read_json
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError, short_repr
+from ligermodels.errors import CheckpointError, ConfigError, short_repr
 from ligermodels.layers.loss_head import Teacher
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.models.auto import AutoLiger, tokenizer_folder
@@ -90,8 +92,13 @@ class DistillationObjective(Objective):
         return TaughtModel(trained, self.teacher)
 
     def hashes(self) -> dict[str, str]:
-        """Return a hash of the teacher's files."""
-        return {"teacher": fingerprint(file_hashes(self.source))}
+        """Return a hash of the teacher's files, and of its base's where it is an adapter."""
+        found = file_hashes(self.source)
+        if is_adapter(self.source):
+            where = self.source / ADAPTER_CONFIG_NAME
+            base = file_hashes(base_of(where, read_json(where, CheckpointError)))
+            found |= {f"base/{name}": value for name, value in base.items()}
+        return {"teacher": fingerprint(found)}
 
     def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
         """Return the loss of a batch; an evaluation also measures that of the next token."""

@@ -69,14 +69,22 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes(
 
 
 def test_an_adapter_is_a_teacher(folder: Path, tmp_path: Path) -> None:
-    """The folder of an adapter may have no tokenizer, as that of PEFT."""
+    """The folder of an adapter may have no tokenizer, as that of PEFT. Its base must stay."""
+    shutil.copytree(folder / "model", base := tmp_path / "base")
     given = {"lora_r": 2, "export": "adapter", "max_steps": 1}
-    config = options(folder / "model", folder / "text.txt", tmp_path / "a", **given)
+    config = options(base, folder / "text.txt", tmp_path / "a", **given)
     adapter = finetune(config, progress=False)
     (adapter.model_dir / "tokenizer.json").unlink()
     teacher = {"teacher": str(adapter.model_dir), "max_steps": 1}
     made = finetune(settings(folder, tmp_path / "b", **teacher), progress=False)
     assert 0 < made.eval_before["eval_loss"] < 1e-3  # it was trained for one step
+    negate(base / "model.safetensors")
+    with pytest.raises(LigerError, match="was started with: teacher changed"):
+        finetune(settings(folder, tmp_path / "b", resume=True, **teacher), progress=False)
+
+
+def negate(file: Path) -> None:
+    save_file({name: -x for name, x in load_file(file).items()}, file)
 
 
 def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path) -> None:
@@ -86,8 +94,7 @@ def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path)
     load_checkpoint(first.output_dir, 1)
     shutil.rmtree(first.model_dir)
     forget(tmp_path / "run", 2)
-    file = teacher / "model.safetensors"
-    save_file({name: -x for name, x in load_file(file).items()}, file)
+    negate(teacher / "model.safetensors")
     with pytest.raises(LigerError, match="was started with: teacher changed"):
         finetune(settings(folder, tmp_path / "run", resume=True, **config), progress=False)
 
