@@ -170,14 +170,21 @@ def all_documents(
     """Yield the documents of files, as `read_documents`. There may be none with a target.
 
     Only one line of a file of JSON lines is in memory, or only one document of a text.
+
+    Raises DataError if the files hold no document.
     """
-    encoder = Encoder(tokenizer)
+    encoder, found = Encoder(tokenizer), None
     for file in files:
+        documents: Iterable[Document]
         if file.suffix.lower() in RECORD_SUFFIXES:
-            yield from _converted(file, encoder.record, columns)
+            documents = _converted(file, encoder.record, columns)
         else:
             lines = (line.rstrip("\r\n") for line in _lines(file))
-            yield from map(encoder.text, split_text(lines, separator))
+            documents = map(encoder.text, split_text(lines, separator))
+        for found in documents:
+            yield found
+    if found is None:
+        raise DataError(f"{', '.join(map(str, files))}: there is no text")
 
 
 def split_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ligermodels.converters.files import read_json_if_present
 from ligermodels.converters.save_dir import write_json
-from ligermodels.errors import ConfigError, LigerError, counted, short_repr
+from ligermodels.errors import ConfigError, DataError, LigerError, counted, short_repr
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
 from ligermodels.progress import track
@@ -90,7 +90,10 @@ def file_loss(
         LigerError: the loss is not finite.
     """
     documents = read_documents(files, tokenizer, separator=separator)
-    rows = PackedRows([documents], seq_len)
+    try:
+        rows = PackedRows([documents], seq_len)
+    except DataError as error:
+        raise DataError(f"{', '.join(map(str, files))}: {error}") from None
     if rows.max_id >= model.config.vocab_size:
         raise ConfigError(
             f"vocab_size: the tokenizer makes token {rows.max_id}, but the model has only "

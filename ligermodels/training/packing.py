@@ -183,8 +183,8 @@ class PackedRows:
             self.sources.append(len(rows))
         if not len(self):
             raise DataError(
-                f"there is no text, or no document has a target within the first {seq_len} tokens; "
-                "use longer rows (--seq-len)"
+                f"no document has a target within the first {seq_len} tokens; use longer rows "
+                "(--seq-len)"
             )
         self.width = -(-longest // multiple) * multiple
 

@@ -30,6 +30,10 @@ def test_files_are_measured_one_by_one_and_together(call, checkpoint, text, tmp_
     other.write_text(json.dumps({"prompt": "a" * 60, "completion": "b" * 40}) + "\n")
     code, out, _ = call("evaluate", checkpoint, "--files", other, *SMALL)
     assert code == 0 and out.endswith(" 4 targets  (long examples cut: 1)\n")
+    other.write_text(json.dumps({"prompt": "a" * 99, "completion": "b"}) + "\n")
+    assert_one_line(call("evaluate", checkpoint, "--files", other, *SMALL), f"{other}: no document")
+    other.write_text("")
+    assert_one_line(call("evaluate", checkpoint, "--files", other, *SMALL), f"{other}: there is no")
 
 
 def test_answers_are_compared_with_references(call, checkpoint, tmp_path):
