@@ -18,6 +18,7 @@ require("datasets")
 
 import datasets
 import numpy as np
+import pyarrow
 from huggingface_hub import constants
 from pyarrow import csv, parquet
 
@@ -50,7 +51,8 @@ def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True
 def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
     """Return a JSONL file with the rows of a .parquet or .csv file.
 
-    It is found again by the content of the table.
+    It is found again by the content of the table. Values of a .csv file are texts, except in
+    columns that hold only true and false.
 
     Raises:
         DataError: the file cannot be read, or its rows cannot be written.
@@ -59,12 +61,22 @@ def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
         path = _path(file.stem, file_hash(file)[:16])
         if path.is_file():
             return path
-        read = csv.read_csv if file.suffix.lower() == ".csv" else parquet.read_table
+        read = _read_csv if file.suffix.lower() == ".csv" else parquet.read_table
         try:
             found = datasets.Dataset(read(str(file)))
         except Exception as error:
             raise DataError(f"{file}: the file cannot be read: {first_line(error)}") from error
         return _written(found, path)
+
+
+def _read_csv(file: str) -> pyarrow.Table:
+    """Return a table whose texts stay as they are, also those that look like numbers or dates."""
+    parse = csv.ParseOptions(newlines_in_values=True)
+    blocks = csv.ReadOptions(block_size=2**28)  # A row must lie in two blocks at most.
+    guessed = csv.read_csv(file, blocks, parse).schema
+    kept = pyarrow.bool_(), pyarrow.null()
+    types = {x.name: x.type if x.type in kept else pyarrow.string() for x in guessed}
+    return csv.read_csv(file, blocks, parse, csv.ConvertOptions(column_types=types))
 
 
 @contextlib.contextmanager

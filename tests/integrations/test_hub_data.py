@@ -35,13 +35,34 @@ def test_tables_are_read(tmp_path, cache):
     table = datasets.Dataset.from_list(ROWS)
     table.to_parquet(tmp_path / "a.parquet")
     table.to_csv(tmp_path / "a.csv")
-    for name in ("a.parquet", "a.csv"):
+    texts = [row | {"n": str(row["n"])} for row in ROWS]
+    for name, wanted in (("a.parquet", ROWS), ("a.csv", texts)):
         (file,) = local_files([str(tmp_path / name)])
-        assert rows(file) == ROWS and file.is_relative_to(cache)
+        assert rows(file) == wanted and file.is_relative_to(cache)
         assert local_files([str(tmp_path / name)]) == [file]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"bad\.parquet: the file cannot be read"):
         local_files([str(tmp_path / "bad.parquet")])
+
+
+def test_texts_of_a_csv_file_stay_as_they_are(tmp_path, cache):
+    """Also those of many lines, and those that look like a date, a time or a number."""
+    lines = "a line\n" * 200_000
+    wanted = [
+        {"text": text, "label": i % 2 == 0, "none": None}
+        for i, text in enumerate((lines, "2024-01-01", "12:30", "01234", lines))
+    ]
+    (tmp_path / "a.csv").write_text(
+        "text,label,none\n" + "".join(f'"{x["text"]}",{x["label"]},\n' for x in wanted)
+    )
+    for number in (1, 2, 3):
+        one = tmp_path / f"{number}.csv"
+        one.write_text(f"text\n{wanted[number]['text']}\n")
+        assert rows(local_files([str(one)])[0]) == [{"text": wanted[number]["text"]}]
+    assert rows(local_files([str(tmp_path / "a.csv")])[0]) == wanted
+    (tmp_path / "latin.csv").write_bytes("text\ncafé\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.csv: the file cannot be read: .*UTF8"):
+        local_files([str(tmp_path / "latin.csv")])
 
 
 def test_a_copy_is_made_again_where_the_table_changed(tmp_path, cache):
