@@ -255,6 +255,10 @@ def _lines(file: Path) -> Iterator[str]:
     try:
         with open_regular(file, DataError) as opened:
             for number, line in enumerate(io.BufferedReader(opened), start=1):
+                if b"\0" in line:  # such as UTF-16
+                    raise DataError(
+                        f"{file}:{number}: the line holds NUL characters, so it is not UTF-8 text"
+                    )
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except OSError as error:
         raise DataError(f"{file}: the file cannot be read: {error.strerror}") from None
