@@ -123,7 +123,7 @@ def add_lora(
     in_layer: dict[str, bool] = {}
     for native, parts in (linears(weight_map) | single).items():
         weight = parameters.get(f"{native}.weight", parameters.get(native))
-        if weight is not None and native != "embed_tokens":
+        if weight is not None:
             linear |= {part.hf: weight[part.rows.slice] for part in parts}
             in_layer |= {part.hf: native.startswith("layers.") for part in parts}
     wanted, stacked = _stacked(config, packed)
@@ -135,6 +135,12 @@ def add_lora(
         if span.expert is None
         and (_PREFIX + span.source in weights or is_saved_whole(config, span.source))
     }
+    if twice := sorted(name for name in chosen if f"{name}.weight" in whole):
+        raise CheckpointError(
+            f"adapter: {_PREFIX}{twice[0]}.weight is the whole weight of a module that has a LoRA "
+            "by adapter_config.json, and one of them would be lost; merge the adapter with PEFT's "
+            "merge_and_unload"
+        )
     shapes: dict[str, tuple[int, ...]] = {name: rows.shape for name, rows in whole.items()}
     for name in chosen:
         (out, width), rank = linear[name].shape, rank_of(config, name)
@@ -145,12 +151,14 @@ def add_lora(
         shapes |= {f"{start}.{_A}": (rank, width), f"{start}.{_B}": (rows // count, rank)}
     _check(weights, shapes, config, weight_map.aliases)
     given = {name: weights[_PREFIX + name] for name in shapes}
-    sums: list[tuple[str, Tensor, Callable[[], Tensor]]] = []
+    sums: list[tuple[str, Tensor, Callable[[], Tensor]]] = [
+        (name, here, partial(given[name].to, here)) for name, here in whole.items()
+    ]
     for name in chosen:
         length = given.get(f"{name}.{MAGNITUDE}")
         factors = given[f"{name}.{_A}"], given[f"{name}.{_B}"]
         update = *factors, scaling_of(config, name), length
-        sums.append((name, linear[name], partial(_sum, linear[name], *update)))
+        sums.append((f"{name}.weight", linear[name], partial(_sum, linear[name], *update)))
     for start, (name, native, count) in stacked.items():
         order = fused.get(native, slice(None))
         each_a = given[f"{start}.{_A}"].unflatten(0, (count, -1))
@@ -161,13 +169,11 @@ def add_lora(
     for name, here, total in sums:
         if not total().isfinite().all():
             raise CheckpointError(
-                f"adapter: the sum of {name}.weight and its LoRA holds NaN or infinite values in "
-                f"{here.dtype}; the adapter's scale or its values are too large for this dtype"
+                f"adapter: with it, {name} holds NaN or infinite values in {here.dtype}; the "
+                "adapter's scale or its values are too large for this dtype"
             )
     for _, here, total in sums:  # computed again: a second model would not fit everywhere
         here.copy_(total())
-    for name, here in whole.items():
-        here.copy_(given[name])
 
 
 def _stacked(

@@ -21,6 +21,7 @@ from ligermodels.errors import CheckpointError
 from ligermodels.models.auto import AutoLiger
 from tests.models import hf_models, zoo
 
+PREFIX = "base_model.model.model"
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -70,6 +71,18 @@ def test_a_sum_that_overflows_is_refused(folders, tmp_path) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
+def test_a_whole_module_that_overflows_is_refused(folders, tmp_path) -> None:
+    saved = {"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
+    weights, *_ = published(folders["llama"], tmp_path, **saved)
+    weights[f"{PREFIX}.layers.1.mlp.down_proj.weight"] *= 1e9
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    AutoLiger.from_hf(tmp_path, dtype=torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"layers.1.mlp.down_proj.weight .*infinite .*float16"
+    ):
+        AutoLiger.from_hf(tmp_path, dtype=torch.float16)
+
+
 def test_a_pickled_adapter_is_never_read(folders, tmp_path, monkeypatch) -> None:
     """The message has the command that converts it, and it does."""
     weights, _, logits = published(folders["llama"], tmp_path, target_modules=["q_proj"])
@@ -102,7 +115,7 @@ def test_the_folder_of_an_adapter_loads_with_its_model(family, folders, tmp_path
 
 
 QV = ["q_proj", "v_proj"]
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+Q0 = f"{PREFIX}.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture
@@ -129,6 +142,7 @@ def refused(folder: Path, weights: Any, config: dict[str, Any], message: str) ->
         ({"rank_pattern": {"v_proj": 5}}, r"v_proj.lora_A.weight has the shape"),
         ({"target_modules": ["c_attn"]}, r"q_proj.lora_A.weight is not a tensor that"),
         ({"target_modules": "all-linear"}, "down_proj.lora_A.weight is missing"),
+        ({"target_modules": [*QV, "embed_tokens"]}, "embed_tokens.lora_A.weight is missing"),
         ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
         ({"modules_to_save": ["lm_head"]}, "base_model.model.lm_head.weight is missing"),
         ({"bias": "all"}, "bias='all' cannot be converted"),
@@ -162,6 +176,8 @@ def test_every_tensor_of_an_adapter_is_needed_and_checked(adapter: Any) -> None:
     ):
         name = f"{Q0}.lora_A.weight"
         refused(folder, weights | {name: change(weights[name])}, config, message)
+    more = weights | {f"{Q0}.weight": torch.zeros(48, 48)}
+    refused(folder, more, config, f"{Q0}.weight is the whole weight of a module that has a LoRA")
     for name in (
         "vision_tower.q_proj.lora_A.weight",
         "model.layers.0.self_attn.q_proj.oft_R.weight",
