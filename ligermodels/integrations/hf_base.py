@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from ligermodels.converters import hf_config
 from ligermodels.converters.files import read_json
-from ligermodels.errors import ConfigError, short_repr
+from ligermodels.errors import ConfigError, SaveError, short_repr
 from ligermodels.integrations import projections
 from ligermodels.integrations.hf_weights import conversions, pack_hf_names
 from ligermodels.layers import RotaryEmbedding, Routes
@@ -409,6 +409,21 @@ class LigerModel(LigerPreTrainedModel):
             if name != "head":
                 self.add_module(name, child)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **options: Any) -> Self:
+        """Raise ConfigError: its packed projections would stay random."""
+        raise ConfigError(
+            f"{cls.__name__} does not load checkpoints; use "
+            f"LigerForCausalLM.from_pretrained({str(path)!r}).model"
+        )
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Raise SaveError: no program would find the packed projections."""
+        raise SaveError(
+            f"{save_directory}: {type(self).__name__} does not save checkpoints; save the "
+            "LigerForCausalLM that it belongs to"
+        )
 
     def forward(
         self,

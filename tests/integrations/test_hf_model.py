@@ -278,6 +278,14 @@ def test_a_class_without_a_family_makes_no_model(folders: dict[str, Path]) -> No
         LigerForCausalLM(model.config)
 
 
+def test_the_decoder_has_no_checkpoint_of_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match=r"use LigerForCausalLM.from_pretrained\(.*\).model"):
+        type(model.model).from_pretrained(folders["llama"])
+    with pytest.raises(SaveError, match="save the LigerForCausalLM that it belongs to"):
+        model.model.save_pretrained(tmp_path)
+
+
 def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
     options = {"num_labels": 3, "pad_token_id": 2}
     hf = transformers.AutoModelForSequenceClassification.from_pretrained(
