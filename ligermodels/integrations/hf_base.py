@@ -442,8 +442,15 @@ class LigerModel(LigerPreTrainedModel):
         The arguments are those of transformers' models.
 
         Raises:
+            ConfigError: the config has fewer layers than the model, as for `assistant_early_exit`.
             ValueError: the model cannot honour an argument, or what `DecoderModel.forward` raises.
         """
+        if (count := self.config.num_hidden_layers) < len(self.native.layers):
+            raise ConfigError(
+                f"config.num_hidden_layers is {count}, but the model has {len(self.native.layers)} "
+                "layers, and always takes all of them; for generate, leave out "
+                "assistant_early_exit, and give a smaller model as assistant_model"
+            )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         inputs = native_inputs(

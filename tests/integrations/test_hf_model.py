@@ -164,6 +164,12 @@ def test_generation_with_an_assistant_and_from_embeddings(folders: dict[str, Pat
         assert torch.equal(ours, expected)
 
 
+def test_an_early_exit_is_refused(folders: dict[str, Path]) -> None:
+    model = LigerForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match="leave out assistant_early_exit"):
+        model.generate(ids(1), assistant_early_exit=1, max_new_tokens=2, pad_token_id=2)
+
+
 def test_a_loop_with_the_cache_that_is_returned(folders: dict[str, Path]) -> None:
     """As in transformers, a cache is returned unless use_cache says otherwise."""
     made = []
