@@ -44,6 +44,11 @@ def check_config(config: Mapping[str, Any]) -> None:
                 f"adapter: {key}={short_repr(value)} cannot be converted; merge the adapter with "
                 "PEFT's merge_and_unload"
             )
+    saved = config.get("modules_to_save")
+    if not isinstance(saved, list | set | None):
+        raise CheckpointError(
+            f"adapter: modules_to_save is {short_repr(saved)}, but must be a list of names"
+        )
     if config.get("target_modules") is None and not config.get("target_parameters"):
         raise CheckpointError(
             "adapter: target_modules is missing, so that it is unknown which modules the adapter "

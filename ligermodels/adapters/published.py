@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ def with_adapter(
         peft_format.add_lora(dict(model.named_parameters()), weights, config, weight_map)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, re.error) as error:
+        raise CheckpointError(
+            f"{where}: a value does not have PEFT's form: {error}; correct the file"
+        ) from error
     model.source.folder = None  # its weights are others, and a tool would take that folder for them
     if TOKENIZERS & files.keys():  # It may have learned other tokens.
         kept = {GENERATION_CONFIG_NAME} & model.source.files.keys()

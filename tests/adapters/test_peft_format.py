@@ -164,6 +164,25 @@ def test_a_config_that_its_tensors_contradict_is_refused(
     refused(folder, weights, config | change, message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head', but must be a list"),
+        (
+            {"target_modules": "(q_proj"},
+            r"adapter_config\.json: a value .* unterminated subpattern",
+        ),
+        ({"target_modules": 3}, r"adapter_config\.json: a value .* not iterable"),
+        ({"lora_alpha": "16"}, r"adapter_config\.json: a value .* unsupported operand"),
+        ({"rank_pattern": [4]}, r"adapter_config\.json: a value .* no attribute 'items'"),
+    ],
+    ids=str,
+)
+def test_a_malformed_config_is_refused_with_its_file(change, message, adapter) -> None:
+    folder, weights, config = adapter
+    refused(folder, weights, config | change, message)
+
+
 def test_every_tensor_of_an_adapter_is_needed_and_checked(adapter: Any) -> None:
     folder, weights, config = adapter
     for name in weights:
