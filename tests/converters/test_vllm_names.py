@@ -1,8 +1,8 @@
 """vLLM's loaders name every part of the names in an export.
 
 `vllm_names` has read the tables from the code of vLLM 0.33.0, which cannot run in the tests: it
-needs versions of its own. That a loader puts a tensor to the right place is not checked. The names
-of the delta net's conv1d, A_log and dt_bias are those in vllm/model_executor/layers/mamba.
+needs versions of its own. That a loader puts a tensor to the right place is not checked. The delta
+net's A_log and dt_bias are in vllm/model_executor/layers/mamba; its conv1d was not found there.
 """
 
 from __future__ import annotations
