@@ -1,18 +1,15 @@
-"""Measure perplexity, compare answers, or run tasks of lm-eval.
+"""Measure perplexity, or run tasks of lm-eval.
 
 Measure the perplexity of MODEL on each of the files, which have the formats of 'ligermodels
 finetune' (only what is learned there counts), or run tasks of lm-eval (pip install
-'ligermodels[trainers]' lm_eval), or both. With --generate, MODEL answers the prompts of the files,
-and the share of answers that equal the completions is printed.
+'ligermodels[trainers]' lm_eval), or both.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Any
 
 from ligermodels.cli.options import LoadingOptions
@@ -34,10 +31,6 @@ class Arguments(LoadingOptions):
         batch_size: rows of a forward pass (default: 4; where text is generated, what fits into
             memory)
         separator: line that separates the documents of a text file
-        generate: generate answers, and compare them with the completions
-        max_new_tokens: the most tokens of an answer
-        stop: texts before which an answer ends
-        output: file for the answers; after a stop, the same command goes on
         num_fewshot: examples before each question of a task (default: what the task says)
         limit: the most questions of a task
         task_folder: folder with YAML files of more tasks
@@ -51,10 +44,6 @@ class Arguments(LoadingOptions):
     seq_len: int = option(1024, at_least=2)
     batch_size: int | None = option(None, at_least=1)
     separator: str | None = option(None, metavar="LINE")
-    generate: bool = option(False)
-    max_new_tokens: int = option(256, at_least=1)
-    stop: list[str] = option((), metavar="TEXT", needs="generate")
-    output: str | None = option(None, metavar="FILE", needs="generate")
     num_fewshot: int | None = option(None, at_least=0, needs="tasks")
     limit: int | None = option(None, at_least=1, needs="tasks")
     task_folder: str | None = option(None, metavar="DIR", needs="tasks")
@@ -90,8 +79,6 @@ def run(given: Arguments) -> None:
     width = max(len(name) for results in found.values() for name in results)
     for file, result in found.get("files", {}).items():
         line = "perplexity {perplexity:.4f}  loss {loss:.4f}  {targets:,} targets"
-        if given.generate:
-            line = "exact match {exact_match:.4f}  {right:,} of {questions:,}"
         if result.get("truncated"):
             line += "  (long examples cut: {truncated:,})"
         if result.get("untargeted"):
@@ -105,25 +92,18 @@ def run(given: Arguments) -> None:
 def _files(
     given: Arguments, model: Any, folder: Any, files: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the loss on each file, and of all if there are several; or the right answers."""
+    """Return the loss on each file, and of all if there are several."""
     from ligermodels.models.auto import tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer
-    from ligermodels.training.evaluate import file_loss, file_matches
+    from ligermodels.training.evaluate import file_loss
 
     tokenizer = Tokenizer.from_hf(tokenizer_folder(folder))
-    options: dict[str, Any] = {"progress": sys.stderr.isatty()}
-    if given.generate:
-        options |= {"max_new_tokens": given.max_new_tokens, "stop_strings": given.stop}
-        options["max_batch"] = given.batch_size
-        model.eval()
-        made_by: dict[str, Any] = {}
-        if given.output:
-            made_by = given.made_by("evaluate", folder, ("max_new_tokens", "stop"))
-        with tempfile.TemporaryDirectory() as temporary:
-            output = Path(given.output or f"{temporary}/answers.jsonl")
-            return file_matches(model, tokenizer, files, output, made_by, **options)
-    options |= {"batch_size": given.batch_size or 4, "separator": given.separator}
-    options["seq_len"] = given.seq_len
+    options: dict[str, Any] = {
+        "seq_len": given.seq_len,
+        "batch_size": given.batch_size or 4,
+        "separator": given.separator,
+        "progress": sys.stderr.isatty(),
+    }
     losses = {file: file_loss(model, tokenizer, [files[file]], **options) for file in files}
     if len(losses) > 1:
         first, *others = losses.values()

@@ -86,7 +86,6 @@ def run(given: Arguments) -> None:
     from ligermodels.models.auto import AutoLiger, tokenizer_folder
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.data import local_files, read_prompts
-    from ligermodels.training.evaluate import only_writer
     from ligermodels.training.finetune import pick_device
 
     if given.input is not None and given.prompt is not None:
@@ -109,8 +108,7 @@ def run(given: Arguments) -> None:
         output = Path(given.output)
         if output.exists() and output.samefile(given.input):
             raise LigerError(f"generate: --output {output} is the file of --input; give another")
-        with only_writer(output):
-            _answer_file(given, output, groups, folder, device, tokenizer)
+        _answer_file(given, output, groups, folder, device, tokenizer)
         return
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")
@@ -181,9 +179,7 @@ def _answer_file(
     from ligermodels.models.auto import AutoLiger
     from ligermodels.training.evaluate import answers, count_answered, write_answers
 
-    names = ["chat", "system", "num_samples", "max_new_tokens", "temperature", "top_k", "top_p"]
-    names += ["repetition_penalty", "seed", "stop"]
-    done = count_answered(output, groups, given.made_by("generate", folder, names))
+    done = count_answered(output, groups)
     if not (left := groups[done:]):
         return
     model = AutoLiger.from_hf(folder, device=device, **given.loading()).eval()

@@ -66,15 +66,6 @@ class LoadingOptions(CommonOptions):
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         return {"dtype": dtype, "allow_nonfinite": self.allow_nonfinite}
 
-    def made_by(self, command: str, folder: Path, names: Sequence[str]) -> dict[str, Any]:
-        """Return what a file of answers depends on: options, and the files of the checkpoint."""
-        from ligermodels.training.model import file_hashes
-        from ligermodels.training.run_dir import fingerprint
-
-        found = {name: getattr(self, name) for name in ("model", "dtype", *names)}
-        found = {name: [*x] if isinstance(x, tuple) else x for name, x in found.items()}
-        return {"command": command, "files": fingerprint(file_hashes(folder)), **found}
-
 
 def parse(
     command: str,

@@ -27,7 +27,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
@@ -108,13 +108,11 @@ class Group:
         documents: whose `loss_mask` is true at the tokens of the completion.
         label: whether the first completion is a desirable one.
         record: the line of the file.
-        references: the right answers to the prompt.
     """
 
     documents: tuple[Document, ...]
     label: bool = True
     record: Record = field(default_factory=dict)
-    references: tuple[str | float, ...] = ()
     divisible = False
 
     def __len__(self) -> int:
@@ -639,18 +637,6 @@ def read_prompts(
     return list(_read(paths, tokenizer, partial(_prompt, chat=chat), columns))
 
 
-def read_questions(paths: Sequence[str | Path], tokenizer: Tokenizer) -> list[Group]:
-    """Return groups of a prompt alone, with the references that the records of training have.
-
-    They are the completion, a text or a number, or a list of several right answers; or the last
-    message of a conversation.
-
-    Raises:
-        DataError: a file or a line is wrong.
-    """
-    return list(_read(paths, tokenizer, _question))
-
-
 def _read(
     paths: Sequence[str | Path],
     tokenizer: Tokenizer,
@@ -693,22 +679,6 @@ def _prompt(record: Record, encoder: Encoder, chat: list[Record] | None = None) 
     if not len(found):
         raise DataError("the prompt is empty")
     return Group((found,), record=record)
-
-
-def _question(whole: Record, encoder: Encoder) -> Group:
-    record = normalised(whole, has_template=encoder.has_template)
-    if record.get("prompt") is None or record.get("completion") is None:
-        messages = _checked(record, "messages", list) and _checked_text(record, "messages")
-        if not messages or messages[-1]["role"] != "assistant":
-            raise DataError('"messages" must end with a turn of the assistant, the right answer')
-        record = {**record, "prompt": messages[:-1], "completion": messages[-1:]}
-    right = record["completion"]
-    if isinstance(right, list) and right and isinstance(right[-1], dict):
-        right = right[-1].get("content")
-    references = tuple(right) if isinstance(right, list) else (right,)
-    if not references or not all(isinstance(x, (str, int, float)) for x in references):
-        raise DataError('"completion" must be a text, a number, or a list of right answers')
-    return replace(_prompt(record, encoder), references=references, record=whole)
 
 
 def _split(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:

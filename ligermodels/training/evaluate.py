@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
-import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.converters.files import read_json_if_present
-from ligermodels.converters.save_dir import write_json
-from ligermodels.errors import ConfigError, DataError, LigerError, counted, short_repr
+from ligermodels.errors import ConfigError, DataError, LigerError, counted
 from ligermodels.generation.many import generate_many
 from ligermodels.models.base import DecoderModel
 from ligermodels.progress import track
 from ligermodels.text.streaming import text_after
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.data import Group, read_documents, read_questions
+from ligermodels.training.data import Group, read_documents
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.trainer import perplexity
 
 KEY = "generated"  # of the answers, in the records of the prompts
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -169,91 +162,16 @@ def answers(
     return (answer(samples, prompt) for *samples, prompt in zip(*[made] * num_samples, prompts))
 
 
-def file_matches(
-    model: DecoderModel,
-    tokenizer: Tokenizer,
-    files: Mapping[str, Path],
-    output: Path,
-    made_by: Mapping[str, Any],
-    **options: Any,
-) -> dict[str, dict[str, float]]:
-    """Answer the questions of files, and return how many answers of each are right, as `is_right`.
-
-    Args:
-        files: as in `read_questions`, by the names in the result.
-        output: gets the lines of `write_answers`; those that it has are kept.
-        made_by: as in `count_answered`.
-        options: those of `answers`.
-    Raises: as `read_questions`, `answers`, `only_writer` and `count_answered`.
-    """
-    groups = {name: read_questions([file], tokenizer) for name, file in files.items()}
-    every = [*chain.from_iterable(groups.values())]
-    with only_writer(output):
-        left = every[count_answered(output, every, made_by) :]
-        for _ in write_answers(output, left, answers(model, tokenizer, left, **options)):
-            pass
-        # Lines end at "\n" alone, and a text may hold what str.splitlines takes for an end.
-        lines = map(json.loads, output.read_text("utf-8").split("\n"))
-    found: dict[str, dict[str, float]] = {}
-    for name, part in groups.items():
-        right = sum(line["right"] for line in islice(lines, len(part)))
-        found[name] = {"exact_match": right / len(part), "right": right, "questions": len(part)}
-    return found
-
-
-def is_right(text: str, references: Iterable[str | float]) -> bool:
-    """Return whether an answer equals one of the references, without the spaces around them.
-
-    For a reference that is a number, the last number in the answer counts.
-    """
-    numbers = _NUMBER.findall(text)
-    for reference in references:
-        wanted = str(reference).strip()
-        if text.strip() == wanted:
-            return True
-        if numbers and _NUMBER.fullmatch(wanted) and _value(numbers[-1]) == _value(wanted):
-            return True
-    return False
-
-
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
-
-
-@contextmanager
-def only_writer(output: Path) -> Iterator[None]:
-    """Create a file, if there is none, and let no other process write answers to it.
-
-    Raises:
-        LigerError: another process does.
-    """
-    with open(output, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which ends with the process
-        except BlockingIOError:
-            raise LigerError(
-                f"{output}: another process writes answers to this file; wait for it, or give "
-                "another file"
-            ) from None
-        yield
-
-
-def count_answered(output: Path, groups: Sequence[Group], made_by: Mapping[str, Any]) -> int:
+def count_answered(output: Path, groups: Sequence[Group]) -> int:
     """Return how many of the prompts a file answers, and remove a line that a kill has cut short.
 
     The number goes to stderr, if it is not 0.
 
-    Args:
-        output: a file, which may be empty.
-        made_by: what the answers depend on, by name, as JSON values. It lies beside the file.
+    Args: output: a file, which may be missing.
     Raises:
-        LigerError: a line is not the answer to the prompt that has its place, or the answers were
-            made by something else.
+        LigerError: a line is not the answer to the prompt that has its place.
     """
-    content = output.read_bytes()
-    beside = output.with_name(f"{output.name}.options.json")
-    if not content:
-        write_json(beside, made_by)
+    content = output.read_bytes() if output.exists() else b""
     *whole, part = content.split(b"\n")
     for number, line in enumerate([*whole, part] if part else whole):
         begin = _begin(groups[number]) if number < len(groups) else b""
@@ -264,17 +182,8 @@ def count_answered(output: Path, groups: Sequence[Group], made_by: Mapping[str, 
                 f"{output}:{number + 1}: this line is not an answer to prompt {number + 1}; give "
                 "another file for the answers, or remove this one"
             )
-    before = read_json_if_present(beside, LigerError) or {}
-    if others := [name for name in {**before, **made_by} if before.get(name) != made_by.get(name)]:
-        was, now = ({name: facts.get(name) for name in others} for facts in (before, made_by))
-        raise LigerError(
-            f"{output}: {beside.name} says that the answers were made with {short_repr(was)}, and "
-            f"not with {short_repr(now)}; give another file for the answers, or remove this one"
-            if before
-            else f"{output}: {beside.name} is missing, which says what made the answers; give "
-            "another file for the answers, or remove this one"
-        )
-    os.truncate(output, len(content) - len(part))
+    if part:
+        os.truncate(output, len(content) - len(part))
     if whole:
         many = counted(len(groups), "prompt")
         print(f"{output}: {len(whole):,} of {many} answered", file=sys.stderr)
@@ -284,16 +193,11 @@ def count_answered(output: Path, groups: Sequence[Group], made_by: Mapping[str, 
 def write_answers(
     output: Path, groups: Iterable[Group], found: Iterable[Answer]
 ) -> Iterator[Answer]:
-    """Append a line to a file for each prompt, its record and its texts; yield the answers.
-
-    The line of a question also says whether the answer is right.
-    """
+    """Append a line to a file for each prompt, its record and its texts; yield the answers."""
     with open(output, "ab") as file:
         for group, answer in zip(groups, found):
             texts: Any = answer.texts[0] if len(answer.texts) == 1 else answer.texts
             line = json.dumps(texts, ensure_ascii=False)
-            if group.references:
-                line += f', "right": {json.dumps(is_right(texts, group.references))}'
             file.write(_begin(group) + line.encode(errors="replace") + b"}\n")
             file.flush()
             yield answer
