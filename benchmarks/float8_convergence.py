@@ -29,6 +29,7 @@ from benchmarks.convergence import TEXT
 from ligermodels.pictures import INK, ORDER, picture
 
 BF16, FLOAT32, TF32, TORCHAO = "bf16", "float32", "tf32", "torchao"
+ARMS = (BF16, "tensorwise", "delayed", "rowwise", "blocks", TORCHAO, FLOAT32, TF32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=Path, help="tokens.npz of benchmarks.english_text")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--arms", nargs="+", default=[BF16, "tensorwise", "rowwise", TORCHAO])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--last", nargs="*", default=[FLOAT32, TF32], help="arms that run one seed")
+    parser.add_argument("--runs", nargs="+", metavar="ARM-SEED", help="by default all, 0 to 2")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--steps", type=int, help="number of training steps")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
@@ -251,9 +250,8 @@ def main() -> None:
         scale = dataclasses.replace(scale, steps=arguments.steps)
     if not arguments.tiny and arguments.tokens is None:
         parser.error("--tokens: name the file that benchmarks.english_text wrote")
-    runs = [(arm, seed) for seed in range(arguments.seeds) for arm in arguments.arms]
-    first = len(arguments.arms)
-    runs[first:first] = [(arm, 0) for arm in arguments.last]
+    named = arguments.runs or [f"{arm}-{seed}" for seed in range(3) for arm in ARMS]
+    runs = [(arm, int(seed)) for arm, _, seed in (name.rpartition("-") for name in named)]
     parts = arguments.out / "float8_convergence"
     parts.mkdir(parents=True, exist_ok=True)
     if not arguments.until:

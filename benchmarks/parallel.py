@@ -6,6 +6,9 @@ Each part prints a table. The results go into parallel.json in $OUT, or else in 
 beside those of other numbers of GPUs.
 
     exact   losses and gradients in float32 of every layout, against one GPU
+    float8  four layers of Llama-3-8B, float32 weights, AdamW, 1 x 8192 tokens on each GPU, under
+            FSDP2: weights gathered in bfloat16, and by torchao in float8; how long the kernels of
+            gathering take, and how much of it while nothing else computes
     fsdp    Llama-3-8B, float32 weights computed in bfloat16, AdamW, 1 x 8192 tokens on each GPU
     tp      the same model cut for tensor parallelism over all GPUs, 1 x 8192 tokens together,
             beside HF's model cut with DTensor, as transformers plans it, under autocast
@@ -18,7 +21,7 @@ beside those of other numbers of GPUs.
 
 Loads and saves are in sharded_files.py. More ranks than GPUs share them, and gloo takes the place
 of NCCL: times mean nothing then, and "exact" and "context" still compare. Without a GPU, and with
---tiny, the parts exact, context, tp and experts show that the program works.
+--tiny, the parts exact, context, tp, experts and float8 show that the program works.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import copy
 import json
 import os
 import statistics
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,7 @@ from benchmarks.ranks import (
     mesh,
     milliseconds,
     show,
+    synchronize,
     table,
 )
 from ligermodels import (
@@ -54,6 +59,7 @@ from ligermodels import (
     MemoryPlan,
     clip_grad_norm_,
     families,
+    float8,
     kernels,
     mean_over_ranks,
     shard,
@@ -69,8 +75,18 @@ TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
 STEPS = 9
 
 
-def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
-    """Measure steps with AdamW: the median of the slowest rank, and the largest peak."""
+def training(
+    model: Any,
+    rows_together: int,
+    autocasts: bool = False,
+    after_step: Callable[[Any], Any] | None = None,
+    profiles: bool = False,
+) -> Row:
+    """Measure steps with AdamW: the median of the slowest rank, and the largest peak.
+
+    Args: after_step: takes the model after each step of the optimizer; profiles: whether to measure
+        the kernels that gather, too.
+    """
     # One call of the fused optimizer takes either DTensors or plain tensors.
     kinds = [[p for p in model.parameters() if is_sharded(p) == kind] for kind in (True, False)]
     groups = [{"params": params} for params in kinds if params]
@@ -85,6 +101,8 @@ def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if after_step is not None:
+            after_step(model)
         losses.append(loss.detach())
 
     first = milliseconds(step)
@@ -93,6 +111,7 @@ def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
         torch.cuda.reset_peak_memory_stats()
     times = [milliseconds(step) for _ in range(STEPS)]
     median = statistics.median(times)
+    gathers = gather_times(step) if profiles else {}
     return {
         "first ms": first,
         "ms": median,
@@ -101,7 +120,32 @@ def training(model: Any, rows_together: int, autocasts: bool = False) -> Row:
         "peak GiB": max(everywhere(torch.cuda.max_memory_allocated())) / GIB,
         "reserved GiB": max(everywhere(torch.cuda.max_memory_reserved())) / GIB,
         "loss": losses[-1].item(),
+        **gathers,
     }
+
+
+def gather_times(step: Callable[[], Any]) -> Row:
+    """Return this rank's milliseconds of kernels that gather, and those in which no other runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA] if DEVICE == "cuda" else None) as profiled:
+        step()
+        synchronize()
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiled.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    gathers = [(start, end) for start, end, name in kernels if "AllGather" in name]
+    others = sorted((start, end) for start, end, name in kernels if "nccl" not in name)
+    hidden = 0.0
+    for start, end in gathers:
+        at = start
+        for first, last in others:
+            if (until := min(last, end)) > (since := max(first, at)):
+                hidden, at = hidden + until - since, until
+    whole = sum(end - start for start, end in gathers)
+    return {"gathers": len(gathers), "gathers ms": whole / 1e3, "alone ms": (whole - hidden) / 1e3}
 
 
 def hf(layers: int | None) -> Any:
@@ -171,6 +215,56 @@ def fsdp(layers: int | None) -> list[Row]:
             for name, each in options.items()
         ),
     ]
+
+
+def float8_gathers(layers: int | None) -> list[Row]:
+    """Compare gathering in bfloat16 with gathering in float8."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    ranks, tiny = dist.get_world_size(), bool(TINY)
+
+    def made(recipe: str | None, gathers_float8: bool | None = None) -> Any:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = LigerLlama(config(layers or 4)).train()
+        if recipe:
+            float8.convert(model, recipe, filter=(lambda *_: True) if tiny else None)
+        if gathers_float8 is not None:
+            options = {"enable_fsdp_float8_all_gather": gathers_float8, "emulate": tiny}
+            convert_to_float8_training(model.layers, config=Float8LinearConfig(**options))
+            for layer in model.layers if not tiny else ():
+                layer.compile()
+        return shard(model, compute_dtype=torch.bfloat16)
+
+    def gather(dtype: torch.dtype) -> Row:
+        """Time what gathers the weights of one layer."""
+        with torch.device("meta"):
+            weights = [p.numel() for p in LigerLlama(config(1)).layers.parameters()]
+        own = torch.zeros(sum(weights) // ranks, dtype=dtype, device=DEVICE)
+        whole = own.new_empty(ranks * len(own))
+        run = partial(dist.all_gather_into_tensor, whole, own)
+        for _ in range(3):
+            run()
+        ms = statistics.median(milliseconds(run) for _ in range(15))
+        return {"ms": ms, "sent MB": own.nbytes * (ranks - 1) / 1e6}
+
+    scales = precompute_float8_dynamic_scale_for_fsdp
+    rows: dict[str, Any] = {
+        "bfloat16": lambda: training(made(None), ranks, profiles=True),
+        "delayed": lambda: training(made("delayed"), ranks, profiles=True),
+        "tensorwise": lambda: training(made("tensorwise"), ranks, profiles=True),
+        "torchao": lambda: training(made(None, False), ranks, profiles=True),
+        "torchao, gathers float8": lambda: training(
+            made(None, True), ranks, after_step=scales, profiles=True
+        ),
+        "one gather in bfloat16": lambda: gather(torch.bfloat16),
+        "one gather of bytes": lambda: gather(torch.uint8),
+    }
+    return [attempt(name, measure) for name, measure in rows.items()]
 
 
 def tp(layers: int | None) -> list[Row]:
@@ -431,6 +525,7 @@ PARTS = {
     "head": head,
     "tp": tp,
     "experts": experts,
+    "float8": float8_gathers,
     "fsdp": fsdp,
 }
 
