@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.common import RESULTS, environment, table, write
 from ligermodels import AutoLiger, Tokenizer, float8
@@ -44,8 +45,10 @@ def preset_of(hub_id: str) -> tuple[type[DecoderModel], ModelConfig]:
     return family, family.config_class.preset(name)
 
 
-def write_data(folder: Path, loss: str, words: int) -> Path:
-    """Write texts or pairs of about so many words from the novel into a file of the folder."""
+def write_data(folder: Path, loss: str) -> Path:
+    """Write texts from the novel, or pairs of them, into a file of the folder."""
+    # The reference's probabilities of all pairs are computed before the first step.
+    words, rows = (600, 5 * STEPS) if loss == "dpo" else (1200, 400)
     novel = (EXAMPLES / "data" / "persuasion-train.txt").read_text(encoding="utf-8").split()
     starts = range(0, len(novel) - words, words)
     parts = [[*novel[start : start + words]] for start in starts]
@@ -63,7 +66,7 @@ def write_data(folder: Path, loss: str, words: int) -> Path:
         records = ({"text": " ".join(part)} for part in parts)
     file = folder / "data.jsonl"
     lines = [json.dumps(each) + "\n" for each in records]
-    file.write_text("".join(itertools.islice(itertools.cycle(lines), 400)), encoding="utf-8")
+    file.write_text("".join(itertools.islice(itertools.cycle(lines), rows)), encoding="utf-8")
     return file
 
 
@@ -115,11 +118,11 @@ def run_one(recipe: str, tokenizer: str, device: str) -> dict[str, Any]:
         source.mkdir()
         Tokenizer.from_hf(tokenizer).save_hf(source)
         (source / "config.json").write_text("{}")
-        words = 600 if options.get("loss") == "dpo" else 1200
+        save_file({}, source / "model.safetensors")
         config = FinetuneConfig.from_options(
             **options
             | {"model": str(source), "device": device, "max_steps": STEPS, "save_steps": 0}
-            | {"train_files": [str(write_data(folder, options.get("loss", "sft"), words))]}
+            | {"train_files": [str(write_data(folder, options.get("loss", "sft")))]}
             | {"output_dir": str(folder / "run"), "eval_fraction": 0}
         )
         with (
