@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ligermodels.adapters.reference import WithoutAdapters
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.kernels.loss_options import CrossEntropyOutput
@@ -33,15 +34,15 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import reshard, whole_tensor
+from ligermodels.parallel.layout import local_tensor, reshard, whole_tensor
 from ligermodels.parallel.ranks import error_on_all_ranks, rank
+from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Document, Group, read_prompts
 from ligermodels.training.losses import GRPO
 from ligermodels.training.model import frozen_dtype
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import GroupBatch, GroupedRows, padded, stack
-from ligermodels.training.preferences import bytes_here, reference_copy, reference_log_probs
 from ligermodels.training.run_dir import file_hash
 
 Reward = Callable[..., Sequence[float | None]]
@@ -95,21 +96,24 @@ class GRPOObjective(Objective):
     def load(self, model: DecoderModel) -> int:
         """Copy what samples, if the model is sharded, and the reference model, if there is one."""
         self.model = self.sampler = model
-        if any(map(is_sharded, model.parameters())):
-            dtype = frozen_dtype(self.config.model.precision or "float32")
-            device = model.rotary_emb.inv_freq.device
-            copied = type(model).from_hf(str(model.source.folder), dtype=dtype, device=device)
-            self.sampler = copied.requires_grad_(False).eval()
-        held = 0 if self.sampler is model else bytes_here(self.sampler)
-        if not self.options.beta:
-            return held
+        dtype = frozen_dtype(self.config.model.precision or "float32")
+        device: Any = model.rotary_emb.inv_freq.device
+        is_divided = any(map(is_sharded, model.parameters()))
+        copies: list[DecoderModel] = []
+
+        def copied(device: Any) -> DecoderModel:
+            copy = type(model).from_hf(str(model.source.folder), dtype=dtype, device=device)
+            copies.append(copy.requires_grad_(False).eval())
+            return copy
+
+        if is_divided:
+            self.sampler = copied(device)
         adapter = self.config.adapter
-        alone = adapter.lora_r is not None and not adapter.modules_to_save
-        usual = "adapters-off" if alone else "bfloat16"
-        self.reference_model = reference_copy(
-            model, self.options.reference or usual, self.config.model.precision
-        )
-        return held + bytes_here(self.reference_model)
+        if self.options.beta and adapter.lora_r is not None and not adapter.modules_to_save:
+            self.reference_model = WithoutAdapters(model)
+        elif self.options.beta:
+            self.reference_model = shard(copied("meta")) if is_divided else copied(device)
+        return sum(local_tensor(x).nbytes for copy in copies for x in copy.parameters())
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""
@@ -172,10 +176,7 @@ class GRPOObjective(Objective):
         if self.reference_model is not None:
             call = self._tempered(call)
             made = [
-                replace(
-                    batch,
-                    ref_log_probs=reference_log_probs(call, batch, self.reference_model),
-                )
+                replace(batch, ref_log_probs=self._reference_log_probs(call, batch))
                 for batch in made
             ]
         return made, metrics
@@ -215,6 +216,14 @@ class GRPOObjective(Objective):
         """Return the call with which the model has the probabilities that were sampled from."""
         heat = self.options.temperature
         return call if heat == 1 else partial(call, temperature=heat)
+
+    @torch.no_grad()
+    def _reference_log_probs(self, call: Call, batch: GroupBatch) -> Tensor:
+        """Return the reference model's log-probabilities of a batch."""
+        assert self.reference_model is not None
+        log_probs = log_probs_of(call(batch, model=self.reference_model, reduction="none"))
+        reshard(self.reference_model)
+        return log_probs
 
     @torch.no_grad()
     def _sample(self, groups: list[Group]) -> list[Sample]:

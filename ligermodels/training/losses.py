@@ -23,7 +23,6 @@ DPO_TYPES = (
 )
 GRPO_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-COPIES = ("float32", "bfloat16", "int8", "adapters-off")  # references that are not a file
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 _RATE: dict[str, Any] = {"at_least": 0, "less_than": 0.5}
 _SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}
@@ -85,14 +84,6 @@ class Loss(Options):
                     f"{name}: this cannot be combined with the loss {self.name}, which needs whole "
                     f"{needs}; leave one out"
                 )
-        if getattr(self, "reference", None) == "adapters-off":
-            if config.adapter.lora_r is None:
-                raise ConfigError("reference: this needs adapters; set lora_r, for example to 16")
-            if config.adapter.modules_to_save:
-                raise ConfigError(
-                    "reference: modules_to_save change the model without its adapters, too; choose "
-                    "another reference"
-                )
 
     def objective(self, config: Any) -> Any:
         """Return the `Objective` that computes the loss in a run with this config."""
@@ -138,8 +129,6 @@ class DPO(Loss, name="dpo"):
         loss_type: variant of the loss, named as in TRL
         beta: how strongly the model is held to the one it starts from
         label_smoothing: rate of wrong preferences
-        reference: the reference model: its log-probabilities, computed once into a file; a frozen
-            copy of the model in a dtype; or, with adapters, the model with its adapters off
         f_divergence_type: divergence from the reference model
         f_alpha_divergence_coef: the coefficient of alpha_divergence (default: 0.5)
         discopop_tau: the temperature of discopop (default: 0.05)
@@ -153,7 +142,6 @@ class DPO(Loss, name="dpo"):
     loss_type: str = option("sigmoid", choices=DPO_TYPES)
     beta: float = option(0.1, more_than=0)
     label_smoothing: float = option(0.0, only_for={"loss_type": _SMOOTHED}, **_RATE)
-    reference: str = option("file", choices=("file", *COPIES))
     f_divergence_type: str = option("reverse_kl", choices=DIVERGENCES)
     f_alpha_divergence_coef: float | None = option(
         None, only_for={"f_divergence_type": ("alpha_divergence",)}
@@ -172,8 +160,6 @@ class KTO(Loss, name="kto"):
         beta: how strongly the model is held to the one it starts from
         desirable_weight: factor of desirable examples
         undesirable_weight: factor of the other examples
-        reference: the reference model: its log-probabilities, computed once into a file; a frozen
-            copy of the model in a dtype; or, with adapters, the model with its adapters off
     """
 
     computed_by = "preferences:KTOObjective"
@@ -183,7 +169,6 @@ class KTO(Loss, name="kto"):
     beta: float = option(0.1, more_than=0)
     desirable_weight: float = option(1.0, at_least=0)
     undesirable_weight: float = option(1.0, at_least=0)
-    reference: str = option("file", choices=("file", *COPIES))
 
 
 @dataclass(kw_only=True)
@@ -267,10 +252,8 @@ class GRPO(Loss, name="grpo"):
 
     Attributes:
         loss_type: variant of the loss, named as in TRL
-        beta: how strongly the model is held to the one it starts from
-        reference: with beta, the reference model: a frozen copy of the model in a dtype, or with
-            adapters the model with its adapters off (default: that, or bfloat16 without adapters
-            and with modules_to_save)
+        beta: how strongly the model is held to the one it starts from, of which a copy is in memory
+            then, or the model with its adapters off
         reward_function: the reward, as FILE.py:NAME or MODULE:NAME; it is called with prompts,
             completions and the other keys of the data, each a list, and returns a list of numbers
         num_generations: completions that are sampled for a prompt
@@ -285,7 +268,6 @@ class GRPO(Loss, name="grpo"):
 
     loss_type: str = option("dapo", choices=GRPO_TYPES)
     beta: float = option(0.0, at_least=0)
-    reference: str | None = option(None, choices=COPIES)
     reward_function: str | None = option(None)
     num_generations: int = option(8, at_least=2)
     max_completion_length: int = option(256, at_least=1)

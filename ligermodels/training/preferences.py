@@ -1,8 +1,7 @@
 """Losses of preferences: DPO, KTO, ORPO, CPO, SimPO and reward models, and reference models.
 
-By default the reference's log-probabilities are computed once and kept in a file. A run that has
-them needs no reference model in memory. The file lies in the folder of the run, and its name holds
-a hash of the data.
+The reference's log-probabilities are computed once and kept in a file, so that no reference model
+is in memory. The file lies in the folder of the run, and its name holds a hash of the data.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from ligermodels.adapters.reference import WithoutAdapters, frozen_copy
 from ligermodels.converters.safetensors_file import SafetensorsFile
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError
 from ligermodels.kernels.loss_options import CrossEntropyOutput
-from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import (
     LossOutput,
     Mean,
@@ -36,9 +33,8 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import local_tensor, reshard
+from ligermodels.parallel.layout import reshard
 from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
-from ligermodels.parallel.shard import shard
 from ligermodels.progress import track
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import read_judged, read_pairs
@@ -57,6 +53,7 @@ class PairObjective(Objective):
     Attributes:
         formula: the function that computes it, with the options of the loss that it takes.
         prompt_targets: whether the prompts of the chosen completions are targets as well.
+        has_reference: whether it compares the model with the one that the run starts from.
         divisible: whether the loss of a batch is the sum of those of its pairs.
         group_size: how many rows the formula compares.
         token_stats: what the head returns of each token, for the metrics.
@@ -67,15 +64,10 @@ class PairObjective(Objective):
     rows_per_item = 2
     formula: Callable[..., LossOutput]
     prompt_targets = False
+    has_reference = False
     divisible = True
     group_size = 2
     token_stats: tuple[str, ...] = ("entropy", "correct", "mean_logits")
-    reference_model: nn.Module | None = None
-
-    @property
-    def reference(self) -> str | None:
-        """Where the reference's log-probabilities come from; None if the loss has no reference."""
-        return getattr(self.options, "reference", None)
 
     def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
         """Return pairs."""
@@ -85,16 +77,9 @@ class PairObjective(Objective):
         """Return pairs of rows."""
         return GroupedRows(sources[0], self.config.data.seq_len, prompt_targets=self.prompt_targets)
 
-    def load(self, model: DecoderModel) -> int:
-        """Copy the model, if the reference is not a file."""
-        if self.reference in (None, "file"):
-            return 0
-        self.reference_model = reference_copy(model, self.reference, self.config.model.precision)
-        return bytes_here(self.reference_model)
-
     def prepare(self, model: DecoderModel, call: Call, rows: Sequence[Rows], folder: Path) -> None:
-        """Compute the reference's log-probabilities into a file, if there is no copy."""
-        if self.reference != "file":
+        """Compute the reference's log-probabilities into a file, if the loss has a reference."""
+        if not self.has_reference:
             return
         for each in rows:
             assert isinstance(each, GroupedRows)
@@ -136,9 +121,6 @@ class PairObjective(Objective):
 
     def loss(self, call: Call, batch: GroupBatch, **normalizers: Tensor) -> LossOutput:  # type: ignore[override]
         """Return the loss of a batch, and its metrics."""
-        if self.reference is not None:
-            reference = reference_log_probs(call, batch, self.reference_model)
-            batch = replace(batch, ref_log_probs=reference)
         options = self.options.formula_options(self.formula) | normalizers
 
         def of_rows(tokens: CrossEntropyOutput, rows: Tensor) -> LossOutput:
@@ -159,6 +141,7 @@ class DPOObjective(PairObjective):
 
     options: DPO
     formula = staticmethod(dpo_loss)
+    has_reference = True
 
     def open(self, tokenizer: Tokenizer) -> None:
         """Check that no options exclude each other."""
@@ -207,6 +190,7 @@ class KTOObjective(PairObjective):
     shown = ("eval_loss", "loss")
     options: KTO
     formula = staticmethod(kto_loss)
+    has_reference = True
     group_size = 1
     token_stats = ("entropy", "mean_logits")
 
@@ -228,9 +212,9 @@ class KTOObjective(PairObjective):
         with torch.no_grad():
             for _, other in halves:
                 log_probs = log_probs_of(call(other, reduction="none"))
-                reference = reference_log_probs(call, other, self.reference_model)
-                reference, mask = reference.to(log_probs.device), other.mask.to(log_probs.device)
-                part = kto_kl(log_probs, reference, mask, normalizer=rows)
+                other = other.to(log_probs.device)
+                assert other.ref_log_probs is not None
+                part = kto_kl(log_probs, other.ref_log_probs, other.mask, normalizer=rows)
                 kl = kl.to(part) + (part if other.num_targets else 0 * part)
         if shared:
             kl, _ = summed_output(kl, {})
@@ -298,48 +282,6 @@ def _part(batch: GroupBatch, number: int) -> GroupBatch:
     tokens = sum(len(group.documents[number]) for group in batch.groups)
     targets = int((part.labels != IGNORE_INDEX).sum())
     return replace(part, num_tokens=tokens, num_targets=targets) if batch.num_targets else part
-
-
-def reference_copy(model: DecoderModel, dtype: str, precision: str | None) -> nn.Module:
-    """Return a frozen copy of a model that has its first weights; of a sharded one, a sharded copy.
-
-    With "adapters-off" instead of a dtype, it is the model itself, without its adapters.
-
-    Args: precision: the run's precision. If it is mixed, the copy computes in bfloat16, too.
-    Raises:
-        ConfigError: the dtype is int8 and the model is sharded.
-    """
-    if dtype == "adapters-off":
-        return WithoutAdapters(model)
-    if not any(map(is_sharded, model.parameters())):
-        return frozen_copy(model, dtype)
-    if dtype == "int8":
-        raise ConfigError(
-            "reference: 8-bit weights are not spread over several processes; take bfloat16, or the "
-            "file, which needs no copy"
-        )
-    assert model.source.folder is not None
-    wide = getattr(torch, dtype)
-    copy = type(model).from_hf(model.source.folder, dtype=wide, device="meta")
-    # No autocast surrounds the forward of a sharded model.
-    compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
-    return shard(copy.requires_grad_(False).eval(), compute_dtype=compute_dtype)
-
-
-def bytes_here(model: nn.Module) -> int:
-    """Return the bytes of a model's weights on this rank."""
-    return sum(local_tensor(x).nbytes for x in (*model.parameters(), *model.buffers()))
-
-
-def reference_log_probs(call: Call, batch: GroupBatch, model: nn.Module | None) -> Tensor:
-    """Return the reference model's log-probabilities of a batch, stored or computed by `model`."""
-    if model is None:
-        assert batch.ref_log_probs is not None
-        return batch.ref_log_probs
-    with torch.no_grad():
-        log_probs = log_probs_of(call(batch, model=model, reduction="none"))
-    reshard(model)
-    return log_probs
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ OWNED = (
 PART = ".part"  # the end of the name of a file that is not whole
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
-RUN_FORMAT = 6
+RUN_FORMAT = 7
 
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]

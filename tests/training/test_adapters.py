@@ -246,25 +246,6 @@ def test_adapters_that_overflow_are_not_exported(checkpoint, tmp_path):
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_the_model_without_its_adapters_is_the_reference(checkpoint, tmp_path, loss):
-    pairs = tmp_path / "pairs.jsonl"
-    records = [
-        {"prompt": f"{i}:", "chosen": " yes" * (1 + i % 3), "rejected": " no"} for i in range(8)
-    ]
-    pairs.write_text("\n".join(map(json.dumps, records)))
-    options = {"loss": loss, "lora_r": 2, "max_steps": 3, "separator": None, **RATE}
-    metrics = []
-    for reference in ("file", "adapters-off", "float32"):
-        folder = tmp_path / reference
-        run(checkpoint, pairs, folder, reference=reference, **options)
-        metrics.append([{k: v for k, v in m.items() if "_per_" not in k} for m in timeless(folder)])
-    for other in metrics[1:]:
-        for ours, theirs in zip(metrics[0], other, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert metrics[0][1]["loss"] != metrics[0][3]["loss"]
-
-
 def test_adapters_are_not_added_to_weights_that_were_replaced(text, tmp_path, monkeypatch):
     base = make_checkpoint(tmp_path / "base")
 

@@ -57,7 +57,6 @@ def make(**changes):
         ({"data_weights": [1, 2]}, "data_weights: there are 2, but train_files has 1"),
         (DPO_ | {"context_parallel": 2}, "cannot be combined with the loss dpo"),
         (DPO_ | {"stream": True}, "stream: this is for packed documents, not for dpo"),
-        (DPO_ | {"reference": "adapters-off"}, "reference: this needs adapters"),
         (DPO_ | {"label_smoothing": 0.1}, "this is only for the loss_type robust, exo_pair"),
         (DPO_ | {"discopop_tau": 0.1}, "discopop_tau: this is only for the loss_type"),
         ({"loss": "distillation"}, "teacher: distillation needs one"),

@@ -30,6 +30,9 @@ def odd(completions, **_):
 def few(completions, **_):
     return [1.0]
 
+def ranked(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
 
 def sparse(prompts, note, bonus, **_):
     assert len(note) == len(prompts) and bonus == [None] * len(prompts), (note, bonus)
@@ -81,6 +84,13 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
     resumed = run(folder, tmp_path, **options, resume=True)
     assert resumed.metrics[-1] == result.metrics[-1]
     assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
+
+
+@pytest.mark.parametrize("adapter", [{}, {"lora_r": 2}, {"lora_r": 2, "modules_to_save": ["norm"]}])
+def test_the_reference_is_the_first_model(folder: Path, tmp_path: Path, adapter: dict) -> None:
+    metrics = run(folder, tmp_path, "ranked", max_steps=3, beta=0.1, **adapter).metrics
+    first, *_, last = (entry["kl"] for entry in metrics if "kl" in entry)
+    assert abs(first) < 1e-6 and last > 1e-5
 
 
 @pytest.mark.gpu

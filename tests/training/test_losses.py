@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import AutoLiger
 from ligermodels.adapters.reference import token_log_probs
 from ligermodels.errors import CheckpointError, ConfigError, SaveError
 from ligermodels.losses import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss
-from ligermodels.parallel.shard import shard
 from ligermodels.text.tokenizer import Tokenizer
-from ligermodels.training.preferences import reference_copy, stored_log_probs
+from ligermodels.training.preferences import stored_log_probs
 from ligermodels.training.trainer import Trainer
 from tests.training import tiny_run
 from tests.training.tiny_run import forget, make_checkpoint
@@ -180,17 +178,6 @@ def test_a_loss_takes_three_products_if_groups_fit(
         torch.testing.assert_close(values, found[0], rtol=1e-4, atol=1e-6)
 
 
-def test_every_reference_is_the_same_model(folder: Path, tmp_path: Path) -> None:
-    losses = {}
-    for kind in ("file", "float32", "bfloat16", "int8"):
-        trainer = trainer_of(folder, "dpo", 4, 1, reference=kind)
-        with_reference(trainer, folder, tmp_path / kind)
-        losses[kind] = trainer.step(0, trainer.micro_batches(0))["loss"].item()
-    assert losses["float32"] == pytest.approx(losses["file"], rel=1e-6)
-    assert losses["bfloat16"] == pytest.approx(losses["file"], rel=0.05)
-    assert losses["int8"] == pytest.approx(losses["file"], rel=0.05)
-
-
 def test_a_step_has_the_loss_of_its_formula(folder: Path, tmp_path: Path) -> None:
     for loss, options in (
         ("sft", {"loss_type": "dft", "seq_len": 64}),
@@ -258,22 +245,6 @@ def test_a_memory_plan_is_for_the_padded_rows(folder: Path, loss: str) -> None:
     trainer = trainer_of(folder, loss, 2, 1)
     shape = trainer.rows.batch(range(2)).input_ids.shape
     assert trainer.objective.largest_batch([trainer.rows]) == shape == (4, 64)
-
-
-def test_a_sharded_reference_computes_as_the_model_does(folder: Path, tmp_path: Path) -> None:
-    """At first the rewards are 0, also if float32 weights are multiplied in bfloat16."""
-    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        for precision, compute in (("bf16-mixed", torch.bfloat16), ("float32", None)):
-            model = AutoLiger.from_hf(folder / "model")
-            shard(model, compute_dtype=compute)
-            reference = reference_copy(model, "float32", precision)
-            ids = torch.arange(64).view(2, 32)
-            with torch.no_grad():
-                mine, other = (token_log_probs(each, ids, ids) for each in (model, reference))
-            torch.testing.assert_close(mine, other, rtol=0, atol=0)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("loss", ["sft", "dpo", "kto", "orpo"])

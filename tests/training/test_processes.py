@@ -165,7 +165,6 @@ def test_two_processes_of_other_losses(tmp_path: Path, subtests: pytest.Subtests
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOObjective, "_sample", drawn)
         finetune(grpo(tmp_path, "grpo alone", gradient_accumulation_steps=2), progress=False)
-    shutil.copytree(tmp_path / "dpo even alone", tmp_path / "dpo copy alone")
     adapted = options(tmp_path, "adapted alone", gradient_accumulation_steps=2, **LORA)
     finetune(adapted, progress=False)
     make_checkpoint(tmp_path / "teacher", hidden_size=32)
@@ -174,7 +173,7 @@ def test_two_processes_of_other_losses(tmp_path: Path, subtests: pytest.Subtests
         config = with_heads(tmp_path, name, f"{name} alone", gradient_accumulation_steps=2)
         finetune(config, progress=False)
     check(run_ranks(__name__, 2, tmp_path, True), subtests)
-    for name in ("kto", "dpo even", "dpo experts", "dpo copy", "grpo", "taught", *HEADS):
+    for name in ("kto", "dpo even", "dpo experts", "grpo", "taught", *HEADS):
         with subtests.test(name):
             compare(tmp_path, name)
     back_to(tmp_path / "adapted again", 2)
@@ -219,7 +218,6 @@ def cases(ranks: int, of_other_losses: bool = False) -> dict[str, Case]:
         "experts that both hold": split_experts,
         "adapters of experts": adapted_experts,
         "a resumed loss of pairs": resumed_pairs,
-        "what needs one process": refused,
         "an interrupted plan": interrupted_plan,
         "an error on one rank": partial(error_on_a_rank, 1),
         "a hung rank": hung_rank,
@@ -370,14 +368,6 @@ def losses_of_pairs(number: int, folder: Path) -> dict[str, float]:
     }
 
 
-def refused(number: int, folder: Path) -> dict[str, float]:
-    """A loss that needs one process says so, and writes nothing."""
-    with pytest.raises(ConfigError, match="reference: 8-bit weights are not spread"):
-        config = pairs(folder.parent, "refused", "dpo", reference="int8")
-        finetune(config, progress=False)
-    return {"files": float((folder.parent / "refused" / "run.json").exists())}
-
-
 def rewards(completions: list[str], **_: Any) -> list[float]:
     """Return the share of letters in each completion."""
     return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
@@ -404,7 +394,7 @@ def drawn(objective: GRPOObjective, groups: list[Group]) -> list[Sample]:
 def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     """Return a run whose steps sample four completions of each of two prompts."""
     sampling = {"num_generations": 4, "max_completion_length": 6, "reward_function": REWARDS}
-    common = {"batch_size": 4, "beta": 0.1, "reference": "float32", "max_steps": 2}
+    common = {"batch_size": 4, "beta": 0.1, "max_steps": 2}
     common |= {"eval_steps": 2, "max_eval_rows": 3}
     return pairs(folder, name, "grpo", **{"save_steps": 0} | sampling | common | changes)
 
@@ -426,11 +416,9 @@ def trained_heads(number: int, folder: Path) -> dict[str, float]:
 
 
 def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
-    """A copy gives what the file gives; two ranks learn as one does, and sample on policy."""
+    """Two ranks learn as one does, and sample on policy."""
     root = folder.parent
-    copied = {"reference": "float32", "gradient_accumulation_steps": 1, "save_steps": 0}
     config = grpo(root, "grpo two", gradient_accumulation_steps=1)
-    finetune(pairs(root, "dpo copy two", "dpo", **copied), progress=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOObjective, "_sample", drawn)
         finetune(config, progress=False)
