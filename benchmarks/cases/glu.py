@@ -45,7 +45,7 @@ def _glu(
 
 def swiglu(random: Random, rows: int, width: int) -> Case:
     peers = _liger(random, rows, width, "swiglu")
-    return _glu(random, rows, width, F.silu, peers, kernels.swiglu)
+    return _glu(random, rows, width, F.silu, peers, kernels.glu)
 
 
 def geglu(random: Random, rows: int, width: int) -> Case:
@@ -53,12 +53,14 @@ def geglu(random: Random, rows: int, width: int) -> Case:
         return F.gelu(gate, approximate="tanh")
 
     peers = _liger(random, rows, width, "geglu")
-    return _glu(random, rows, width, activation, peers, kernels.geglu)
+    return _glu(
+        random, rows, width, activation, peers, lambda gate_up: kernels.glu(gate_up, "gelu_tanh")
+    )
 
 
 def geglu_erf(random: Random, rows: int, width: int) -> Case:
     """GeGLU with the exact GELU, which Liger does not have."""
-    return _glu(random, rows, width, F.gelu, {}, lambda gate_up: kernels.geglu(gate_up, "none"))
+    return _glu(random, rows, width, F.gelu, {}, lambda gate_up: kernels.glu(gate_up, "gelu"))
 
 
 def _op(label: str, build: Function, width: int) -> Op:

@@ -11,7 +11,7 @@ from ligermodels.kernels.fused_linear import gate_linear, glu_linear, norm_linea
 from ligermodels.kernels.gated_delta import gated_delta
 from ligermodels.kernels.gated_delta_inputs import gated_delta_inputs
 from ligermodels.kernels.gated_delta_layer import gated_delta_layer
-from ligermodels.kernels.glu import geglu, glu, swiglu
+from ligermodels.kernels.glu import glu
 from ligermodels.kernels.linear_cross_entropy.functions import (
     linear_cross_entropy,
     linear_log_probs,
@@ -32,7 +32,6 @@ __all__ = [
     "gated_delta",
     "gated_delta_inputs",
     "gated_delta_layer",
-    "geglu",
     "glu",
     "glu_linear",
     "layer_norm",
@@ -49,5 +48,4 @@ __all__ = [
     "routing",
     "split_gated_qkv",
     "split_qkv",
-    "swiglu",
 ]

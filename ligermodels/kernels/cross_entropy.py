@@ -19,24 +19,19 @@ from ligermodels.kernels.loss_options import (
     CrossEntropyOutput,
     LossKeywords,
     LossOptions,
-    OutputGrads,
     TokenRequest,
     TokenStats,
     check_known,
     check_targets,
-    given_divisor,
+    loss_divisor,
     output_grads,
+    reduce_tokens,
     token_output,
 )
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Compute the loss of each row and its statistics, or with `mean` sum(loss) / divisor.
-
-    Only the mean is differentiable then; it is one node, because sum and division as nodes are
-    slower. Without it, backward takes any upstream gradients. divisor None is the sum of the
-    weights of the targets.
-    """
+    """Compute the loss of each row and its statistics, for any upstream gradients."""
 
     @staticmethod
     def forward(
@@ -44,12 +39,10 @@ class _CrossEntropy(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         class_weights: Tensor | None,
-        divisor: Tensor | None,
-        mean: bool,
         options: CrossEntropyOptions,
         request: TokenRequest,
     ) -> tuple[Tensor, ...]:
-        ctx.ops, ctx.mean, ctx.options = select("cross_entropy", logits), mean, options
+        ctx.ops, ctx.options = select("cross_entropy", logits), options
         ctx.names = request.names
         stats = TokenStats.empty(len(targets), logits, request)
         if stats is not None:
@@ -58,38 +51,25 @@ class _CrossEntropy(torch.autograd.Function):
             logits, targets, None, None, class_weights, options, False, stats=stats
         )
         stats = TokenStats() if stats is None else stats
-        made = stats.tensors()
         ctx.set_materialize_grads(False)
-        if not mean:
-            values = stats.entropy, stats.sum_sq_probs, stats.picked
-            ctx.save_for_backward(logits, targets, lse, class_weights, *values)
-            ctx.mark_non_differentiable(z_loss, *stats.without_gradient())
-            return loss, z_loss, *made
-        loss_mean, z_mean, divisor = ctx.ops.mean_loss(
-            loss, z_loss, divisor, targets, class_weights, options.ignore_index
-        )
-        ctx.save_for_backward(logits, targets, lse, class_weights, divisor)
-        ctx.mark_non_differentiable(z_mean, loss, *made)
-        return loss_mean, z_mean, loss, *made
+        ctx.save_for_backward(logits, targets, lse, class_weights, stats.entropy, stats.picked)
+        ctx.mark_non_differentiable(z_loss, *stats.without_gradient())
+        return loss, z_loss, *stats.tensors()
 
     @staticmethod
     def backward(
         ctx: Any, grad_loss: Tensor | None, _: None, *grad_stats: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("cross_entropy")
-        logits, targets, lse, class_weights, *others = ctx.saved_tensors
-        grads = None
-        if not ctx.mean:
-            values = TokenStats(entropy=others[0], sum_sq_probs=others[1], picked=others[2])
-            grads = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
-        elif grad_loss is not None:
-            grads = OutputGrads((grad_loss / others[0]).view(1))
+        logits, targets, lse, class_weights, entropy, picked = ctx.saved_tensors
+        values = TokenStats(entropy=entropy, picked=picked)
+        grads = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
         if grads is None:
-            return (None,) * 7
+            return (None,) * 5
         *_, grad = ctx.ops.cross_entropy_rows(
             logits, targets, grads, lse, class_weights, ctx.options, False
         )
-        return grad, *[None] * 6
+        return grad, *[None] * 4
 
 
 def cross_entropy(
@@ -117,26 +97,17 @@ def cross_entropy(
     check_targets(targets, shape, vocab, given.class_weights, given.ignore_index, device)
     request = given.request_of(targets, vocab)
     rows = logits if logits.dim() == 2 else logits.reshape(-1, vocab)
-    mean = given.reduction != "none"
-    divisor = given_divisor(given.reduction, given.normalizer, device, compute_dtype(logits))
-    loss, z, *tokens = row_losses(rows, targets.flatten(), given, request, mean, divisor)
-    if mean:
-        token_loss, *stats = (x.view(shape + x.shape[1:]) for x in tokens)
-        return token_output(loss, z, token_loss, request, stats)
-    loss, z, *stats = (x.view(shape + x.shape[1:]) for x in (loss, z, *tokens))
-    return token_output(loss, z, loss, request, stats)
+    made = row_losses(rows, targets.flatten(), given, request)
+    loss, z_loss, *stats = (x.view(shape + x.shape[1:]) for x in made)
+    out = token_output(loss, z_loss, loss, request, stats)
+    if given.reduction == "none":
+        return out
+    return reduce_tokens(out, loss_divisor(targets, given, compute_dtype(logits)))
 
 
 def row_losses(
-    logits: Tensor,
-    targets: Tensor,
-    options: LossOptions,
-    request: TokenRequest,
-    mean: bool = False,
-    divisor: Tensor | None = None,
+    logits: Tensor, targets: Tensor, options: LossOptions, request: TokenRequest
 ) -> tuple[Tensor, ...]:
     """Return what `_CrossEntropy` does for logits (rows, vocab) and targets that are checked."""
     with without_autocast(logits):
-        return _CrossEntropy.apply(
-            logits, targets, options.class_weights, divisor, mean, options.formula, request
-        )
+        return _CrossEntropy.apply(logits, targets, options.class_weights, options.formula, request)

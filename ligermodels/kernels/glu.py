@@ -72,19 +72,3 @@ def glu(gate_up: Tensor, activation: str = "silu", *, consume: bool = False) -> 
     """
     check_glu("glu", gate_up, activation)
     return apply(_GLU, gate_up, activation, consume)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Apply `glu` with silu. The shapes are the same."""
-    return glu(gate_up, "silu")
-
-
-def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """Apply `glu` with gelu. The shapes are the same.
-
-    Args: approximate: "tanh" or "none", as in `F.gelu`.
-    Raises: ValueError as `glu`, or if approximate has another value.
-    """
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"geglu: approximate={approximate!r}; expected 'tanh' or 'none'")
-    return glu(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -423,8 +423,8 @@ class TokenStats(NamedTuple):
     log_probs: Tensor | None = None  # (rows) log p of the target
     entropy: Tensor | None = None  # (rows) entropy of p in nats
     correct: Tensor | None = None  # (rows) bool: no logit is higher, nor equal at a lower index
-    sum_sq_probs: Tensor | None = None  # (rows) sum of p^2
-    mean_logits: Tensor | None = None  # (rows) mean of t over the vocabulary
+    sum_sq_probs: Tensor | None = None  # (rows) sum of p^2; not differentiable
+    mean_logits: Tensor | None = None  # (rows) mean of t over the vocabulary; not differentiable
     picked: Tensor | None = None  # (rows, k) int64: given classes, then top_k that forward fills in
     picked_log_probs: Tensor | None = None  # (rows, k) log p of them; 0 for a negative one
 
@@ -462,7 +462,8 @@ class TokenStats(NamedTuple):
 
     def without_gradient(self) -> list[Tensor]:
         """Return the fields that are not None and are not differentiable."""
-        return [x for x in (self.correct, self.picked) if x is not None]
+        fixed = self.correct, self.sum_sq_probs, self.mean_logits, self.picked
+        return [x for x in fixed if x is not None]
 
 
 class OutputGrads(NamedTuple):
@@ -470,7 +471,7 @@ class OutputGrads(NamedTuple):
 
     loss: Tensor  # (rows), or (1,) if it is the same for all rows
     stats: TokenStats = TokenStats()  # of each statistic; None has no gradient
-    values: TokenStats = TokenStats()  # from forward: entropy, sum_sq_probs and picked
+    values: TokenStats = TokenStats()  # from forward: entropy and picked
 
     def rows(self, chunk: slice) -> "OutputGrads":
         """Return the upstream gradients of a chunk of tokens."""
@@ -487,7 +488,7 @@ def output_grads(
 ) -> OutputGrads | None:
     """Pack the upstream gradients of each row for `cross_entropy_rows`; None if there are none.
 
-    Args: grads: of the statistics with these names; values: entropy, sum_sq_probs and picked.
+    Args: grads: of the statistics with these names; values: entropy and picked.
     """
     given = {name: grad.contiguous() for name, grad in zip(names, grads) if grad is not None}
     if grad_loss is None and not given:
@@ -506,6 +507,7 @@ class CrossEntropyOutput(NamedTuple):
     entropy: Tensor | None = None  # (...) entropy of softmax(logits) in nats, 0 if ignored
     # (...) bool: the target has the highest logit, and the lowest index among equal logits.
     correct: Tensor | None = None
+    # The next two are never differentiable.
     sum_sq_probs: Tensor | None = None  # (...) sum of softmax(logits)^2, 0 if ignored
     mean_logits: Tensor | None = None  # (...) mean of the logits over the classes, 0 if ignored
     alternative_log_probs: Tensor | None = None  # (..., k) log softmax(logits) at `alternatives`
@@ -535,8 +537,7 @@ def token_output(
 def reduce_tokens(tokens: CrossEntropyOutput, divisor: Tensor) -> CrossEntropyOutput:
     """Turn the output of reduction "none" into that of "mean", with loss = sum(loss) / divisor.
 
-    Only this loss is differentiable. It is for losses whose backward takes a gradient for each
-    token; otherwise `mean_loss` of the kernels is faster, because it is one launch.
+    Only this loss is differentiable.
     """
     loss, z_loss, _, *stats = tokens
     detached = [None if x is None else x.detach() for x in stats]

@@ -178,8 +178,8 @@ class HeadOutput(NamedTuple):
     loss: Tensor  # scalar, or in the shape of targets with reduction "none"; includes the z-loss
     z_loss: Tensor  # the z-loss that is part of the loss; not differentiable
     num_valid: Tensor  # exact number of targets that are not ignored, int64 scalar
-    # Optional, in the order of CrossEntropyOutput and the shape of targets. They are differentiable
-    # only with reduction "none".
+    # Optional, in the order of CrossEntropyOutput and the shape of targets. The loss, the entropy
+    # and log-probabilities are differentiable, only with reduction "none".
     token_loss: Tensor | None = None
     token_log_probs: Tensor | None = None  # log-probability of the target; 0 if it is ignored
     token_entropy: Tensor | None = None  # of the softmax, in nats; 0 if the target is ignored

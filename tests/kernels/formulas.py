@@ -115,13 +115,6 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-swiglu = glu
-
-
-def geglu(gate_up: Tensor) -> Tensor:
-    return glu(gate_up, "gelu_tanh")
-
-
 def norm_linear(x, residual, norm_weight, weight, bias=None, **options) -> tuple[Tensor, Tensor]:
     s = x if residual is None else x + residual
     return F.linear(rms_norm(s, norm_weight, **options), weight, bias), s
@@ -183,8 +176,8 @@ def cross_entropy(
     stats = {
         "log_probs": log_p.gather(-1, index[..., None])[..., 0] * valid,
         "entropy": -torch.where(log_p.exp() > 0, p_log_p, 0.0).sum(-1) * valid,
-        "sum_sq_probs": log_p.exp().square().sum(-1) * valid,
-        "mean_logits": t.mean(-1) * valid,
+        "sum_sq_probs": log_p.detach().exp().square().sum(-1) * valid,
+        "mean_logits": t.detach().mean(-1) * valid,
     }
     if return_token_stats is True:
         return_token_stats = ("log_probs", "entropy")

@@ -412,9 +412,12 @@ CASES = {
         },
     ),
     **cases("add_layer_norm", partial(layer_norm, residual=True), HIDDEN, {"alone": ALONE}),
-    **cases("glu", partial(glu, activation="gelu"), INTERMEDIATE),
-    **cases("swiglu", glu, INTERMEDIATE),
-    **cases("geglu", glu, INTERMEDIATE),
+    **cases(
+        "glu",
+        glu,
+        INTERMEDIATE,
+        {"with gelu": {"activation": "gelu"}, "with gelu_tanh": {"activation": "gelu_tanh"}},
+    ),
     **cases(
         "rope",
         rope,

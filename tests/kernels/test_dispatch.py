@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 import pytest
 import torch
 
-from ligermodels.kernels import dispatch, reference, swiglu
+from ligermodels.kernels import dispatch, glu, reference
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,10 +31,10 @@ def test_forced_where_triton_cannot_run(monkeypatch) -> None:
     monkeypatch.setenv("LIGERMODELS_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before Python starts"):
-        swiglu(torch.ones(2, 4))
+        glu(torch.ones(2, 4))
     monkeypatch.setenv("LIGERMODELS_BACKEND", "Triton")
     with pytest.raises(ValueError, match="LIGERMODELS_BACKEND='Triton': expected"):
-        swiglu(torch.ones(2, 4))
+        glu(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES"])

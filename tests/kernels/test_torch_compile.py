@@ -30,8 +30,6 @@ ELSEWHERE = {"add_rms_norm", "norm_linear", "norm_qkv_rope", "qk_norm_rope", "gl
 ELSEWHERE |= {
     "linear_cross_entropy",
     "linear_log_probs",
-    "swiglu",
-    "geglu",
     "gated_delta",
     "gated_delta_inputs",
     "output_gate",

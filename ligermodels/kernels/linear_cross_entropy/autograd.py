@@ -203,7 +203,7 @@ class RecomputeInBackward(torch.autograd.Function):
         stats = TokenStats.empty(len(args.targets), hidden, args.request)
         loss, z_loss, lse = token_loop(head, stats=stats)
         stats = TokenStats() if stats is None else stats
-        _save_head(ctx, head, lse, stats.entropy, stats.sum_sq_probs, stats.picked)
+        _save_head(ctx, head, lse, stats.entropy, stats.picked)
         ctx.names = args.request.names
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(z_loss, *stats.without_gradient())
@@ -216,8 +216,8 @@ class RecomputeInBackward(torch.autograd.Function):
         refuse_double_backward("loss head")
         if grad_loss is None and all(grad is None for grad in grad_stats):
             return (None,) * 4
-        head, lse, entropy, sum_sq_probs, picked = _saved_head(ctx)
-        values = TokenStats(entropy=entropy, sum_sq_probs=sum_sq_probs, picked=picked)
+        head, lse, entropy, picked = _saved_head(ctx)
+        values = TokenStats(entropy=entropy, picked=picked)
         grad_output = output_grads(grad_loss, ctx.names, grad_stats, values, lse)
         assert grad_output is not None, "some output has a gradient"
         hidden, weight, _, args = head
@@ -422,7 +422,9 @@ def _mean(
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a strategy with one loss. Only this loss is differentiable."""
     loss, z_loss = _weighted(loss, head.args), _weighted(z_loss, head.args)
-    mean, z_mean, _ = select("cross_entropy", loss).mean_loss(loss, z_loss, head.args.divisor)
+    divisor = head.args.divisor
+    assert divisor is not None, "a strategy with one loss has a divisor"
+    mean, z_mean = loss.sum() / divisor, z_loss.sum() / divisor
     made = [] if stats is None else stats.tensors()
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z_mean, loss, *made)

@@ -110,8 +110,8 @@ def linear_cross_entropy(
             rank. All ranks return the same values, and the whole gradient of hidden. top_k must
             be 0.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
-        "none" so are all floating point statistics. If all targets are ignored, the loss is 0 and
-        the gradients are zero. The weight gradient is summed in float32.
+        "none" so are log-probabilities and the entropy. If all targets are ignored, the loss is 0
+        and the gradients are zero. The weight gradient is summed in float32.
     Raises:
         TypeError: an option is unknown.
         ValueError: a shape, dtype or option is wrong, or the budget is too small.

@@ -186,8 +186,11 @@ class _GroupGradsInForward(torch.autograd.Function):
                 logits, row_targets, None, None, None, args.options, False, stats=stats
             )
             with torch.enable_grad():
-                leaves = [losses, *stats.tensors()]
-                leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in leaves]
+                fixed = {id(x) for x in stats.without_gradient()}
+                leaves = [
+                    x.detach().requires_grad_(id(x) not in fixed)
+                    for x in (losses, *stats.tensors())
+                ]
                 loss, *others = (_placed(x, args, chunk, targets, sequences) for x in leaves)
                 tokens = token_output(loss, torch.zeros_like(loss), loss, request, others)
                 part = checked_loss(loss_function(tokens, sequences))

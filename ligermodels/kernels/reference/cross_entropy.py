@@ -1,4 +1,4 @@
-"""Plain PyTorch: cross entropy of rows of logits, its mean and its gradient."""
+"""Plain PyTorch: cross entropy of rows of logits and its gradient."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from ligermodels.kernels.loss_options import (
     CrossEntropyOptions,
     OutputGrads,
     TokenStats,
-    target_weight_sum,
 )
 
 
@@ -189,18 +188,13 @@ def _block(
         picked, wrong = picked_index(values.picked, vocab, t.dtype)
         picked_grad = torch.where(values.picked < 0, 0.0, grads.picked_log_probs + wrong)
         factor = factor - picked_grad.sum(-1)
-    others = None  # what is subtracted from the gradient of each logit
+    of_entropy = None  # what is subtracted from the gradient of each logit
     if grads.entropy is not None:
         assert values.entropy is not None
         p = exp / exp_sum[:, None]
         log_p = t - top[:, None] - (log_sum - values.entropy)[:, None]
         # p log p is 0 if p is 0, also if log p is -infinity.
-        others = grads.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
-    if grads.sum_sq_probs is not None:
-        assert values.sum_sq_probs is not None
-        p = exp / exp_sum[:, None]
-        of_squares = 2 * grads.sum_sq_probs[:, None] * p * (values.sum_sq_probs[:, None] - p)
-        others = of_squares if others is None else others + of_squares
+        of_entropy = grads.entropy[:, None] * torch.where(p == 0, 0.0, p * log_p)
     grad = exp.mul_((factor / exp_sum)[:, None])  # nothing reads `exp` after this
     here = index - first_column
     mine = (here >= 0) & (here < columns)
@@ -213,10 +207,8 @@ def _block(
         here = picked - first_column
         mine = (here >= 0) & (here < columns)
         grad.scatter_add_(-1, torch.where(mine, here, 0), torch.where(mine, picked_grad, 0.0))
-    if others is not None:
-        grad = grad - others
-    if grads.mean_logits is not None:
-        grad = grad + (grads.mean_logits / vocab)[:, None]
+    if of_entropy is not None:
+        grad = grad - of_entropy
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     if logit_scale != 1:
@@ -249,25 +241,6 @@ def natural_lse(lse: Tensor, options: CrossEntropyOptions) -> tuple[Tensor, Tens
 def kernel_lse(top: Tensor, log_sum: Tensor, options: CrossEntropyOptions) -> Tensor:
     """Return the lse (rows, 2) for `cross_entropy_rows`, from what `natural_lse` returns."""
     return torch.stack((top, log_sum), -1)
-
-
-def mean_loss(
-    loss: Tensor,
-    z_loss: Tensor,
-    divisor: Tensor | None,
-    targets: Tensor | None = None,
-    class_weights: Tensor | None = None,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sum(loss) / divisor, sum(z_loss) / divisor and the divisor, as scalars.
-
-    loss and z_loss are (rows). If divisor is None, it is `target_weight_sum` of the targets, and
-    targets must be given.
-    """
-    if divisor is None:
-        assert targets is not None
-        divisor = target_weight_sum(targets, class_weights, ignore_index, loss.dtype)
-    return loss.sum() / divisor, z_loss.sum() / divisor, divisor
 
 
 def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Loss and gradient of rows of logits: one pass for the logsumexp, one for the gradient.
 
-At the end are the mean of the losses, and the scaling of a gradient by a scalar on the device.
+At the end is the scaling of a gradient by a scalar on the device.
 """
 
 import math
@@ -77,8 +77,6 @@ def cross_entropy_kernel(
     mean_ptr,
     log_prob_scale_ptr,
     entropy_scale_ptr,
-    sum_sq_scale_ptr,
-    mean_scale_ptr,
     picked_ptr,
     picked_scale_ptr,
     picked_sum_ptr,
@@ -247,11 +245,6 @@ def cross_entropy_kernel(
         if entropy_scale_ptr is not None:
             entropy_scale = tl.load(entropy_scale_ptr + row).to(tl.float32) * logit_scale
             entropy = tl.load(entropy_ptr + row)
-        if sum_sq_scale_ptr is not None:
-            sum_sq_scale = 2.0 * tl.load(sum_sq_scale_ptr + row).to(tl.float32) * logit_scale
-            sum_sq = tl.load(sum_sq_ptr + row)
-        if mean_scale_ptr is not None:
-            mean_grad = tl.load(mean_scale_ptr + row).to(tl.float32) * logit_scale / vocab
         if picked_ptr is not None:
             p_scale -= tl.load(picked_sum_ptr + row) * logit_scale
             position = row * num_picked
@@ -288,10 +281,6 @@ def cross_entropy_kernel(
                 # p log p is 0 if p is 0, also if log p is -infinity.
                 p_log_p = tl.where(p > 0.0, p * ((x - top) * unit - log_sum * LN_2 + entropy), 0.0)
                 grad -= entropy_scale * p_log_p
-            if sum_sq_scale_ptr is not None:
-                grad += sum_sq_scale * p * (p - sum_sq)
-            if mean_scale_ptr is not None:
-                grad += mean_grad
             if HAS_SOFTCAP:
                 grad *= 1.0 - x * x
             grad = grad.to(grad_ptr.dtype.element_ty)
@@ -366,12 +355,10 @@ def cross_entropy_rows(
         None if stats is None else stats.log_probs,
         values.entropy,
         None if stats is None else stats.correct,
-        values.sum_sq_probs,
+        None if stats is None else stats.sum_sq_probs,
         None if stats is None else stats.mean_logits,
         grads.log_probs,
         grads.entropy,
-        grads.sum_sq_probs,
-        grads.mean_logits,
         picked,
         picked_scale,
         picked_sum,
@@ -458,87 +445,3 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         **keywords(setting),
     )
     return out
-
-
-MEAN_LOSS = Launches(nvidia=((None, Launch(4096, 8)),), amd=((None, Launch(4096, 8)),))
-
-
-@triton.jit
-def mean_loss_kernel(
-    loss_ptr,
-    z_loss_ptr,
-    targets_ptr,
-    class_weights_ptr,
-    divisor_ptr,
-    mean_ptr,
-    z_mean_ptr,
-    rows,
-    vocab,
-    ignore_index,
-    BLOCK: tl.constexpr,
-):
-    """A single program adds all losses, so the order of addition is fixed.
-
-    With targets, it computes and writes the divisor, the sum of their weights. Without targets, it
-    reads the divisor.
-    """
-    loss_sum = tl.zeros((BLOCK,), tl.float32)
-    z_sum = tl.zeros((BLOCK,), tl.float32)
-    weight_sum = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        mask = row < rows
-        loss_sum += tl.load(loss_ptr + row, mask=mask, other=0.0)
-        z_sum += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
-        if targets_ptr is not None:
-            target = tl.load(targets_ptr + row, mask=mask, other=ignore_index)
-            valid = target != ignore_index
-            if class_weights_ptr is not None:
-                valid &= (target >= 0) & (target < vocab)
-                weight = tl.load(class_weights_ptr + target, mask=valid, other=0.0)
-                weight_sum += weight.to(tl.float32)
-            else:
-                weight_sum += tl.where(valid, 1.0, 0.0)
-    if targets_ptr is not None:
-        # If all targets are ignored, the loss is 0 / 1.
-        divisor = tl.sum(weight_sum)
-        divisor = tl.where(divisor == 0.0, 1.0, divisor)
-        tl.store(divisor_ptr, divisor)
-    else:
-        divisor = tl.load(divisor_ptr)
-    # div_rn rounds to nearest; the error of / may be two units in the last place.
-    tl.store(mean_ptr, tl.div_rn(tl.sum(loss_sum), divisor))
-    tl.store(z_mean_ptr, tl.div_rn(tl.sum(z_sum), divisor))
-
-
-def mean_loss(
-    loss: Tensor,
-    z_loss: Tensor,
-    divisor: Tensor | None,
-    targets: Tensor | None = None,
-    class_weights: Tensor | None = None,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for `reference.mean_loss`."""
-    # Two tensors, because autograd forbids in-place changes of views that a Function returns.
-    mean, z_mean = loss.new_empty(()), loss.new_empty(())
-    if divisor is None:
-        assert targets is not None
-        targets, divisor = targets.contiguous(), loss.new_empty(())
-    else:
-        targets = class_weights = None
-    setting = launch(MEAN_LOSS, len(loss))
-    mean_loss_kernel[(1,)](
-        loss,
-        z_loss,
-        targets,
-        None if class_weights is None else class_weights.contiguous(),
-        divisor,
-        mean,
-        z_mean,
-        len(loss),
-        0 if class_weights is None else len(class_weights),
-        ignore_index,
-        **keywords(setting),
-    )
-    return mean, z_mean, divisor
