@@ -183,7 +183,7 @@ def ours(model: Any, row: dict[str, Any]) -> None:
             row["eager"] = milliseconds(lambda after_token: generate(after_token, 24), 1, 24)
         finally:
             generation.can_decode = by_graph
-    if row["preset"] == "llama-3-8b" and rows == 1:
+    if row.get("preset") == "llama-3-8b" and rows == 1:
         drafted(model, ids, row)
 
 

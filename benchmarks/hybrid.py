@@ -4,7 +4,8 @@ The model is four layers of Qwen3.5-9B, three of which are gated delta nets, wit
 random bf16 weights and 8,192 tokens. Liger patches norms, MLPs and the loss. Where the package fla
 is installed, a row has its delta rule, too; the other rows are without it. Each implementation has
 its own process. For ours, the peak under each checkpointing policy, with 32,768 tokens, stands
-beside the prediction; and a step of 8 packed documents, and one of decoding of all 32 layers.
+beside the prediction; and a step of 8 packed documents. The milliseconds of a new token of these
+four layers, of ours and of transformers, are those of `benchmarks.decoding`.
 """
 
 import argparse
@@ -20,7 +21,7 @@ if "--only" in sys.argv and "fla" not in sys.argv[-1]:
 import torch
 
 from benchmarks.common import RESULTS, environment, release_memory, table, write
-from benchmarks.decoding import step as decoding_step
+from benchmarks.decoding import PROMPT, ours, theirs
 from benchmarks.experts import plans, timed
 from ligermodels import LigerQwen3_5, Qwen3_5Config
 
@@ -31,9 +32,9 @@ IMPLEMENTATIONS = (
 )
 
 
-def build(implementation: str, layers: int = LAYERS) -> Any:
+def build(implementation: str) -> Any:
     """Return a model with random weights on the GPU."""
-    config = Qwen3_5Config.preset(PRESET, num_hidden_layers=layers)
+    config = Qwen3_5Config.preset(PRESET, num_hidden_layers=LAYERS)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -83,38 +84,44 @@ def run_one(implementation: str) -> dict[str, Any]:
     return row | {"peak GiB with AdamW": peak / 2**30}
 
 
-@torch.no_grad()
-def decoding() -> list[dict[str, Any]]:
-    """Return the milliseconds of a step of decoding of 1 and 16 rows, and the bytes of weights."""
-    model = build("ligermodels", layers=32).requires_grad_(False).eval()
-    nbytes = sum(p.nbytes for p in model.parameters()) - model.embed_tokens.weight.nbytes
-    return [
-        {"rows": rows, "GB": nbytes / 1e9, **decoding_step(model, rows, 512)} for rows in (1, 16)
-    ]
+def decoding(implementation: str) -> list[dict[str, Any]]:
+    """Return the times of a new token of 1 and 16 rows: see `benchmarks.decoding`."""
+    model = build(implementation).requires_grad_(False).eval()
+    rows: list[dict[str, Any]] = [{"rows": rows, "context": PROMPT} for rows in (1, 16)]
+    for row in rows:
+        if implementation == "ligermodels":
+            ours(model, row)
+        else:
+            model.config.use_cache = model.generation_config.use_cache = True
+            theirs(model, row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for hybrid.json")
+    parser.add_argument("--decoding", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
-        print(json.dumps(decoding() if arguments.only == "decoding" else run_one(arguments.only)))
+        print(json.dumps((decoding if arguments.decoding else run_one)(arguments.only)))
         return
     step: dict[str, Any] = {"preset": PRESET, "layers": LAYERS, "tokens": SEQ, "rows": []}
     result: dict[str, Any] = {"environment": environment(), "step": step}
     for name in IMPLEMENTATIONS:
         step["rows"].append({"implementation": name} | in_process(name))
         write("hybrid.json", result, arguments.out)
-    result["decoding"] = in_process("decoding")
-    write("hybrid.json", result, arguments.out)
+    result["decoding"] = {}
+    for name in ("ligermodels", "transformers"):
+        result["decoding"][name] = in_process(name, "--decoding")
+        write("hybrid.json", result, arguments.out)
     columns = ["implementation", "ms", "peak GiB", "ms with AdamW", "peak GiB with AdamW", "error"]
     print(table(step["rows"], columns))
 
 
-def in_process(name: str) -> Any:
+def in_process(name: str, *options: str) -> Any:
     """Return what another process of this module prints as JSON, or a row with its error."""
-    command = [sys.executable, "-m", "benchmarks.hybrid", "--only", name]
+    command = [sys.executable, "-m", "benchmarks.hybrid", *options, "--only", name]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(name, done.stderr[-3000:], file=sys.stderr)

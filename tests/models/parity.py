@@ -41,6 +41,11 @@ BOUNDS = {
 # Bounds on our bf16 error divided by that of transformers: for the geometric mean over the inputs,
 # and for every input.
 BFLOAT16_MEAN, BFLOAT16_WORST = 1.05, 1.3
+# Rounding the embeddings moves a gradient whose terms nearly cancel, such as that of a gated delta
+# net's A_log, by more than the bound of "compile". Where compiled gradients are further from eager
+# ones, the distances of both from float64, in the mean square over so many inputs, have this ratio
+# at most.
+COMPILED_RATIO, COMPILED_DRAWS = 1.3, 8
 # If two logits are nearer than this fraction of the largest, they tie and either token is right.
 NEAR_TIE = 1e-4
 
@@ -139,8 +144,10 @@ def cases_of(
 def hold(case: Case, errors: dict[str, float], record: RecordProperty) -> None:
     """Record the errors for the table, and assert the bound of each."""
     record("parity", [case.family, case.name, errors])
+    ratio = errors.pop("ratio", float("inf"))
     for column, error in errors.items():
-        assert error <= BOUNDS[column], f"{column}: {error}"
+        near = column == "compile" and ratio <= COMPILED_RATIO
+        assert error <= BOUNDS[column] or near, f"{column}: {error}, beside float64: {ratio}"
 
 
 def hold_ratios(family: str, ratios: list[float], record: RecordProperty) -> None:
@@ -317,14 +324,32 @@ def check_round_trip(case: Case) -> dict[str, float]:
 
 
 def check_compiled(case: Case, backend: str = "aot_eager") -> dict[str, float]:
-    """Compare loss and gradients of the compiled model with eager ones."""
+    """Compare loss and gradients of the compiled model with eager ones; see `COMPILED_RATIO`."""
     ours, inputs = case.ours, case.inputs
     keywords = {"labels": inputs.labels, **inputs.ours}
     eager_loss, eager = backward(ours, inputs.ids, **keywords)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend=backend)
     loss, gradients = backward(ours, inputs.ids, forward=compiled, **keywords)
-    return {"compile": max(abs(loss - eager_loss) / eager_loss, worst(gradients, eager))}
+    loss_error, error = abs(loss - eager_loss) / eager_loss, worst(gradients, eager)
+    errors = {"compile": max(loss_error, error)}
+    if loss_error <= BOUNDS["compile"] < error:
+        errors["ratio"] = rounding_ratio(case, compiled)
+    return errors
+
+
+def rounding_ratio(case: Case, compiled: Callable[..., Any]) -> float:
+    """Return the distance of compiled gradients from float64 over that of eager ones."""
+    exact, squares = copy.deepcopy(case.ours).double(), [0.0, 0.0]
+    for seed in range(COMPILED_DRAWS):
+        drawn = zoo.make_inputs(case.feature.inputs, case.ours.config.vocab_size, case.scale, seed)
+        ids, labels, ours = (_to(part, case.device) for part in drawn[:3])
+        keywords = {"labels": labels, **ours}
+        expected = backward(exact, ids, **keywords)[1]
+        for index, forward in enumerate((compiled, case.ours)):
+            found = backward(case.ours, ids, forward=forward, **keywords)[1]
+            squares[index] += worst(found, expected) ** 2
+    return (squares[0] / squares[1]) ** 0.5
 
 
 def check_bfloat16(
