@@ -71,16 +71,20 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         info = checkpoint.tensors[name]
         dtype_bytes[info.dtype] = dtype_bytes.get(info.dtype, 0) + info.nbytes
     per_token = [2 * 2 * width for width in config.cache_widths]  # bytes of each layer
+
+    def cache(tokens: int) -> int:
+        kept = (min(window or tokens, tokens) for window in config.sliding_windows)
+        return sum(map(mul, kept, per_token))
+
     longest = config.max_position_embeddings
-    tokens = [min(window or longest, longest) for window in config.sliding_windows]
     memory = {
         "weights as stored": sum(dtype_bytes.values()),
         "weights in bfloat16": 2 * parameters,
         "weights in float32": 4 * parameters,
         "AdamW training in bfloat16, without activations": 4 * 2 * parameters,
         "AdamW training in float32, without activations": 4 * 4 * parameters,
-        "key/value cache per 1000 tokens in bfloat16": 1000 * sum(per_token),
-        f"key/value cache of all {longest} positions in bfloat16": sum(map(mul, tokens, per_token)),
+        "key/value cache in bfloat16, 1,000 tokens": cache(1000),
+        f"key/value cache in bfloat16, longest row ({longest:,} tokens)": cache(longest),
     }
     if state := config.state_bytes(2):
         memory["states of gated delta nets per row, with bfloat16"] = state

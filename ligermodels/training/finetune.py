@@ -432,10 +432,6 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
-        if not all(p.requires_grad for p in model.parameters()):
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            what = "the others are" if self.config.adapter.lora_r is None else "the model is"
-            self._note(f"{counted(trained, 'trained parameter')}; {what} frozen")
         if not self.objective.trains_heads and os.path.lexists(source / HEADS_NAME):
             self._note(
                 f"{source / HEADS_NAME}: this run neither trains nor exports these heads "

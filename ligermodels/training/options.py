@@ -26,6 +26,7 @@ from ligermodels.memory.byte_sizes import parse_bytes
 
 # The names that other programs give to these options. An error suggests ours for them.
 _OTHER_NAMES = {
+    "model": "model_name_or_path base_model model_id",
     "train_files": "data dataset datasets dataset_name data_path train_file train_data "
     "train_dataset training_data",
     "eval_files": "eval_data eval_dataset val_data validation_file test_file",
@@ -34,8 +35,14 @@ _OTHER_NAMES = {
     "seq_len": "max_length max_len max_seq_length max_seq_len model_max_length cutoff_len "
     "block_size",
     "num_train_epochs": "max_epochs",
+    "max_steps": "steps",
+    "batch_size": "per_device_train_batch_size micro_batch_size",
+    "activation_checkpointing": "gradient_checkpointing",
+    "eval_steps": "eval_strategy eval_every",
+    "save_steps": "save_strategy",
     "warmup_steps": "warmup_ratio",
     "output_dir": "out out_dir save_dir",
+    "target": "output output_dir",  # of `convert`
     "resume": "resume_from_checkpoint auto_resume_from_checkpoints",
     "lora_r": "lora lora_rank use_lora use_peft adapter peft",
     "lora_dora": "dora use_dora peft_use_dora",

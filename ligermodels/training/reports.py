@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ligermodels import float8
-from ligermodels.converters.files import CHAT_TEMPLATE_FILE
 from ligermodels.errors import ConfigError, LigerError, SaveError, counted, first_line
 from ligermodels.heads.classifier import SequenceClassifier
 from ligermodels.kernels import dispatch
+from ligermodels.models.auto import tokenizer_folder
 from ligermodels.models.base import DecoderModel
 from ligermodels.progress import say
 from ligermodels.text.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
         where += f", {num_row_ranks()} processes"
     weights = [*trainer.model.parameters()]
     count = sum(p.numel() for p in weights)
-    trained = sum(p.numel() for p in weights if p.requires_grad) / count
+    trained = sum(p.numel() for p in weights if p.requires_grad)
     per_step = trainer.objective.batch_size * trainer.batches_per_step
     name, reason = dispatch.choose(device, next(model.parameters()).dtype)
     plan = model.memory_plan
@@ -165,7 +165,7 @@ def beginning(trainer: Trainer, model: DecoderModel) -> dict[str, str]:
     learned = f", of which {rows.num_targets:,} are learned" if rows.num_targets else ""
     return {
         "model": f"{config.model.path} ({type(model).__name__})",
-        "parameters": f"{count / 1e6:,.1f} million, of which {100 * trained:.3g}% are trained",
+        "parameters": f"{count:,}, of which {trained:,} ({100 * trained / count:.3g}%) are trained",
         "device": f"{where}, {trainer.precision}",
         "loss": f"{config.loss.name}, {config.optimizer.name}, "
         f"learning rate {config.schedule.learning_rate:g}",
@@ -213,12 +213,11 @@ def end(result: FinetuneResult, modules: Sequence[str] = ()) -> dict[str, str]:
         if (result.output_dir / file).exists():
             rows["loss" if file == "loss.png" else "metrics"] = str(result.output_dir / file)
     if not isinstance(result.model, SequenceClassifier):
-        has_template = (result.model_dir / CHAT_TEMPLATE_FILE).exists()
-        prompt = "--chat" if has_template else "Once upon"
         imported = [word for module in modules for word in ("--import", module)]
-        rows["try it"] = shlex.join(
-            ["ligermodels", "generate", str(result.model_dir), prompt, *imported]
-        )
+        command = ["ligermodels", "generate", str(result.model_dir), *imported]
+        rows["try it"] = shlex.join([*command, "Once upon"])
+        if Tokenizer.from_hf(tokenizer_folder(result.model_dir)).chat_template is not None:
+            rows["or chat"] = shlex.join([*command, "--chat"])
     return rows
 
 

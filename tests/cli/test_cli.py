@@ -65,6 +65,8 @@ def test_without_a_command_the_commands_are_listed(call):
         ("train", "no command 'train'"),
         ("fintune", "did you mean 'finetune'?"),
         ("finetune m --lr 1", "--lr; did you mean '--learning-rate'?"),
+        ("finetune --modle m", "--modle; did you mean MODEL, without a name before it?"),
+        ("convert m --output o", "--output; did you mean TARGET, without a name before it?"),
         ("generate m --temprature=1", "--temprature; did you mean '--temperature'?"),
         ("generate m --greedy", "unrecognized arguments: --greedy"),
         ("inspect m --dtype float32", "inspect: unrecognized arguments: --dtype"),

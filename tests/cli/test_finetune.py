@@ -61,13 +61,13 @@ def test_finetune_says_what_came_of_it(call, checkpoint, text, tmp_path):
     assert "training data: " in err and "held-out loss" in err
     before = err.index("\nfine-tuning\n")
     for name, value in (
-        ("parameters", "100% are trained"),
+        ("parameters", r"[\d,]+ \(100%\) are trained"),
         ("device", "CPU, float32"),
         ("data", r"[\d,]+ tokens, of which [\d,]+ are learned"),
     ):
         assert re.search(rf"^{name} +.*{value}", err[before:], re.MULTILINE)
     assert out.startswith("finished\n")
-    for name in ("held-out perplexity", "tokens per second", "export", "loss", "try it"):
+    for name in ("held-out perplexity", "tokens per second", "export", "loss", "try it", "or chat"):
         assert re.search(rf"^{name}  ", out, re.MULTILINE)
     assert re.search(rf"^export +{output}/model$", out, re.MULTILINE)
     assert "\x1b[" not in out + err  # no colour in a pipe

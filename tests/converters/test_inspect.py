@@ -23,10 +23,10 @@ def test_describe(make):
     assert described.memory["weights as stored"] == 2 * count + 32
     assert described.memory["AdamW training in float32, without activations"] == 16 * count
     # k and v (2) * 2 layers * 2 heads * head_dim 4 * 2 bytes * 1000 tokens
-    assert described.memory["key/value cache per 1000 tokens in bfloat16"] == 64_000
+    assert described.memory["key/value cache in bfloat16, 1,000 tokens"] == 64_000
     length = config.max_position_embeddings
-    memory = described.memory[f"key/value cache of all {length} positions in bfloat16"]
-    assert memory == 64 * length
+    longest = f"key/value cache in bfloat16, longest row ({length:,} tokens)"
+    assert described.memory[longest] == 64 * length
 
 
 def test_a_window_bounds_the_cache(tmp_path):
@@ -34,7 +34,8 @@ def test_a_window_bounds_the_cache(tmp_path):
     model.save_hf(tmp_path)
     memory = describe(tmp_path, type(model)).memory
     # k and v (2) * 2 heads * head_dim 8 * 2 bytes; the layers keep 5, 50 and 5 tokens.
-    assert memory["key/value cache of all 50 positions in bfloat16"] == 64 * (5 + 50 + 5)
+    longest = "key/value cache in bfloat16, longest row (50 tokens)"
+    assert memory[longest] == 64 * (5 + 50 + 5)
 
 
 def test_a_stored_tied_head_is_counted_once(make):

@@ -200,7 +200,6 @@ def test_parameters_are_frozen_by_name():
 def test_what_is_frozen_stays_as_it_was(checkpoint, text, tmp_path, changes):
     given = {"max_steps": 4, "save_steps": 2, "eval_steps": 4, **changes}
     done = run(checkpoint, text, tmp_path / "a", **given)
-    assert any("trained parameters; the others are frozen" in note for note in done.notes)
     before = tensors(checkpoint)
     for name, value in done.model.state_dict().items():
         trained = name.startswith("layers.1") or ("freeze" in changes and "layers.0" not in name)
