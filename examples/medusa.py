@@ -2,21 +2,84 @@
 
     python -m examples.medusa build/smollm2 --output-dir runs/medusa
 
-The heads learn from what the model itself writes after the beginnings of sentences of a novel. The
-run prints how many tokens a forward pass gives, for sentences that the heads have not seen, and
-checks that they are the tokens of greedy generation.
+The heads are Medusa's (Cai et al. 2024). What trains them is a loss of one's own, which the command
+line has with --import examples.medusa. The heads learn from what the model itself writes after the
+beginnings of sentences of a novel. The run prints how many tokens a forward pass gives, for
+sentences that the heads have not seen, and checks that they are the tokens of greedy generation.
 """
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from examples.command import DATA, call, tune, write_lines
 from ligermodels import AutoLiger, DecoderModel, Tokenizer
-from ligermodels.heads.medusa import MedusaHeads
-from ligermodels.heads.medusa_file import load_heads
+from ligermodels.heads.medusa import MedusaHeads, MedusaModel
+from ligermodels.heads.medusa_file import load_heads, save_heads
+from ligermodels.losses import LossOutput, Mean
+from ligermodels.training.config import FinetuneConfig
+from ligermodels.training.losses import Loss
+from ligermodels.training.objectives import Call, Objective
+from ligermodels.training.options import option
+from ligermodels.training.packing import Batch
+
+
+@dataclass(kw_only=True)
+class Medusa(Loss, name="medusa"):
+    """Heads for the tokens after the next one: data as for sft, in one process.
+
+    Attributes:
+        medusa_heads: train so many heads, which are exported with the model
+        medusa_stage: 1: the model is frozen, and only its heads learn; 2: both learn, from the
+            heads that the folder of the model holds, if there are any
+        medusa_tied: the heads share the model's projection instead of each having its own
+    """
+
+    packed = True
+
+    medusa_heads: int = option(3, at_least=1)
+    medusa_stage: int = option(1, at_least=1, at_most=2)
+    medusa_tied: bool = option(False)
+
+    def objective(self, config: FinetuneConfig) -> Objective:
+        return MedusaObjective(config)
+
+
+class MedusaObjective(Objective):
+    """The losses of the heads, and in the second stage that of the next token."""
+
+    shown = ("eval_head_1_loss", "loss of the first head")
+    heads: MedusaHeads
+
+    def module(self, model: DecoderModel) -> nn.Module:
+        """Return the model with its heads, of which only the heads learn in the first stage."""
+        options, folder = self.options, model.source.folder
+        freezes = options.medusa_stage == 1
+        heads = None if freezes or folder is None else load_heads(model, folder)
+        if heads is None:
+            heads = MedusaHeads(model.head, options.medusa_heads, tied=options.medusa_tied)
+        self.heads = heads
+        model.requires_grad_(not freezes)
+        return MedusaModel(model, heads, freeze_body=freezes)
+
+    def loss(self, call: Call, batch: Batch, normalizer: Tensor, **_: Tensor) -> LossOutput:
+        """Return the loss of the stage, and as metrics that of each head."""
+        out: Any = call(batch, normalizer=normalizer)  # a DraftOutput
+        # A head's loss was divided by the normalizer of the step, and counts few targets less.
+        metrics = {
+            f"head_{i}_loss": Mean(loss * normalizer, count)
+            for i, (loss, count) in enumerate(zip(out.losses, out.num_valid), 1)
+        }
+        return LossOutput(out.loss, metrics)
+
+    def export(self, folder: Path) -> None:
+        """Write the heads beside the model, where `generate` finds them."""
+        save_heads(self.heads, folder)
 
 
 def beginnings(text: Path, count: int, seed: int = 0) -> list[str]:
@@ -73,7 +136,8 @@ def main(
         starts = beginnings(DATA / f"persuasion-{name}.txt", count)
         write_lines(files[name], continued(body, tokenizer, starts, new))
     settings: dict = {"batch_size": 16, "learning_rate": 1e-3, "seq_len": 512, "max_steps": 200}
-    settings |= {"loss": "medusa", "medusa_heads": heads} | options
+    # A frozen model keeps nothing for backward that a memory plan could save.
+    settings |= {"loss": "medusa", "medusa_heads": heads, "memory": "off"} | options
     result = tune(model, output_dir / "run", *files.values(), **settings)
     # In float32, because a pass over several tokens rounds in another way than one over a token.
     exact = AutoLiger.from_hf(result.model_dir, dtype=torch.float32, device=device).eval()

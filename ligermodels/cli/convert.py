@@ -60,7 +60,7 @@ def run(given: Arguments) -> None:
     from ligermodels.converters.save_dir import read_one_version
     from ligermodels.converters.verify import compare, verify
     from ligermodels.float8 import convert
-    from ligermodels.heads.medusa_file import read_heads, tensors_of
+    from ligermodels.heads.medusa_file import read_heads
     from ligermodels.models.auto import AutoLiger, family_of
     from ligermodels.training.model import checkpoint_step, load_checkpoint
 
@@ -85,8 +85,7 @@ def run(given: Arguments) -> None:
 
     def load(folder: Path) -> tuple[DecoderModel, dict[str, Tensor] | None]:
         if is_step and place is not None:
-            model, heads = load_checkpoint(*place)
-            return model.to(given.loading()["dtype"]), None if heads is None else tensors_of(heads)
+            return load_checkpoint(*place).to(given.loading()["dtype"]), None
         model = AutoLiger.from_hf(folder, **given.loading())
         return model, read_heads(model, folder) if is_whole else None
 

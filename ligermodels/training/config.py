@@ -342,9 +342,6 @@ _EXCLUSIVE = (
     ("lora_r", "freeze", "adapters freeze the model"),
     ("lora_r", "train_only", "adapters freeze the model"),
     ("freeze", "train_only", "one is the reverse of the other"),
-    ("lora_r", "medusa_heads", "medusa_stage says what learns"),
-    ("freeze", "medusa_heads", "medusa_stage says what learns"),
-    ("train_only", "medusa_heads", "medusa_stage says what learns"),
     ("lora_r", "context_parallel", "adapters take whole rows on each GPU"),
     ("float8", "load_in", "weights of few bits have no recipe, and load_in float8 needs none"),
     ("resume", "overwrite_output_dir", "one goes on with what the other removes"),
@@ -389,7 +386,6 @@ class FinetuneConfig:
             for each in fields(part)
             if getattr(part, each.name) not in (each.default, [])
         }
-        given |= {self.loss.trains} if self.loss.trains else set()
         for one, other, why in _EXCLUSIVE:
             if {one, other} <= given:
                 raise ConfigError(f"{one} and {other}: {why}; leave one out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ligermodels.models.base import DecoderModel
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.losses import Distillation
 from ligermodels.training.model import file_hashes
-from ligermodels.training.objectives import Call, Objective, Rows
+from ligermodels.training.objectives import Call, Objective
 from ligermodels.training.packing import Batch
 from ligermodels.training.run_dir import fingerprint
 
@@ -87,7 +86,7 @@ class DistillationObjective(Objective):
         )
         return 0  # `planned_step` has it
 
-    def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
+    def planned_step(self, trained: nn.Module) -> nn.Module:
         """Return the model with its teacher."""
         return TaughtModel(trained, self.teacher)
 

@@ -34,7 +34,6 @@ from ligermodels.errors import (
     first_line,
     short_repr,
 )
-from ligermodels.heads.medusa_file import HEADS_NAME
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
@@ -174,7 +173,7 @@ class Run:
         self.notes: list[str] = []
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
         adapts = config.adapter.lora_r is not None and config.parallel.expert_parallel == 1
-        self.shards = is_distributed() and not (self.objective.whole_model or adapts)
+        self.shards = is_distributed() and not adapts
         # Gathered weights are new ones for each batch.
         self.casts_once = not self.shards
 
@@ -432,11 +431,6 @@ class Run:
                 f"rows of {rows.width} tokens are longer than the model's max_position_embeddings "
                 f"({limit})"
             )
-        if not self.objective.trains_heads and os.path.lexists(source / HEADS_NAME):
-            self._note(
-                f"{source / HEADS_NAME}: this run neither trains nor exports these heads "
-                "(--loss medusa does)"
-            )
         return model
 
     def _shard(self, model: DecoderModel) -> None:
@@ -483,7 +477,7 @@ class Run:
             return
         # A step on a GPU is simulated with the Triton kernels.
         on_gpu = self.device.type == "cuda" and choose(self.device)[0] == "triton"
-        usual = "auto" if on_gpu and self.objective.keeps_tensors else "off"
+        usual = "auto" if on_gpu else "off"
         if (budget or usual) == "off":
             return
         accumulates = config.schedule.gradient_accumulation_steps > 1
@@ -493,7 +487,7 @@ class Run:
             precision=self.precision,
             accumulates=accumulates,
             optimizer_bytes=make_optimizer(trained, config.optimizer),
-            step_module=self.objective.planned_step(trained, rows),
+            step_module=self.objective.planned_step(trained),
         )
         run.budget = max(0, run.budget - held)
         largest, casts = self.objective.largest_batch(rows), float8.casts_bytes(model)

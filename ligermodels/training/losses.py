@@ -42,7 +42,6 @@ class Loss(Options):
         splits_rows: whether several processes may compute parts of a row.
         splits_experts: whether they may each have some of the experts.
         classifies: whether the model gives each text a number, and no tokens.
-        trains: the option that says what is trained, if the loss has one.
         fixed: options of the formula that the loss does not leave to the user.
     """
 
@@ -52,7 +51,6 @@ class Loss(Options):
     splits_rows: ClassVar[bool] = False
     splits_experts: ClassVar[bool] = False
     classifies: ClassVar[bool] = False
-    trains: ClassVar[str | None] = None
     fixed: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
@@ -317,32 +315,3 @@ class Distillation(Loss, name="distillation"):
         super().__post_init__()
         if self.teacher is None:
             raise ConfigError("teacher: distillation needs one (--teacher MODEL)")
-
-
-@dataclass(kw_only=True)
-class Medusa(Loss, name="medusa"):
-    """Heads for the tokens after the next one (Cai et al. 2024): data as for sft.
-
-    Attributes:
-        medusa_heads: train so many heads, which are exported with the model
-        medusa_stage: 1: the model is frozen, and only its heads learn; 2: both learn, from the
-            heads that the folder of the model holds, if there are any
-        medusa_tied: the heads share the model's projection instead of each having its own
-    """
-
-    computed_by = "medusa:MedusaObjective"
-    packed = True
-    trains = "medusa_heads"
-
-    medusa_heads: int = option(3, at_least=1, at_most=64)
-    medusa_stage: int = option(1, at_least=1, at_most=2)
-    medusa_tied: bool = option(False)
-
-    def check(self, config: Any) -> None:
-        """Refuse a plan for layers that keep nothing."""
-        super().check(config)
-        if config.memory.budget not in (None, "off") and self.medusa_stage == 1:
-            raise ConfigError(
-                "memory: in medusa_stage 1 the model is frozen, and its layers keep nothing that a "
-                "plan could save; leave it out"
-            )

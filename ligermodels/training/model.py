@@ -27,7 +27,6 @@ from ligermodels.converters.files import (
 from ligermodels.converters.hub import resolve
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.heads.classifier import LigerClassifier
-from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import GIB
@@ -110,8 +109,8 @@ def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
     return run, int(match[1])
 
 
-def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | None]:
-    """Return the model after a step of a run, on the CPU, and Medusa's heads if it trained them.
+def load_checkpoint(run: Path, step: int) -> DecoderModel:
+    """Return the model after a step of a run, on the CPU.
 
     Adapters are added to the model's weights.
 
@@ -133,9 +132,8 @@ def load_checkpoint(run: Path, step: int) -> tuple[DecoderModel, MedusaHeads | N
         source = Path(resolve(str(config.model.path), revision=config.model.revision))
     check_same(source, run, saved["base"], file_hashes(source))
     model = load_model(source, config, torch.device("cpu"))
-    objective = config.loss.objective(config)
-    checkpoints.load(step, objective.module(model))
-    return model if config.adapter.lora_r is None else merged(model), objective.heads
+    checkpoints.load(step, config.loss.objective(config).module(model))
+    return model if config.adapter.lora_r is None else merged(model)
 
 
 def file_hashes(source: Path) -> dict[str, str]:

@@ -50,8 +50,6 @@ class Objective:
         higher_is_better: whether the model is better if that metric is higher.
         evaluates_loss: whether an evaluation measures the loss.
         rows_per_item: how many rows of the model one item of the data makes.
-        whole_model: whether each of several processes holds the whole model, not a part of it.
-        heads: heads that are trained beside the model, after `module` has made them.
         expert_counts: how many tokens of the step chose each expert, if the trainer has counted.
     """
 
@@ -59,9 +57,6 @@ class Objective:
     higher_is_better = False
     evaluates_loss = True
     rows_per_item = 1
-    whole_model = False
-    trains_heads = False
-    heads: Any = None
     expert_counts: Tensor | None = None
     _noise: Any = None
 
@@ -118,14 +113,9 @@ class Objective:
         if self._noise is not None:
             self._noise.remove()
 
-    def planned_step(self, trained: nn.Module, rows: Sequence[Rows]) -> nn.Module:
+    def planned_step(self, trained: nn.Module) -> nn.Module:
         """Return what a step runs forward, for the memory plan: `module`, or one that has it."""
         return trained
-
-    @property
-    def keeps_tensors(self) -> bool:
-        """Whether the model's layers keep tensors for backward, which a memory plan can choose."""
-        return True
 
     def export(self, folder: Path) -> None:
         """Write what belongs to the model into the folder that it was exported to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ligermodels import AutoLiger
 from ligermodels.adapters import LoraLinear
@@ -14,7 +14,7 @@ from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import HEADS_NAME, save_heads
 from ligermodels.models.base import DecoderModel
 from tests.cli.helpers import SMALL, assert_one_line
-from tests.training.tiny_run import forget, make_checkpoint, same
+from tests.training.tiny_run import make_checkpoint
 
 
 def test_convert_verifies_and_changes_dtype_and_shards(call, checkpoint, tmp_path):
@@ -150,27 +150,6 @@ def test_what_is_not_converted_is_said(call, checkpoint, tmp_path):
     code, _, err = call("convert", tmp_path / "source", tmp_path / "out")
     assert code == 0
     assert err == "ligermodels: not converted: README.md, optimizer.pt, pytorch_model.bin\n"
-
-
-def test_a_checkpoint_of_a_run_with_heads_is_converted(call, checkpoint, text, tmp_path, subtests):
-    base = checkpoint
-    for stage in (1, 2):
-        with subtests.test(stage=stage):
-            run = tmp_path / f"run{stage}"
-            options = f"--loss medusa --medusa-heads 2 --medusa-stage {stage} --save-steps 1"
-            train = ["--train-files", text, "--output-dir", run, "--quiet", *SMALL]
-            assert call("finetune", base, *train, *options.split())[0] == 0
-            assert call("convert", run / "checkpoint-2", out := tmp_path / f"out{stage}")[0] == 0
-            for name in ("model.safetensors", HEADS_NAME):
-                assert same(load_file(out / name), load_file(run / "model" / name))
-            base = run / "model"
-    forget(tmp_path / "run2", 2)
-    forget(tmp_path / "run2", 1)
-    shutil.rmtree(tmp_path / "run2" / "model")
-    file = tmp_path / "run1" / "model" / HEADS_NAME
-    save_file({name: 2 * x for name, x in load_file(file).items()}, file)
-    again = call("finetune", "--resume", "--output-dir", tmp_path / "run2", "--quiet")
-    assert_one_line(again, f"{HEADS_NAME} changed")
 
 
 def test_an_adapter_is_converted_to_a_whole_checkpoint(call, checkpoint, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples import medusa
 from ligermodels import AutoLiger
 from ligermodels.heads.medusa_file import load_heads
 from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss, sft_loss
@@ -75,7 +76,7 @@ def test_a_short_run_with_another_model(kind: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     make_checkpoint(tmp_path / "teacher", hidden_size=128)
     make_text(tmp_path / "text.txt")
-    changes: dict[str, Any] = {"loss": "medusa", "medusa_heads": 2}
+    changes: dict[str, Any] = {"loss": medusa.Medusa.name, "medusa_heads": 2, "memory": "off"}
     changes["medusa_tied"] = kind == "tied medusa"
     if kind == "teacher":
         changes = {

@@ -60,8 +60,6 @@ def make(**changes):
         (DPO_ | {"label_smoothing": 0.1}, "this is only for the loss_type robust, exo_pair"),
         (DPO_ | {"discopop_tau": 0.1}, "discopop_tau: this is only for the loss_type"),
         ({"loss": "distillation"}, "teacher: distillation needs one"),
-        ({"loss": "medusa", "freeze": ["norm"]}, "freeze and medusa_heads: medusa_stage says"),
-        ({"loss": "medusa", "memory": "1GiB"}, "memory: in medusa_stage 1 the model is frozen"),
         ({"loss": "grpo"}, "reward_function: grpo needs one"),
         (GRPO_ | {"batch_size": 3}, "num_generations: must divide the completions of a step"),
         (GRPO_ | {"loss_type": "cispo"}, "epsilon_high: cispo needs it"),

@@ -86,9 +86,11 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
     assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
 
 
-@pytest.mark.parametrize("adapter", [{}, {"lora_r": 2}, {"lora_r": 2, "modules_to_save": ["norm"]}])
+@pytest.mark.parametrize("adapter", [{"lora_r": 2}, {}])
 def test_the_reference_is_the_first_model(folder: Path, tmp_path: Path, adapter: dict) -> None:
-    metrics = run(folder, tmp_path, "ranked", max_steps=3, beta=0.1, **adapter).metrics
+    metrics = run(
+        folder, tmp_path, "ranked", max_steps=2, beta=0.1, eval_files=None, **adapter
+    ).metrics
     first, *_, last = (entry["kl"] for entry in metrics if "kl" in entry)
     assert abs(first) < 1e-6 and last > 1e-5
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
-from ligermodels.heads.medusa_file import load_heads
 from ligermodels.parallel.ranks import rank
 from ligermodels.training import finetune as stages
 from ligermodels.training import processes
@@ -54,10 +53,6 @@ SIZES: dict[str, Any] = {
 }
 
 
-HEADS = {
-    "tied heads": {"medusa_tied": True, "learning_rate": 1e-2},
-    "heads and model": {"medusa_stage": 2},
-}
 LORA = {"lora_r": 2, "load_in": "4bit", "learning_rate": 1e-2}
 REWARDS = f"{__name__}:rewards"
 ADAPTED = {"lora_r": 2, "learning_rate": 1e-2}
@@ -74,9 +69,7 @@ def options(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    model = AutoLiger.from_hf(folder / "model")
-    heads = load_heads(model, folder / "model")
-    return {**model.state_dict(), **({} if heads is None else heads.state_dict())}
+    return AutoLiger.from_hf(folder / "model").state_dict()
 
 
 def losses(folder: Path) -> list[float]:
@@ -169,11 +162,8 @@ def test_two_processes_of_other_losses(tmp_path: Path, subtests: pytest.Subtests
     finetune(adapted, progress=False)
     make_checkpoint(tmp_path / "teacher", hidden_size=32)
     finetune(taught(tmp_path, "taught alone", gradient_accumulation_steps=2), progress=False)
-    for name in HEADS:
-        config = with_heads(tmp_path, name, f"{name} alone", gradient_accumulation_steps=2)
-        finetune(config, progress=False)
     check(run_ranks(__name__, 2, tmp_path, True), subtests)
-    for name in ("kto", "dpo even", "dpo experts", "grpo", "taught", *HEADS):
+    for name in ("kto", "dpo even", "dpo experts", "grpo", "taught"):
         with subtests.test(name):
             compare(tmp_path, name)
     back_to(tmp_path / "adapted again", 2)
@@ -208,7 +198,6 @@ def cases(ranks: int, of_other_losses: bool = False) -> dict[str, Case]:
             ),
             "losses of pairs": losses_of_pairs,
             "copies and samples on two ranks": copies_and_samples,
-            "Medusa's heads": trained_heads,
         }
     return {
         "a run, and again from its middle": partial(run_twice, "two", "again"),
@@ -402,17 +391,6 @@ def grpo(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
 def taught(folder: Path, name: str, **changes: Any) -> FinetuneConfig:
     teacher = {"loss": "distillation", "teacher": str(folder / "teacher"), "distill_weight": 0.7}
     return options(folder, name, max_steps=2, eval_steps=2, save_steps=0, **teacher, **changes)
-
-
-def with_heads(folder: Path, stage: str, name: str, **changes: Any) -> FinetuneConfig:
-    sizes = {"loss": "medusa", "medusa_heads": 2, "max_steps": 2, "eval_steps": 2}
-    return options(folder, name, **sizes, **HEADS[stage], **changes)
-
-
-def trained_heads(number: int, folder: Path) -> dict[str, float]:
-    """Each rank has the whole model: in the first stage it is frozen, in the second it learns."""
-    runs = [with_heads(folder.parent, stage, f"{stage} two") for stage in HEADS]
-    return {"steps": sum(abs(finetune(config, progress=False).steps - 2) for config in runs)}
 
 
 def copies_and_samples(number: int, folder: Path) -> dict[str, float]:
