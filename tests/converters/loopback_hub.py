@@ -1,4 +1,4 @@
-"""A hub on the loopback, for the real huggingface_hub. It tells the truth until told otherwise."""
+"""A hub on the loopback, for the real huggingface_hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from urllib.parse import unquote
 
@@ -23,35 +22,25 @@ REPO = "some/model"
 
 @dataclass
 class File:
-    """A file of the repository: what the API says of it, and what is sent."""
+    """A file of the repository."""
 
     content: bytes
-    etag: str
-    said: dict[str, Any]
-    commit: str = COMMIT
 
-    @classmethod
-    def honest(cls, name: str, content: bytes) -> File:
-        git_id = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        said: dict[str, Any] = {"size": len(content), "blobId": git_id}
-        if not name.endswith(".safetensors"):
-            return cls(content, git_id, said)
-        sha256 = hashlib.sha256(content).hexdigest()
-        said["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 134}
-        return cls(content, sha256, said)
+    @property
+    def etag(self) -> str:
+        return hashlib.sha1(self.content).hexdigest()
 
 
 class Hub:
     """The server of one repository.
 
-    Attributes: files and api are what it tells; answer replaces the API's answer (status, headers,
+    Attributes: files are what it has; answer replaces the API's answer (status, headers,
         body); gated refuses each download; asked, sent and tokens are what clients asked for.
     """
 
     def __init__(self, folder: Path) -> None:
         self.files: dict[str, File] = {}
         self.read(folder)
-        self.api: dict[str, Any] = {"id": REPO, "sha": COMMIT}
         self.answer: tuple[int, dict[str, str], bytes] | None = None
         self.gated = False
         self.asked: list[str] = []
@@ -76,20 +65,20 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def read(self, folder: Path) -> None:
-        """Tell the truth about the files of a folder."""
+        """Serve the files of a folder."""
         self.files.clear()
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 name = path.relative_to(folder).as_posix()
-                self.files[name] = File.honest(name, path.read_bytes())
+                self.files[name] = File(path.read_bytes())
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(request.path.partition("?")[0])
         self.tokens.add(request.headers.get("Authorization"))
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self.asked.append(path)
-            listed = [{"rfilename": name, **file.said} for name, file in self.files.items()]
-            answer = 200, {}, json.dumps({"siblings": listed} | self.api).encode()
+            listed = [{"rfilename": name} for name in self.files]
+            answer = 200, {}, json.dumps({"siblings": listed, "id": REPO, "sha": COMMIT}).encode()
             if self.answer is not None:
                 answer = self.answer
             elif match[1] != REPO:
@@ -97,6 +86,12 @@ class Hub:
             elif match[2] not in (None, "main", COMMIT):
                 answer = 404, {"X-Error-Code": "RevisionNotFound"}, b""
             return self.send(request, *answer)
+        if path == f"/api/models/{REPO}/tree/{COMMIT}":
+            listed = [
+                {"type": "file", "path": name, "size": len(file.content), "oid": file.etag}
+                for name, file in self.files.items()
+            ]
+            return self.send(request, 200, {}, json.dumps(listed).encode())
         match = re.fullmatch(rf"/{REPO}/resolve/[^/]+/(.+)", path)
         file = self.files.get(match[1]) if match else None
         if self.gated:
@@ -105,7 +100,7 @@ class Hub:
             self.send(request, 404, {"X-Error-Code": "EntryNotFound"}, b"")
         else:
             self.sent += [match[1]] if request.command == "GET" else []
-            headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": file.commit}
+            headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": COMMIT}
             self.send(request, 200, headers, file.content)
 
     def send(

@@ -1,9 +1,7 @@
-"""The real huggingface_hub downloads from a hub on the loopback, which may lie."""
+"""The real huggingface_hub downloads from a hub on the loopback."""
 
 import contextlib
 import json
-import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -76,7 +74,7 @@ def test_a_name_that_is_no_model_is_refused(tmp_path, monkeypatch, name, message
         resolve(name)
 
 
-def test_only_needed_files_come_all_from_one_commit_once(hub, remote, monkeypatch):
+def test_only_needed_files_come_once(hub, remote):
     needed = set(hub.files)
     for name in ("README.md", "pytorch_model.bin", "onnx.onnx"):
         (remote / name).write_bytes(b"not needed")
@@ -89,17 +87,14 @@ def test_only_needed_files_come_all_from_one_commit_once(hub, remote, monkeypatc
     template = "additional_chat_templates/tool_use.jinja"
     assert set(hub.sent) == {"config.json", *TOKENIZER, template}
     assert resolve(REPO) == small
-    assert sorted(hub.sent) == sorted([*needed, template]) and len(hub.asked) == 2
-    digests = Mock(wraps=hub_module.hashlib.sha256)
-    monkeypatch.setattr(hub_module.hashlib, "sha256", digests)
+    assert sorted(hub.sent) == sorted([*needed, template])
     hub.sent.clear()
-    assert resolve(REPO) == small
-    assert not hub.sent and not digests.called, "files are checked once"
+    assert resolve(REPO) == small and not hub.sent
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
 def test_the_cache_serves_without_a_connection(hub, monkeypatch, caplog, revision):
-    hub.files[HEADS] = File.honest(HEADS, b"heads")
+    hub.files[HEADS] = File(b"heads")
     folder = resolve(REPO, revision=revision)
     hub.asked.clear()
     with offline():
@@ -110,25 +105,13 @@ def test_the_cache_serves_without_a_connection(hub, monkeypatch, caplog, revisio
     assert "no connection" in caplog.text and "using the cached copy" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("lost", "words"),
-    [
-        ("generation_config.json", r"generation_config.json was never d"),
-        (HEADS, rf"never downloaded(.|\n)*{HEADS}"),
-        ("model-00001-of-00002.safetensors", r"is incomplete; unset(.|\n)*model-00001"),
-    ],
-)
-def test_an_incomplete_cache_does_not_count_as_the_whole(hub, lost, words):
-    hub.files[HEADS] = File.honest(HEADS, b"heads")
+def test_an_incomplete_cache_does_not_count_as_the_whole(hub):
+    lost = "model-00001-of-00002.safetensors"
     with offline(), pytest.raises(CheckpointError, match=r"is set, and nothing .* unset .* local"):
         resolve(REPO)
     for name in hub.files.keys() - {lost}:
         huggingface_hub.hf_hub_download(REPO, name)
-    with offline(), pytest.raises(CheckpointError, match=words):
-        resolve(REPO)
-    folder = resolve(REPO)
-    (folder / lost).resolve().unlink()
-    with offline(), pytest.raises(CheckpointError, match=rf"unset(.|\n)*{lost}"):
+    with offline(), pytest.raises(CheckpointError, match=r"is incomplete; unset(.|\n)*model-00001"):
         resolve(REPO)
     assert (resolve(REPO) / lost).exists()
 
@@ -207,64 +190,6 @@ def test_unreadable_weights_are_refused_before_any_download(hub):
     with pytest.raises(CheckpointError, match=r"model/config.json: the file is missing on the hub"):
         resolve(REPO)
     assert not hub.sent
-
-
-def test_a_revision_must_be_a_possible_name(hub):
-    for name in ("../../x", "/x", "a/../b", "x\\y", "a b", "", "x" * 300, ".git", "a\nb", "\udc80"):
-        with pytest.raises(CheckpointError, match=r"revision .* is not a possible name"):
-            resolve(REPO, revision=name)
-    assert not hub.asked
-    for name in ("main", "refs/pr/1", "v1.0", "feature/x_y-z", COMMIT):
-        assert hub_module._REVISION.fullmatch(name)
-
-
-@pytest.mark.parametrize("sha", ["../x", "main", None, 5, COMMIT[1:], COMMIT[::-1], "\n"])
-def test_the_hub_must_answer_with_the_commit(hub, tmp_path, sha):
-    hub.api["sha"] = sha
-    with pytest.raises(CheckpointError, match=r"the hub .* commit"):
-        resolve(REPO, revision=COMMIT)
-    assert not (tmp_path / "cache").exists()
-
-
-def another_checksum(file):
-    if "lfs" not in file.said:
-        return {"said": file.said | {"blobId": "0" * 40}}
-    return {"said": file.said | {"lfs": file.said["lfs"] | {"sha256": "0" * 64}}}
-
-
-LIES = {
-    "another bit": lambda file: {"content": bytes([file.content[0] ^ 1]) + file.content[1:]},
-    "cut": lambda file: {"content": file.content[:-1]},
-    "empty": lambda _: {"content": b""},
-    "another size": lambda file: {"said": file.said | {"size": file.said["size"] - 1}},
-    "a huge size": lambda file: {"said": file.said | {"size": 10**15}},
-    "another checksum": another_checksum,
-    "another commit": lambda _: {"commit": COMMIT[::-1]},
-    "a path as commit": lambda _: {"commit": "../../x"},
-}
-
-
-@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_found_out_and_the_truth_loads_afterwards(hub, remote, tmp_path, lie, name):
-    hub.files[name] = replace(hub.files[name], **LIES[lie](hub.files[name]))
-    with pytest.raises(CheckpointError, match=f"{re.escape(name)}|could not be downloaded"):
-        resolve(REPO)
-    hub.read(remote)
-    folder = resolve(REPO)
-    for path in remote.iterdir():
-        assert (folder / path.name).read_bytes() == path.read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "remote"]
-
-
-def test_a_cached_file_of_another_size_is_downloaded_again(hub):
-    folder = resolve(REPO)
-    for name in ("config.json", "model-00001-of-00002.safetensors"):
-        content = (folder / name).read_bytes()
-        (folder / name).resolve().write_bytes(content[:-7])
-        hub.sent.clear()
-        assert resolve(REPO) == folder and hub.sent == [name]
-        assert (folder / name).read_bytes() == content
 
 
 @pytest.mark.parametrize(
