@@ -18,9 +18,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 STANDS_ON: dict[str, tuple[str, ...]] = {
     "errors": (),
     "pictures": ("errors",),
+    "ranks": ("errors",),
     "kernels": ("errors",),
     "layers": ("kernels",),
-    "memory": ("layers", "pictures"),
+    "memory": ("layers", "pictures", "ranks"),
     "progress": ("errors",),
     "converters": ("progress",),
     "float8": ("layers",),

@@ -15,10 +15,11 @@ NEVER_IN_THE_CORE = {"transformers", "trl", "peft", "liger_kernel"}
 
 def test_every_room_has_its_place() -> None:
     found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
-    assert {*found, "errors", "pictures", "progress"} == set(STANDS_ON)
+    assert {*found, "errors", "pictures", "progress", "ranks"} == set(STANDS_ON)
     loose = {path.name for path in PACKAGE.glob("*.py")}
     assert loose == {
-        *("__init__.py", "__main__.py", "errors.py", "pictures.py", "progress.py", "public.py")
+        *("__init__.py", "__main__.py", "errors.py", "pictures.py", "progress.py", "public.py"),
+        "ranks.py",
     }
 
 

@@ -89,7 +89,7 @@ class CrossAttention(Planned, nn.Module):
         if memory is None:
             raise ValueError(
                 "CrossAttention: memory is None; pass memory= to the model, or to the context of "
-                "its layers; pass memory_seq= to plan_memory"
+                "its layers; to plan_memory, pass a step_module that makes it"
             )
         if memory.dim() != 3 or memory.shape[-1] != self.memory_size:
             raise ValueError(

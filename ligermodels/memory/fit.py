@@ -5,7 +5,6 @@ from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ligermodels.errors import ConfigError, short_repr
@@ -13,11 +12,13 @@ from ligermodels.kernels.linear_cross_entropy.chunk_plan import Sizes, smaller_c
 from ligermodels.layers.experts import Experts
 from ligermodels.layers.loss_head import LossHead
 from ligermodels.memory.byte_sizes import parse_bytes
+from ligermodels.memory.optimizer import adam_bytes, memory_of
 from ligermodels.memory.plan import NO_LIMIT, MemoryPlan, check_choice, checked_integer
 from ligermodels.memory.planner import Budget, Space, find_plan, largest
 from ligermodels.memory.rates import Rates, rates_of
 from ligermodels.memory.simulate import LONGEST, Simulation, Step, simulate
-from ligermodels.memory.torch_private import Sharding, adam_bytes, state_bytes, step_bytes
+from ligermodels.memory.torch_private import Sharding
+from ligermodels.ranks import Result, error_on_all_ranks, from_rank_0, gathered, rank
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
 # by up to 1.3% where FSDP2 gathers parameters on its own streams. One row that was measured without
@@ -48,11 +49,10 @@ class Planner:
         device: the device to plan for; an integer is the number of a GPU. By default it is that of
             the parameters, and for a model on the meta device a GPU.
         optimizer_bytes: bytes of the optimizer's states, or the optimizer itself, which need not
-            have made a step: see `state_bytes`. Then what a step allocates counts, too. By default
+            have made a step: see `memory_of`. Then what a step allocates counts, too. By default
             they are twice the bytes of the parameters that need gradients, as for a fused AdamW.
         step: what else a step consists of, the fields of `ligermodels.memory.simulate.Step`:
-            autocast, packed, max_seqlen, memory_seq, head_options, gradients, ddp_buckets,
-            step_module.
+            autocast, packed, max_seqlen, head_options, gradients, step_module.
     Raises:
         ConfigError: a number of bytes cannot be read, "auto" is asked for without a GPU, an
             argument has a value or a type that is not named above or in `Step`, or parameters are
@@ -73,9 +73,11 @@ class Planner:
         **step: Any,
     ) -> None:
         if isinstance(optimizer_bytes, torch.optim.Optimizer):
-            step["step_bytes"] = step_bytes(optimizer_bytes)
+            optimizer_bytes, step["step_bytes"] = memory_of(optimizer_bytes)
         options = Step(**step)
         called = options.called(model)
+        if optimizer_bytes is None:
+            optimizer_bytes = adam_bytes(called)
         sharding = Sharding(model, called)  # it refuses shards that are not simulated
         if reserve is None:
             reserve = SHARDED_RESERVE if sharding.groups else RESERVE
@@ -87,10 +89,10 @@ class Planner:
         self.model, self.reserve, self._reserved = model, reserve, count == "reserved"
         self.device = _device(model, device)
         own = _budget(budget, self.device), min(parse_bytes(host_budget, "host_budget"), NO_LIMIT)
-        self.budget, self.host_budget = _smallest_on_all_ranks(own)
-        self.optimizer_bytes = _optimizer_bytes(called, optimizer_bytes)
-        gathered = (parameter.gathered_dtype for parameter in sharding.parameters.values())
-        self._dtype = options.autocast or next(gathered, next(model.parameters()).dtype)
+        self.budget, self.host_budget = map(min, zip(*gathered(own)))
+        self.optimizer_bytes = parse_bytes(optimizer_bytes, "optimizer_bytes")
+        dtypes = [parameter.gathered_dtype for parameter in sharding.parameters.values()]
+        self._dtype = options.autocast or (dtypes or [next(model.parameters()).dtype])[0]
         self._given_rates, self._head_options, self._step = rates, options.head_options, step
         self._spaces = cache(self._new_spaces)
 
@@ -114,7 +116,7 @@ class Planner:
             ConfigError: the budget is too small; the message names the least bytes.
         """
         batch, seq = _length("batch", batch), _length("seq", seq)
-        return _from_rank_0(
+        return _by_rank_0(
             lambda: find_plan(
                 *self._spaces(batch, seq),
                 budget=self._whole_budget,
@@ -131,7 +133,7 @@ class Planner:
             spaces = self._spaces(batch, seq)
             return min(space.least_budget(self._whole_budget) for space in spaces)
 
-        return _from_rank_0(least)
+        return _by_rank_0(least)
 
     def largest_batch(self, seq: int) -> int:
         """Return the largest batch that fits, within 2%, or 0."""
@@ -150,7 +152,7 @@ class Planner:
             space = self._spaces(*shape(number))[-1]
             return space.peak(space.smallest, budget.slack)
 
-        return _from_rank_0(lambda: largest(needed, budget.usable, start))
+        return _by_rank_0(lambda: largest(needed, budget.usable, start))
 
     def _new_spaces(self, batch: int, seq: int) -> list[Space]:
         """Return the plans with each chunk of the loss head, from the largest to the smallest."""
@@ -222,39 +224,10 @@ def _length(name: str, value: int) -> int:
     return checked_integer(name, value, 1, LONGEST)
 
 
-def _optimizer_bytes(model: nn.Module, given: int | str | torch.optim.Optimizer | None) -> int:
-    if given is None:
-        return adam_bytes(model)
-    if isinstance(given, torch.optim.Optimizer):
-        return state_bytes(given)
-    return parse_bytes(given, "optimizer_bytes")
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _smallest_on_all_ranks(budgets: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest of each of two numbers of bytes."""
-    if not _distributed():
-        return budgets
-    given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, budgets)
-    budget, host_budget = map(min, zip(*given))
-    return budget, host_budget
-
-
-def _from_rank_0(compute: Callable[[], Any]) -> Any:
-    """Return what rank 0 computes, or raise its exception on every rank."""
-    if not _distributed():
-        return compute()
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            made = [compute()]
-        except BaseException as fault:  # Ctrl-C, too: the other ranks wait for an answer
-            made = [fault]
-    dist.broadcast_object_list(made, src=0)
-    if isinstance(made[0], BaseException):
-        raise made[0]
-    return made[0]
+def _by_rank_0(compute: Callable[[], Result]) -> Result:
+    """Return what rank 0 computes, or raise its error on every rank."""
+    made = None
+    with error_on_all_ranks(ConfigError):
+        if rank() == 0:
+            made = compute()
+    return from_rank_0(made)

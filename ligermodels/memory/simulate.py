@@ -21,7 +21,6 @@ from ligermodels.errors import ConfigError, first_line
 from ligermodels.kernels.dispatch import choose, simulating
 from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
-from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.memory.plan import check_choice, checked_integer
 from ligermodels.memory.rates import (
     BACKWARD,
@@ -31,11 +30,9 @@ from ligermodels.memory.rates import (
     attention_pairs,
 )
 from ligermodels.memory.torch_private import (
-    Buckets,
     Flex,
     Gradients,
     Sharding,
-    buckets,
     cublas_workspaces,
     expandable_segments,
     run_backward,
@@ -138,7 +135,6 @@ class SimulatedDevice(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        q, k, v = map(self._cast, (q, k, v))
         if self.device.type == "cpu":
             if visible is not None:
                 # As PyTorch turns a bool mask into numbers to add.
@@ -226,7 +222,7 @@ def no_launches(tracker: Tracker) -> Iterator[None]:
 
 
 OPTIMIZER_STEP = "optimizer step"  # a phase
-LONGEST = 2**31 - 1  # rows, tokens of a row, and keys of a memory
+LONGEST = 2**31 - 1  # rows, and tokens of a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,17 +234,13 @@ class Step:
         packed: whether the rows contain several documents (position_ids).
         max_seqlen: if cu_seqlens tells the documents of the only row, the longest one. All count as
             if they had this length.
-        memory_seq: the keys of each row of the memory that layers with `CrossAttention` attend to.
-            The memory and its gradient count, but not the encoder that computes them.
         head_options: keyword arguments of the loss head.
         gradients: "new" if no gradient exists before the step (zero_grad(set_to_none=True)), "kept"
             if all do (accumulation), and "freed" if an optimizer step in backward frees each as
             soon as it is complete.
-        ddp_buckets: for a forward through `DistributedDataParallel`: "copies" if gradients are
-            separate tensors, which is its default, and "views" if they are views of its buckets.
         step_module: a module that contains the model, and that a step calls with the same arguments
-            in its place, such as one with a teacher. It returns the loss, or a tuple that begins
-            with the loss. What else it holds and runs counts, too.
+            in its place, such as one with a teacher or an encoder. It returns the loss, or a tuple
+            that begins with the loss. What else it holds and runs counts, too.
         step_bytes: what an optimizer step after backward allocates for itself.
     Raises:
         ConfigError: a value or a type that is not named above.
@@ -257,31 +249,23 @@ class Step:
     autocast: torch.dtype | None = None
     packed: bool = False
     max_seqlen: int | None = None
-    memory_seq: int | None = None
     head_options: dict[str, Any] = field(default_factory=dict)
     gradients: Gradients = "new"
-    ddp_buckets: Buckets | None = None
     step_module: nn.Module | None = None
     step_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_choice("autocast", self.autocast, None, torch.bfloat16, torch.float16)
         check_choice("gradients", self.gradients, "new", "kept", "freed")
-        check_choice("ddp_buckets", self.ddp_buckets, None, "copies", "views")
-        for name in ("max_seqlen", "memory_seq"):
-            if (value := getattr(self, name)) is not None:
-                checked_integer(name, value, 1, LONGEST)
+        if self.max_seqlen is not None:
+            checked_integer("max_seqlen", self.max_seqlen, 1, LONGEST)
 
     def called(self, model: Any) -> nn.Module:
         """Return the module that a step of the model calls."""
         return model if self.step_module is None else self.step_module
 
     def inputs(self, model: Any, batch: int, seq: int) -> dict[str, Any]:
-        """Return the arguments of forward as meta tensors.
-
-        Raises:
-            ConfigError: memory_seq is given for a model whose layers attend to no memory.
-        """
+        """Return the arguments of forward as meta tensors."""
 
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -294,17 +278,6 @@ class Step:
             found["max_seqlen"] = self.max_seqlen
         elif self.packed:
             found["position_ids"] = integers(batch, seq)
-        if self.memory_seq is not None:
-            layers = [x for x in model.modules() if isinstance(x, CrossAttention)]
-            if not layers:
-                raise ConfigError(
-                    f"memory plan: memory_seq={self.memory_seq}, but no layer of "
-                    f"{type(model).__name__} attends to a memory; leave it out"
-                )
-            dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
-            shape = batch, self.memory_seq, layers[0].memory_size
-            memory = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-            found["memory"] = memory
         return found
 
 
@@ -314,7 +287,7 @@ class Simulation:
 
     peak_bytes: int  # the most allocated at any time, with weights, buffers, inputs and gradients
     weight_bytes: int  # parameters and buffers
-    grad_bytes: int  # gradients of all parameters when backward ends, and DDP's buckets
+    grad_bytes: int  # gradients of all parameters when backward ends
     # In their order: "forward of layer 3", "forward of head", "backward of layer 3", ...
     phases: dict[str, Phase]
     reserved_bytes: int = 0  # what CUDA's caching allocator reserves from the GPU for the step
@@ -393,17 +366,11 @@ def run_step(
     tracker.uncounted = {storage._cdata for storage in whole.values()}
     weight_bytes += tracker.hold(sharding.begin(tracker.on_stream, options.gradients))
     tracker.hold(sharding.gradients())
-    gradients, in_buckets = options.gradients, list[Tensor]()
-    if options.ddp_buckets == "copies" or (options.ddp_buckets and gradients != "kept"):
-        in_buckets = buckets(leaves)
-    bucket_bytes = tracker.hold(in_buckets)
-    if options.ddp_buckets == "views" and gradients == "new":
-        gradients = "freed"  # because it is copied into its bucket
-    if gradients == "kept":
+    if options.gradients == "kept":
         for x in leaves:
             x.grad = torch.empty_like(x)
         tracker.hold(x.grad for x in leaves if x.grad is not None)
-    elif gradients == "freed":
+    elif options.gradients == "freed":
         for x in leaves:
             x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     tracker.hold(inputs.values())
@@ -434,7 +401,7 @@ def run_step(
     return Simulation(
         peak_bytes=max(phase.peak for phase in phases.values()),
         weight_bytes=weight_bytes,
-        grad_bytes=bucket_bytes + sum(map(tracker.block_bytes, grads + sharding.gradients())),
+        grad_bytes=sum(map(tracker.block_bytes, grads + sharding.gradients())),
         phases=phases,
         reserved_bytes=tracker.reserved,
         largest_bytes=largest if tracker.on_gpu and not expandable_segments() else 0,

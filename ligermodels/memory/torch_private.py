@@ -6,8 +6,6 @@ PyTorch's wrappers of modules, allocate on a real device:
 - CUDA's caching allocator: c10/cuda/CUDACachingAllocator.cpp
 - the buffers of attention, of an embedding's backward and of cuBLAS
 - the sums of gradients that autograd makes in place
-- the buckets of `DistributedDataParallel`
-- the states and the step of optimizers
 - the tensors of FSDP2 (`torch.distributed.fsdp.fully_shard`)
 
 With a version of torch that `CHECKED` does not name, tests/memory/test_torch_private.py fails.
@@ -16,7 +14,7 @@ With a version of torch that `CHECKED` does not name, tests/memory/test_torch_pr
 import os
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -292,119 +290,9 @@ def accumulates(total: Tensor) -> bool:
     return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
-# The buckets in which `DistributedDataParallel` averages gradients, with the default sizes. They
-# exist as long as the wrapper, and hold all gradients once. Source:
-# torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size`.
-
-# "copies": gradients are separate tensors. "views": they are views of the buckets, which is
-# gradient_as_bucket_view=True.
-Buckets = Literal["copies", "views"]
-
-_FIRST, _OTHERS = MIB, 25 * MIB  # bytes after which a bucket takes no further gradient
-
-
-def buckets(trained: Iterable[Tensor]) -> list[Tensor]:
-    """Return meta tensors of the sizes of the buckets; the parameters are in the model's order."""
-    limit = _FIRST
-    open_buckets: dict[torch.dtype, int] = {}  # elements
-    made: list[tuple[int, torch.dtype]] = []
-    for x in reversed([*trained]):  # about the order in which backward computes the gradients
-        count = open_buckets.pop(x.dtype, 0) + x.numel()
-        if count * x.itemsize >= limit:
-            made.append((count, x.dtype))
-            limit = _OTHERS
-        else:
-            open_buckets[x.dtype] = count
-    made += ((count, dtype) for dtype, count in open_buckets.items())
-    return [torch.empty(count, dtype=dtype, device="meta") for count, dtype in made]
-
-
-# Optimizers
-
-# Two states of a parameter's shape and dtype: what AdamW keeps, and what is taken for granted of
-# an optimizer that is not known.
-_ADAM = 2
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's states on the devices of its parameters.
-
-    Before its first step an optimizer has none. Then they are told from its class: Adam and its
-    relatives, SGD, Adafactor and Muon of torch, and the optimizers of torchao in 8 bits and fewer.
-    Others count as Adam. An optimizer that is made of others has them in `inner_optimizers`.
-    """
-    inner = getattr(optimizer, "inner_optimizers", [])
-    # On a GPU some optimizers keep a count of steps on the CPU.
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    held = plain(*(value for state in optimizer.state.values() for value in state.values()))
-    found = sum(x.nbytes for x in held if x.device.type in devices)
-    if inner and not found:
-        return sum(map(state_bytes, inner))
-    return found or sum(
-        _expected_of(optimizer, group, local(parameter))
-        for group in optimizer.param_groups
-        for parameter in _trained(group)
-    )
-
-
-def adam_bytes(model: nn.Module) -> int:
-    """Return the bytes of Adam's states for the parameters of a model that need gradients."""
-    return sum(_ADAM * local(p).nbytes for p in model.parameters() if p.requires_grad)
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _trained(group: dict[str, Any]) -> list[Tensor]:
-    """Return what a group trains: parameters, or parts of them."""
-    return [p for p in group["params"] if p.requires_grad or not isinstance(p, nn.Parameter)]
-
-
-def _expected_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], x: Tensor) -> int:
-    amsgrad = bool(group.get("amsgrad"))
-    if isinstance(optimizer, torch.optim.SGD):
-        return x.nbytes if group["momentum"] else 0
-    if isinstance(optimizer, torch.optim.Muon):
-        return x.nbytes
-    if isinstance(optimizer, torch.optim.Adafactor):
-        # A mean of squares for each row and for each column of a matrix.
-        numbers = x[..., 0].numel() + x[..., 0, :].numel() if x.ndim > 1 else x.numel()
-        return numbers * x.itemsize
-    if hasattr(optimizer, "_new_buffer"):  # torchao's: the states of its classes differ in bits
-        stand_in = torch.empty_like(x, device="meta")
-        made = [optimizer._new_buffer(stand_in, signed) for signed in (True, False)]
-        return sum(each.nbytes for each in plain(*made, *made[1:] * amsgrad))
-    return (_ADAM + amsgrad) * x.nbytes
-
-
-def step_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that a step allocates for itself while all gradients exist."""
-    optimizers = getattr(optimizer, "inner_optimizers", [optimizer])
-    return max(
-        (_step_bytes_of(each, group) for each in optimizers for group in each.param_groups),
-        default=0,
-    )
-
-
-def _step_bytes_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    trained = [local(p) for p in _trained(group)]
-    sizes, counts = [p.nbytes for p in trained], [p.numel() for p in trained]
-    if not sizes or group.get("fused"):
-        return 0
-    if hasattr(optimizer, "_new_buffer"):  # torchao's: both states of a parameter in float32
-        return 2 * FLOAT * max(counts)
-    if isinstance(optimizer, torch.optim.Muon):  # the update, and three matrices in bfloat16
-        return max(size + 3 * 2 * count for size, count in zip(sizes, counts))
-    before = [0, *sizes]  # of the parameter before, of which a tensor is still there
-    if isinstance(optimizer, torch.optim.Adafactor):
-        return max(map(sum, zip(sizes, before)))
-    if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
-        return 0
-    if group.get("foreach") or (group.get("foreach") is None and any(p.is_cuda for p in trained)):
-        return sum(sizes)  # all parameters are updated at once
-    return max(map(sum, zip(sizes, sizes, before)))
 
 
 def is_wrapper(kind: type) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ligermodels.errors import SaveError
 from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.parallel.ranks import gathered, led_by_rank_0
+from ligermodels.ranks import gathered, led_by_rank_0
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -40,10 +40,10 @@ from ligermodels.parallel.layout import (
     reshard,
     splits_of,
 )
-from ligermodels.parallel.ranks import error_on_all_ranks, num_ranks, rank
 from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
 from ligermodels.progress import track
+from ligermodels.ranks import error_on_all_ranks, num_ranks, rank
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 EXPERT = "ep"

@@ -34,14 +34,14 @@ from ligermodels.errors import CheckpointError, LigerError, SaveError, first_lin
 from ligermodels.float8 import load_scales, scales
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.parallel.layout import local_slices, local_tensor, splits_of
-from ligermodels.parallel.ranks import (
+from ligermodels.parallel.state import SlicedTensor
+from ligermodels.ranks import (
     error_on_all_ranks,
     gathered,
     is_distributed,
     num_ranks,
     rank,
 )
-from ligermodels.parallel.state import SlicedTensor
 from ligermodels.training.optimizers import allocate_state, state_of
 from ligermodels.training.run_dir import PART, file_hash, writing
 

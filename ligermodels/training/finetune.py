@@ -37,9 +37,9 @@ from ligermodels.errors import (
 from ligermodels.kernels.dispatch import choose
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, is_distributed, rank
 from ligermodels.parallel.shard import shard
 from ligermodels.progress import stage
+from ligermodels.ranks import error_on_all_ranks, from_rank_0, is_distributed, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training import processes, reports
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite

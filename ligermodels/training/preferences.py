@@ -34,8 +34,8 @@ from ligermodels.losses import (
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard
-from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, gathered, rank
 from ligermodels.progress import track
+from ligermodels.ranks import error_on_all_ranks, from_rank_0, gathered, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import read_judged, read_pairs
 from ligermodels.training.losses import DPO, KTO, Reward

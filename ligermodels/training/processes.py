@@ -24,7 +24,7 @@ from typing_extensions import Self
 from ligermodels.errors import ConfigError, LigerError, first_line
 from ligermodels.float8 import Float8Linear
 from ligermodels.losses import Mean
-from ligermodels.parallel.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
+from ligermodels.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
 
 Item = TypeVar("Item")
 

@@ -42,8 +42,8 @@ from ligermodels.converters.files import (
 )
 from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
-from ligermodels.parallel.ranks import error_on_all_ranks, rank
 from ligermodels.pictures import COLOURS, INK, OURS, picture
+from ligermodels.ranks import error_on_all_ranks, rank
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"

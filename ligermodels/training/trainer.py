@@ -30,9 +30,9 @@ from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
 from ligermodels.models.base import DecoderModel
 from ligermodels.parallel.layout import reshard, splits_of
-from ligermodels.parallel.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.parallel.shard import clip_grad_norm_
 from ligermodels.progress import say, stage, track
+from ligermodels.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate

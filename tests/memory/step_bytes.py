@@ -33,16 +33,14 @@ def error_of_prediction(
     steps: int = 1,
     wrapped: Any = None,
     held: Mapping[Any, torch.Tensor] | None = None,
-    zero: bool = True,
     **options: Any,
 ) -> float:
     """Return the predicted peak of a step, relative to the real one, less 1.
 
     Args:
         steps: real ones, of which that with the lowest peak counts.
-        wrapped: what runs the model's step, such as DDP. By default it is the model.
+        wrapped: what runs the model's step. By default it is the model.
         held: tensors besides, which exist once the model has made two steps.
-        zero: whether gradients are freed after a step.
         options: those of `simulate`.
     """
     ids = torch.ones(2, seq, dtype=torch.int64)
@@ -54,18 +52,17 @@ def error_of_prediction(
 
     for _ in range(2):  # the first ones also allocate what stays
         step()
-        model.zero_grad(set_to_none=zero)
+        model.zero_grad()
     gc.collect()
     peaks = []
     for _ in range(steps):
         tracker = StorageTracker()
         tracker.hold(map(_local, model.parameters()))
         tracker.hold([*model.buffers(), *(held or {}).values(), ids])
-        tracker.hold(p.grad for p in model.parameters() if p.grad is not None)
         with tracker:
             step()
         peaks.append(tracker.peak_now)
-        model.zero_grad(set_to_none=zero)
+        model.zero_grad()
         gc.collect()
     predicted = simulate(model, 2, seq, device=torch.device("cpu"), **options).peak_bytes
     step()  # FSDP2's hooks are back

@@ -1,4 +1,4 @@
-"""FSDP2, tensor parallelism and DDP in a simulation: bytes beside those of real steps.
+"""FSDP2 and tensor parallelism in a simulation: bytes beside those of real steps.
 
 The collectives of these steps do nothing; tests/parallel/test_wrappers.py has some with real ones.
 """
@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels import ConfigError, MemoryPlan, shard
 from ligermodels.memory.simulate import Simulation, simulate
-from ligermodels.memory.torch_private import Sharding, buckets
+from ligermodels.memory.torch_private import Sharding
 from tests.memory.step_bytes import error_of_prediction
 from tests.pairwise import pairwise
 from tests.tiny_models import random_model
@@ -110,55 +108,8 @@ def test_other_shards_are_refused_by_name(mesh: DeviceMesh) -> None:
         Sharding(offloaded, offloaded)
 
 
-def wrapped(model: Any, views: bool) -> tuple[DistributedDataParallel, dict[int, Tensor]]:
-    """Return a wrapper, and its buckets once it has made a step."""
-    found: dict[int, Tensor] = {}
-
-    def keep(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        found[bucket.index()] = bucket.buffer()
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    made = DistributedDataParallel(model, gradient_as_bucket_view=views)
-    made.register_comm_hook(None, keep)
-    return made, found
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_bytes_of_buckets_are_those_of_a_real_step(
-    mesh: DeviceMesh, views: bool, accumulates: bool, frozen: bool
-) -> None:
-    model = random_model("llama", num_hidden_layers=2).train()
-    if frozen:
-        model.layers[0].requires_grad_(False)
-        model.embed_tokens.requires_grad_(False)
-    ddp, found = wrapped(model, views)
-    error = error_of_prediction(
-        model,
-        wrapped=ddp,
-        held=found,
-        zero=not accumulates,
-        gradients="kept" if accumulates else "new",
-        ddp_buckets="views" if views else "copies",
-    )
-    assert abs(error) < 0.005
-    made = buckets(p for p in model.parameters() if p.requires_grad)
-    assert sum(x.nbytes for x in made) == sum(x.nbytes for x in found.values())
-
-
-def test_a_plan_counts_buckets_and_other_words_are_refused() -> None:
+def test_other_words_are_refused() -> None:
     model = random_model("llama").train()
-    options = {"device": "cpu", "optimizer_bytes": 0, "reserve": 0.0}
-    whole, copies, views = (
-        model.plan_memory(2, 24, "1GiB", **options, ddp_buckets=each).prediction
-        for each in (None, "copies", "views")
-    )
-    trained = sum(p.nbytes for p in model.parameters())
-    assert copies.peak_bytes - whole.peak_bytes == trained == views.grad_bytes
-    assert copies.grad_bytes == 2 * trained
-    for name in ("ddp_buckets", "gradients", "count"):
+    for name in ("gradients", "count"):
         with pytest.raises(ConfigError, match=f"{name}='all'; expected "):
-            model.plan_memory(2, 24, "1GiB", **options, **{name: "all"})
+            model.plan_memory(2, 24, "1GiB", device="cpu", **{name: "all"})

@@ -24,13 +24,15 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BATCH, SEQ = 2, 24
 
 
-def real_step(model, **inputs):
+def real_step(model, step_module=None, **inputs):
     """Run a real step on the CPU under the tracker."""
+    called = model if step_module is None else step_module
     model.zero_grad()
     ids = torch.randint(VOCAB, (BATCH, SEQ))
     # The host can see that all targets of a chunk count; a simulation cannot.
     inputs |= {"input_ids": ids, "labels": torch.full_like(ids, -100)}
-    return run_step(model, Tracker("cpu", seen="cpu"), inputs, Step(), Sharding(model, model))
+    options = Step(step_module=step_module)
+    return run_step(model, Tracker("cpu", seen="cpu"), inputs, options, Sharding(model, called))
 
 
 def freeze_half(model) -> None:
@@ -127,15 +129,27 @@ class CrossedBlock(torch.nn.Module):
         return self.cross_attn(normed, context.memory, context.memory_mask)
 
 
+class Reading(torch.nn.Module):
+    """The decoder with an encoder, whose output it attends to."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model, self.encoder = model, torch.nn.Linear(20, 20)
+
+    def forward(self, input_ids, labels):
+        read = self.encoder.weight.new_ones(len(input_ids), 70, 20)
+        return self.model(input_ids, labels=labels, memory=self.encoder(read)).loss
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_with_a_memory(policy) -> None:
+def test_a_step_with_an_encoder(policy) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
     model = Crossed(LlamaConfig(vocab_size=VOCAB, **sizes))
     model.set_memory_plan(MemoryPlan.uniform(3, policy))
-    memory = torch.randn(BATCH, 70, 20, requires_grad=True)
-    simulated = simulate(model, BATCH, SEQ, device=CPU, memory_seq=70)
-    real = real_step(model, memory=memory)
-    assert memory.grad is not None
+    both = Reading(model)
+    simulated = simulate(model, BATCH, SEQ, device=CPU, step_module=both)
+    real = real_step(model, both)
+    assert both.encoder.weight.grad is not None
     assert bytes_of(simulated) == bytes_of(real)
     assert simulated.work("backward").product_flops == real.work("backward").product_flops
 

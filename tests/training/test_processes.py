@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ligermodels import AutoLiger, ConfigError, LigerError
-from ligermodels.parallel.ranks import rank
+from ligermodels.ranks import rank
 from ligermodels.training import finetune as stages
 from ligermodels.training import processes
 from ligermodels.training.config import FinetuneConfig

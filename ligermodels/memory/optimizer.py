@@ -1,0 +1,75 @@
+"""The memory of an optimizer, found by running its step on tensors without data."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ligermodels.memory.torch_private import FLOAT, local, plain
+from ligermodels.memory.tracker import Tracker
+
+# Two states of a parameter's shape and dtype.
+_ADAM = 2
+
+
+def adam_bytes(model: nn.Module) -> int:
+    """Return the bytes of Adam's states for the parameters of a model that need gradients."""
+    return sum(_ADAM * local(p).nbytes for p in model.parameters() if p.requires_grad)
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Return the bytes of an optimizer's states, and the most that a step allocates besides.
+
+    A twin of the optimizer makes two steps on meta tensors; one that cannot counts as Adam. An
+    optimizer that is made of others has them in `inner_optimizers`.
+    """
+    optimizers = getattr(optimizer, "inner_optimizers", [optimizer])
+    made = [_of_group(each, group) for each in optimizers for group in each.param_groups]
+    return sum(states for states, _ in made), max((most for _, most in made), default=0)
+
+
+def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[int, int]:
+    # What a group trains: parameters, or parts of them.
+    trained = [p for p in group["params"] if p.requires_grad or not isinstance(p, nn.Parameter)]
+    parameters = [torch.empty_like(local(p), device="meta") for p in trained]
+    for each in parameters:
+        each.grad = torch.empty_like(each)
+    options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in group.items()}
+    # PyTorch fuses no step on meta tensors, and updates them one by one unless it is told not to.
+    if "fused" in group:
+        options["fused"] = False
+    if "foreach" in group and group["foreach"] is None:
+        options["foreach"] = any(p.is_cuda for p in trained)
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    twin.param_groups, twin.state = [options | {"params": parameters}], defaultdict(dict)
+    tracker = Tracker("cpu")
+    tracker.hold([*parameters, *(each.grad for each in parameters)])
+    try:
+        with torch.compiler.set_stance("force_eager"), _Ones(), tracker:
+            twin.step()
+            before = tracker.bytes
+            tracker.enter("second step")
+            twin.step()
+    except Exception:  # of any kind: the step of another library, or one that needs its GPU
+        return sum(_ADAM * p.nbytes for p in parameters), 0
+    kept = plain(*(value for state in twin.state.values() for value in state.values()))
+    states = sum(x.nbytes for x in kept if x.is_meta)  # some keep a count of steps on the CPU
+    if group.get("fused"):
+        return states, 0
+    if hasattr(optimizer, "_new_buffer"):  # torchao's: compiled, with both states in float32
+        return states, 2 * FLOAT * max((p.numel() for p in parameters), default=0)
+    return states, tracker.phase.peak - before
+
+
+class _Ones(TorchDispatchMode):
+    """Answers 1 where a step asks for the value of a number without data."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
