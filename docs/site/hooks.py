@@ -1,7 +1,8 @@
 """What mkdocs runs while it builds the site: pages that are made from the code, and links.
 
 A page of a family shows its sizes, its parity with transformers and its measured steps. A page of
-the reference shows the docstrings of a room. A link to a file outside docs/ leads to GitHub.
+the reference shows the docstrings of a room. A link to a file outside docs/ leads to GitHub. The
+gallery is a file, so that GitHub shows it, too: `python docs/site/hooks.py` writes it again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # where the package is not installed
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOB = "https://github.com/ligermodels/ligermodels/blob/main/"
+SITE = "https://ligermodels.github.io/ligermodels/"
 GALLERY = """\
 # Gallery
 
@@ -133,13 +135,18 @@ def on_files(files: Any, config: Any) -> Any:
     for picture in sorted(RESULTS.glob("*.png")):
         uri = f"results/{picture.name}"
         files.append(File.generated(config, uri, abs_src_path=str(picture)))
-    for uri, text in (*family_pages(), *reference_pages(), example_page()):
+    for uri, text in (*family_pages(), *reference_pages()):
         files.append(File.generated(config, uri, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links and pictures that leave docs/ lead to GitHub and to the copied pictures."""
+    """Make links and pictures that leave docs/ lead to GitHub and to the copied pictures.
+
+    The files in docs/ name pages that are made here by their address, for readers on GitHub.
+    """
+    for folder in ("families", "reference"):
+        markdown = markdown.replace(f"]({SITE}{folder}/)", f"]({folder}/index.md)")
     return outside_links(markdown, page.file.src_uri)
 
 
@@ -265,8 +272,8 @@ def measured_rows(family: str) -> list[str]:
     ]
 
 
-def example_page() -> tuple[str, str]:
-    """Return the path and the text of the gallery: its entries, recipes for GPUs, and all files."""
+def gallery_page() -> str:
+    """Return the text of docs/gallery.md: the entries, recipes for GPUs, and all files."""
     from examples.gallery import ENTRIES
 
     measured = json.loads((RESULTS / "gallery_cpu.json").read_text(encoding="utf-8"))["entries"]
@@ -274,17 +281,23 @@ def example_page() -> tuple[str, str]:
     for entry in ENTRIES:
         recipes = ", ".join(f"[{name}](#recipes-for-gpus)" for name in entry.recipes)
         lines.append(
-            f"| [{entry.title}](#{entry.name}) | {measured[entry.name]['seconds']} | {recipes} |"
+            f"| [{entry.title}](#{anchor(entry.title)}) | {measured[entry.name]['seconds']} "
+            f"| {recipes} |"
         )
     for entry in ENTRIES:
-        more = ", ".join(f"[{page.replace('_', ' ')}](../{page}.md)" for page in entry.pages)
+        more = ", ".join(f"[{page.replace('_', ' ')}]({page}.md)" for page in entry.pages)
         source = entry.run if entry.is_recipe else f"examples/{entry.run.split()[0]}.py"
-        lines += ["", f"## {entry.title} {{#{entry.name}}}", "", "```text"]
+        lines += ["", f"## {entry.title}", "", "```text"]
         lines += [entry.command("build/smollm2", f"runs/{entry.name}"), "```", ""]
         says = entry.says.format(**measured[entry.name]["numbers"])
-        lines += [f"![{says}](../gallery/{entry.name}.png)", "", f"*{says}*", ""]
+        lines += [f"![{says}](gallery/{entry.name}.png)", "", f"*{says}*", ""]
         lines.append(f"The source is [{source}]({BLOB}{source}). Read on: {more}.")
-    return "examples/index.md", "\n".join([*lines, *recipe_lines(), *file_lines()]) + "\n"
+    return "\n".join([*lines, *recipe_lines(), *file_lines()]) + "\n"
+
+
+def anchor(title: str) -> str:
+    """Return the name that GitHub and mkdocs both give a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def recipe_lines(family: Any = None) -> Iterator[str]:
@@ -369,3 +382,7 @@ def public_objects(place: str) -> Iterator[str]:
         found = getattr(module, name)
         if callable(found):
             yield f"{found.__module__}.{getattr(found, '__qualname__', name)}"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "gallery.md").write_text(gallery_page(), encoding="utf-8")
