@@ -79,9 +79,9 @@ def test_the_names_of_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"lora_r": 4}, {"freeze": ["embed_tokens"]}])
 def test_the_last_checkpoint_is_the_export(checkpoint, text, tmp_path, changes):
     done = run(checkpoint, text, tmp_path / "run", max_steps=2, save_steps=1, **changes)
-    found = load_checkpoint(done.output_dir, 2)[0].state_dict()
+    found = load_checkpoint(done.output_dir, 2).state_dict()
     assert same(found, done.model.state_dict())
-    before = load_checkpoint(done.output_dir, 1)[0].state_dict()
+    before = load_checkpoint(done.output_dir, 1).state_dict()
     assert not same(before, found)
 
 

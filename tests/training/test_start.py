@@ -51,7 +51,7 @@ def test_new_tokens_and_a_template_of_ones_own(checkpoint, chats, tmp_path, lora
     assert model.config.eos_token_id == 259
     mine = AutoLiger.from_hf(done.model_dir)
     torch.testing.assert_close(mine.head.logits(mine(IDS)), model(IDS).logits, rtol=1e-5, atol=1e-5)
-    assert same(load_checkpoint(done.output_dir, 4)[0].state_dict(), exported)
+    assert same(load_checkpoint(done.output_dir, 4).state_dict(), exported)
 
 
 def test_an_adapter_with_new_tokens_belongs_to_its_start(checkpoint, chats, tmp_path):
