@@ -19,14 +19,66 @@ from torch import Tensor, nn
 
 from examples.command import DATA, call, tune, write_lines
 from ligermodels import AutoLiger, DecoderModel, Tokenizer
-from ligermodels.heads.medusa import MedusaHeads, MedusaModel
+from ligermodels.heads.medusa import DraftOutput, MedusaHeads
 from ligermodels.heads.medusa_file import load_heads, save_heads
+from ligermodels.layers.attention_mask import document_ids_from_positions
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.losses import Loss
 from ligermodels.training.objectives import Call, Objective
 from ligermodels.training.options import option
 from ligermodels.training.packing import Batch
+
+
+class MedusaModel(nn.Module):
+    """A body with `MedusaHeads`, whose forward returns the loss, also through DDP and FSDP2.
+
+    Args:
+        model: the body.
+        heads: on its head.
+        freeze_body: Medusa's first stage: the layers of the body keep nothing and get no gradient.
+            Freeze the parameters too, `model.requires_grad_(False)`, before DDP or an optimizer
+            gets them: a projection that the heads share would learn, and DDP would wait for the
+            others. Without it, the second stage: the loss is that of the body, with what its layers
+            add to it, and heads_weight times the heads'.
+        heads_weight: of the heads' loss in the second stage (0.2 in the paper's code).
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        heads: MedusaHeads,
+        *,
+        freeze_body: bool = True,
+        heads_weight: float = 0.2,
+    ) -> None:
+        super().__init__()
+        self.model, self.heads = model, heads
+        self.freeze_body, self.heads_weight = freeze_body, heads_weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        **options: Any,
+    ) -> DraftOutput:
+        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
+
+        Args: position_ids: as in `DecoderModel.forward`: no head predicts a token of another
+            document; options: as in `MedusaHeads.forward`.
+        """
+        documents = None if position_ids is None else document_ids_from_positions(position_ids)
+        if self.freeze_body:
+            with torch.no_grad():
+                hidden = self.model(input_ids, position_ids=position_ids)
+            return self.heads(hidden, labels, documents, **options)
+        own = self.model(
+            input_ids, labels, position_ids=position_ids, return_hidden=True, **options
+        )
+        out = self.heads(own.hidden, labels, documents, **options)
+        return out._replace(loss=own.loss + self.heads_weight * out.loss)
 
 
 @dataclass(kw_only=True)

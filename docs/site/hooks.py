@@ -71,7 +71,6 @@ REFERENCE = {
         "heads.classifier:LigerClassifier",
         "heads.embedding:EmbeddingModel",
         "heads.medusa:MedusaHeads",
-        "heads.multi_token",
     ],
     "Generation": [
         "generation.generate:generate",

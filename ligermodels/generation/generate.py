@@ -88,7 +88,7 @@ def generate(
             repetition_penalty.
         prefix_lengths, memory, memory_mask: as in `DecoderModel.forward`.
         callback: a function that is called after every step with the tokens of that step (batch,).
-        heads: a trained `MedusaHeads` or `MultiTokenModel` that drafts further tokens, for one
+        heads: trained `MedusaHeads`, or other `DraftHeads`, that draft further tokens, for one
             prompt of input_ids, without a logits_processor or a cache. callback then gets all
             tokens (new,) of a pass. The tokens are those without drafts where rounding does not
             decide between two logits: a pass over several tokens rounds in another way than passes

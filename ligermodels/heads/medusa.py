@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.loss_options import LossOptions
 from ligermodels.layers import LossHead
-from ligermodels.layers.attention_mask import document_ids_from_positions
-from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.inputs import next_token_targets
 
@@ -112,7 +108,9 @@ class MedusaHeads(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         document_ids: Tensor | None = None,
-        **options: Unpack[HeadOptions],
+        *,
+        normalizer: float | Tensor | None = None,
+        **options: Any,
     ) -> DraftOutput:
         """Return the sum of the heads' losses.
 
@@ -121,36 +119,32 @@ class MedusaHeads(nn.Module):
             labels: (batch, seq) int64 at the positions of the inputs, as a model takes them; the
                 ignore_index of the head is ignored.
             document_ids: (batch, seq); no head predicts a token of another document.
-            options: of `LossHead.forward`, except reduction, token_weights, teacher, loss_function,
-                and those that return more. normalizer divides each head's sum over tokens; by
-                default it is the head's own number of targets.
-        Raises:
-            ConfigError: one of the options is not for several heads.
-            Also everything that `LossHead.forward` raises.
+            normalizer: what divides each head's sum over tokens; by default it is the head's own
+                number of targets.
+            options: those of `LossHead.forward` that choose targets, chunks and memory.
+        Raises: what `LossHead.forward` raises.
         """
-        count, normalizer = len(self.blocks), _take_normalizer(options)
+        count = len(self.blocks)
         ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [draft_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
         divisors = loss_divisors(valid, normalizer)
         divisors = divisors.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)
-        options["reduction"], options["normalizer"] = "sum", None
+        scales = decays / divisors
         if self.tied:
             if (most := options.get("max_valid")) is not None:
                 options["max_valid"] = count * most  # of all heads together
             states = torch.stack([block(hidden) for block in self.blocks])
-            scales = decays / divisors
-            loss, sums = shared_head_loss(self.head(0), states, targets, scales, options)
+            loss, sums = shared_head_loss(self.head(0), states, targets, scales, **options)
         else:
             # Only one float32 sum of a weight gradient exists at a time, and no head keeps logits.
             options["weight_grad_in_forward"] = True
-            sums = torch.stack(
-                [
-                    decays[i] / divisors[i] * self.head(i)(block(hidden), target, **options).loss
-                    for i, (block, target) in enumerate(zip(self.blocks, targets))
-                ]
-            )
+            losses = [
+                self.head(i)(block(hidden), target, reduction="sum", **options).loss
+                for i, (block, target) in enumerate(zip(self.blocks, targets))
+            ]
+            sums = scales * torch.stack(losses)
             loss = sums.sum()
         return DraftOutput(loss, sums.detach() / decays, valid)
 
@@ -191,18 +185,19 @@ def shared_head_loss(
     states: Tensor,
     targets: list[Tensor],
     scales: Tensor,
-    options: HeadOptions,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return a scaled sum of losses of one head, and the parts, from one loop over all tokens.
 
     Args: states: (parts, batch, seq, hidden); targets: (batch, seq) for each part; scales: (parts)
-        what multiplies the summed loss of each; options: of the head, with reduction "sum".
+        what multiplies the summed loss of each; options: of the head.
     Returns: a scalar, differentiable, and (parts), not differentiable.
     """
     out = head(
         states,
         torch.stack(targets),
         token_weights=scales.view(-1, 1, 1).expand(states.shape[:-1]),
+        reduction="sum",
         return_token_loss=True,
         **options,
     )
@@ -231,31 +226,6 @@ def draft_targets(
     return targets.masked_fill(later != document_ids, ignore_index)
 
 
-def _take_normalizer(options: HeadOptions) -> float | Tensor | None:
-    """Remove the normalizer, under either of its names, from the options, and return it.
-
-    Raises ConfigError for an option of one head that several heads cannot honour, and ValueError
-    for a normalizer that is not one.
-    """
-    given: dict[str, Any] = {**options}
-    if given.get("reduction", "mean") != "mean":
-        raise ConfigError("MedusaHeads: the reduction is a mean; divide by a normalizer instead")
-    more = "token_weights alternatives teacher top_k return_token_stats return_token_loss".split()
-    more += ["loss_function", "group_size"]
-    asked = {name: given[name] for name in more if given.get(name) is not None}
-    if odd := [name for name, x in asked.items() if isinstance(x, Tensor) or x]:
-        raise ConfigError(f"MedusaHeads: {', '.join(odd)}: several heads do not take this option")
-    normalizer, items = options.pop("normalizer", None), options.pop("num_items_in_batch", None)
-    if normalizer is not None and items is not None:
-        raise ConfigError(
-            "MedusaHeads: normalizer and num_items_in_batch are two names of one option; pass only "
-            "one of them"
-        )
-    normalizer = items if normalizer is None else normalizer
-    LossOptions.of(normalizer=normalizer)  # called for its checks only
-    return normalizer
-
-
 def _copy(head: LossHead) -> LossHead:
     """Return a head of the same options with its own projection, which starts with the values."""
     weight = head.weight
@@ -268,54 +238,3 @@ def _copy(head: LossHead) -> LossHead:
     if bias is not None:
         copied.proj.bias = nn.Parameter(bias.detach().clone())
     return copied
-
-
-class MedusaModel(nn.Module):
-    """A body with `MedusaHeads`, whose forward returns the loss, also through DDP and FSDP2.
-
-    Args:
-        model: the body.
-        heads: on its head.
-        freeze_body: Medusa's first stage: the layers of the body keep nothing and get no gradient.
-            Freeze the parameters too, `model.requires_grad_(False)`, before DDP or an optimizer
-            gets them: a projection that the heads share would learn, and DDP would wait for the
-            others. Without it, the second stage: the loss is that of the body, with what its layers
-            add to it, and heads_weight times the heads'.
-        heads_weight: of the heads' loss in the second stage (0.2 in the paper's code).
-    """
-
-    def __init__(
-        self,
-        model: DecoderModel,
-        heads: MedusaHeads,
-        *,
-        freeze_body: bool = True,
-        heads_weight: float = 0.2,
-    ) -> None:
-        super().__init__()
-        self.model, self.heads = model, heads
-        self.freeze_body, self.heads_weight = freeze_body, heads_weight
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        **options: Unpack[HeadOptions],
-    ) -> DraftOutput:
-        """Return the loss of the stage, and of each head, for (batch, seq) ids and labels.
-
-        Args: position_ids: as in `DecoderModel.forward`: no head predicts a token of another
-            document; options: as in `MedusaHeads.forward`.
-        """
-        documents = None if position_ids is None else document_ids_from_positions(position_ids)
-        if self.freeze_body:
-            with torch.no_grad():
-                hidden = self.model(input_ids, position_ids=position_ids)
-            return self.heads(hidden, labels, documents, **options)
-        own = self.model(
-            input_ids, labels, position_ids=position_ids, return_hidden=True, **options
-        )
-        out = self.heads(own.hidden, labels, documents, **options)
-        return out._replace(loss=own.loss + self.heads_weight * out.loss)

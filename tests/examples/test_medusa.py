@@ -9,8 +9,11 @@ import torch
 
 from examples import medusa
 from ligermodels import AutoLiger
+from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import load_heads
 from ligermodels.training.finetune import finetune
+from tests.models.pairs import relative
+from tests.models.test_base import tokens, with_third
 from tests.training.tiny_run import forget, make_checkpoint, options, same, tensors
 
 
@@ -76,3 +79,21 @@ def test_tied_heads_and_micro_batches(folder: Path, tmp_path: Path) -> None:
         losses.append([entry["loss"] for entry in result.metrics if "loss" in entry])
         assert load_heads(result.model, result.model_dir).tied
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_losses_of_the_stages() -> None:
+    """The first trains the heads alone; the second also the body, with what its layers add."""
+    body = with_third()
+    heads = MedusaHeads(body.head, 2)
+    first, (ids, labels) = medusa.MedusaModel(body, heads), tokens()
+    first(ids, labels=labels).loss.backward()
+    assert all(x.grad is None for x in body.parameters())
+    assert all(x.grad is not None for x in heads.parameters())
+    second = medusa.MedusaModel(body, heads, freeze_body=False, heads_weight=0.5)
+    for given in ({}, {"normalizer": 40}):
+        out, own = second(ids, labels=labels, **given), body(ids, labels=labels, **given)
+        assert own.auxiliary_loss > 0
+        wanted = own.loss + 0.5 * first(ids, labels=labels, **given).loss
+        assert relative(out.loss, wanted) <= 1e-6
+    out.loss.backward()
+    assert all(x.grad is not None for x in body.parameters())

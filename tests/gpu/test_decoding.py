@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from examples.multi_token import MultiTokenModel
 from ligermodels.adapters.adapted_model import add_adapters, quantize
 from ligermodels.adapters.reference import adapters_off
 from ligermodels.generation import DraftModel, generate, generate_many
@@ -12,7 +13,6 @@ from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.generation.draft import _DraftDecoder
 from ligermodels.generation.sampling import Sampler, Sampling
 from ligermodels.heads.medusa import MedusaHeads
-from ligermodels.heads.multi_token import MultiTokenModel
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.auto import families
 from ligermodels.models.base import kept_for_generation
@@ -77,7 +77,7 @@ def test_draws_in_a_graph_are_those_of_launched_steps():
 
 
 @pytest.mark.parametrize("rule", [{}, {"do_sample": True, "top_p": 0.9}])
-@pytest.mark.parametrize("kind", ["medusa", "modules", "model"])
+@pytest.mark.parametrize("kind", ["medusa", "model"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_graph_checks_drafts_and_makes_new_ones(family, kind, rule):
     """Its passes are those of launched kernels bitwise, past the window, and wait for nothing."""
@@ -87,7 +87,6 @@ def test_a_graph_checks_drafts_and_makes_new_ones(family, kind, rule):
         weight.data += 0.05 * weight.std() * torch.randn_like(weight)
     heads = {
         "medusa": lambda: MedusaHeads(model.head, 3),
-        "modules": lambda: MultiTokenModel(model, 3),
         "model": lambda: DraftModel(small, 3),
     }[kind]()
     prompt, found = torch.randint(3, VOCAB, (1, 9), device="cuda"), {}
