@@ -1,9 +1,10 @@
-"""Read one safetensors file: check its header, then read its tensors without mmap.
+"""Read one safetensors file: its header, then its tensors without mmap.
 
 The format: https://github.com/huggingface/safetensors#format
 """
 
 import contextlib
+import json
 import math
 import mmap
 import os
@@ -15,24 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import Self
 
-from ligermodels.converters.files import FLOAT_DTYPES, OpenFile, parse_json
-from ligermodels.errors import CheckpointError, short_repr
+from ligermodels.converters.files import FLOAT_DTYPES, open_regular
+from ligermodels.errors import CheckpointError, first_line, printable, short_repr
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
 # What can be read: an optimizer's state in 8 bits, too.
 READABLE = DTYPES | {"U8": torch.uint8}
-# Dtypes that the format defines but no model here uses for weights, with their bits per value.
-# Quantised checkpoints hold integers, and floats of at most 8 bits.
-_OTHER_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32}
-_OTHER_BITS |= {"U64": 64, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-_OTHER_BITS |= {f"F8_{kind}": 8 for kind in ("E4M3", "E5M2", "E8M0", "E4M3FNUZ", "E5M2FNUZ")}
 _NAMES = {dtype: name for name, dtype in READABLE.items()}
 _NAMES |= {torch.bool: "BOOL", torch.int32: "I32", torch.int64: "I64"}
-_MAX_HEADER = 100_000_000  # The format sets this limit, in bytes.
-_MAX_DIMS = 64  # torch sets this limit.
 # This many bytes, a multiple of the largest itemsize, are read at a time. They fit in a core's L2
 # cache, so that the caller finds them there: a second pass over them costs a quarter of a pass over
 # memory. Smaller pieces cost more of Python's time, in which no other thread of Python runs.
@@ -40,12 +35,6 @@ _PIECE = 1 << 20
 # Smaller tensors have no mapping of their own: they would waste most of its last page of 4 KiB.
 _LEAST_MAPPED = 1 << 16  # bytes
 _LFS_POINTER = b"version https://git-lfs"
-# The first bytes of other formats: the two formats of torch.save, and GGUF.
-_OTHER_FORMATS = {
-    b"PK\x03\x04": "the file holds pickled weights under another name; they are never unpickled",
-    b"\x80\x02": "the file holds pickled weights under another name; they are never unpickled",
-    b"GGUF": "the file is a GGUF file under another name",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +101,18 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # It stays open: if a save replaces the checkpoint, this is still the file of the header.
-        self._file = OpenFile(path, CheckpointError)
-        self._identity = self._file.identity()
-        self._data, self.tensors, self.metadata = _read_header(path, self._file.file)
+        self._file = open_regular(path, CheckpointError)
+        self._identity = self._identify()
+        self._data, self.tensors, self.metadata = _read_header(path, self._file)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def _identify(self) -> tuple[int, ...]:
+        """Return numbers that change if the file is changed."""
+        status = os.fstat(self._file.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(
         self, name: str, first: int = 0, last: int | None = None, leading: int = 1
@@ -205,9 +203,10 @@ class SafetensorsFile:
 
     def _fill(self, name: str, offset: int, rest: memoryview) -> None:
         try:
-            while rest and (count := self._file.read_at(offset, rest)):
+            # Several threads may read: this moves no position in the file.
+            while rest and (count := os.preadv(self._file.fileno(), [rest], offset)):
                 rest, offset = rest[count:], offset + count
-            changed = bool(rest) or self._file.identity() != self._identity
+            changed = bool(rest) or self._identify() != self._identity
         except OSError as fault:
             raise CheckpointError(
                 f"{self.path}: {short_repr(name)} cannot be read: {fault.strerror}"
@@ -261,85 +260,32 @@ def byte_view(values: Tensor) -> np.ndarray:
 
 
 def _read_header(path: Path, file: FileIO) -> tuple[int, dict[str, TensorInfo], dict[str, str]]:
-    """Return where the data begins, the entries, checked against the file's size, and the texts."""
+    """Return where the data begins, the entries and the texts; safetensors checks the header."""
     try:
-        size = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER)) or b""
         if start == _LFS_POINTER:
             raise CheckpointError(
                 f"{path}: the file is a git-lfs pointer, not the weights; fetch the weights with "
                 "`git lfs pull`"
             )
+        with safe_open(path, "np"):
+            pass
         length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            why = next(
-                (what for magic, what in _OTHER_FORMATS.items() if start.startswith(magic)), ""
-            )
-            raise CheckpointError(
-                f"{path}: {why or 'the file is truncated or is not a safetensors file'}: its first "
-                f"8 bytes declare a header of {length} bytes, too many for a file of {size} bytes"
-            )
         file.seek(8)
-        text = file.read(length) or b""
+        header = json.loads(file.read(length) or b"")
     except OSError as fault:
         raise CheckpointError(f"{path}: the file cannot be read: {fault.strerror}") from None
-    header = parse_json(text, f"{path} (header)", CheckpointError)
+    except (SafetensorError, ValueError) as fault:
+        raise CheckpointError(
+            f"{path}: the file is truncated or damaged, or is not a safetensors file: "
+            f"{printable(first_line(fault))}"
+        ) from None
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{path}: '__metadata__' is not an object whose values are strings")
-
-    tensors = {name: _tensor_info(path, name, value) for name, value in header.items()}
-    expected = 0
-    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
-        if info.begin != expected:
-            raise CheckpointError(
-                f"{path}: {short_repr(name)} begins at byte {info.begin} of the data, expected "
-                f"{expected}; the tensors overlap, or there is a gap between them"
-            )
-        expected += info.nbytes
-    held = size - 8 - length
-    if held < expected:
-        raise CheckpointError(
-            f"{path}: the file is truncated: the header declares {expected} bytes of tensors, "
-            f"but only {held} bytes follow the header"
-        )
-    if held > expected:
-        raise CheckpointError(
-            f"{path}: {held - expected} bytes follow the last tensor, expected none"
-        )
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), end - begin, begin)
     return 8 + length, tensors, metadata
-
-
-_HEADER_KEYS = {"dtype", "shape", "data_offsets"}
-
-
-def _tensor_info(path: Path, name: str, value: Any) -> TensorInfo:
-    """Check the header's entry for one tensor."""
-
-    def fault(what: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {short_repr(name)} {what}")
-
-    if not isinstance(value, dict) or value.keys() != _HEADER_KEYS:
-        raise fault("needs exactly the keys dtype, shape and data_offsets in the header")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in _OTHER_BITS):
-        raise fault(f"has dtype {short_repr(dtype)}, which the format does not define")
-    if not _sizes(shape) or len(shape) > _MAX_DIMS:
-        raise fault(f"has shape {short_repr(shape)}, expected a list of sizes that torch accepts")
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise fault(f"has data_offsets {short_repr(offsets)}, expected [begin, end]")
-    begin, end = offsets
-    bits = DTYPES[dtype].itemsize * 8 if dtype in DTYPES else _OTHER_BITS[dtype]
-    if (end - begin) * 8 != math.prod(shape) * bits:
-        raise fault(
-            f"has {end - begin} bytes, which is not the size of {dtype} values of shape "
-            f"{short_repr(shape)}"
-        )
-    return TensorInfo(path, dtype, tuple(shape), end - begin, begin)
-
-
-def _sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def empty_in_huge_pages(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
@@ -79,7 +78,7 @@ def break_checkpoint(draw: random.Random, folder: Path) -> None:
         file.write_bytes(draw.choice(weights).read_bytes())
     else:
         file.unlink()
-        make = [lambda: None, file.mkdir, file.touch, lambda: os.mkfifo(file)]
+        make = [lambda: None, file.mkdir, file.touch]
         draw.choice([*make, lambda: file.symlink_to("nowhere")])()
 
 
