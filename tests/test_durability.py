@@ -75,7 +75,7 @@ def export(folder: Path) -> None:
     model = make_checkpoint(folder / "first")
     model = LigerLlama.from_hf(model)
     for _ in range(2):
-        model.save_hf(folder / "out", max_shard_size=60_000, overwrite=True)
+        model.save_hf(folder / "out", max_shard_size=60_000)
 
 
 def heads(folder: Path) -> None:

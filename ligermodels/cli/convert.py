@@ -149,7 +149,6 @@ def _write(
             target,
             max_shard_size=given.max_shard_size,
             allow_nonfinite=given.allow_nonfinite,
-            overwrite=given.overwrite,
             write_heads=write,
             float8=given.float8,
             mxfp4=given.mxfp4,

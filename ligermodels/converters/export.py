@@ -1,7 +1,6 @@
 """Write an HF checkpoint: the parameters as shards of HF tensors, the config and the tokenizer."""
 
 import contextlib
-import errno
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -94,7 +93,6 @@ def save(
     max_shard_size: int = 5 * 10**9,
     dtypes: Mapping[str, torch.dtype] | None = None,
     allow_nonfinite: bool = False,
-    overwrite: bool = True,
     write_added: Callable[[Path], None] | None = None,
     float8: Float8Export | None = None,
     mxfp4: Checkpoint | None = None,
@@ -113,7 +111,6 @@ def save(
         max_shard_size: bytes of tensors per file. A larger tensor gets a separate file.
         dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
         allow_nonfinite: whether to write NaN and infinite values.
-        overwrite: whether to replace files of a checkpoint that are in `folder`.
         write_added: writes files of ADDED_WEIGHTS into the new folder, if there are any. With it,
             those in `folder` do not stay.
         float8: which weights are written in float8.
@@ -153,8 +150,7 @@ def save(
         tensors[name] = _HFTensor(x.dtype, x.shape, x.nbytes, [], stored)
     if float8 is not None:
         config_dict = {**config_dict, "quantization_config": _cast_weights(tensors, float8)}
-    brings_added = write_added is not None
-    owned = _owned(target, bool(source_files), brings_added) if overwrite else _refusing(target)
+    owned = _owned(target, bool(source_files), write_added is not None)
     with _replacing(folder, "checkpoint", target, owned) as fresh:
         write_json(fresh / CONFIG_NAME, config_dict)
         _write_weights(fresh, tensors, get_tensor, max_shard_size, allow_nonfinite)
@@ -284,20 +280,6 @@ def _resolve(folder: str | os.PathLike[str]) -> Path:
         raise SaveError(
             f"{short_repr(os.fspath(folder))}: this cannot be a folder: {fault}"
         ) from None
-
-
-def _refusing(target: Path) -> Callable[[str], bool]:
-    """Return a function that raises for the names that belong to a checkpoint."""
-    owned = _owned(target, True, True)
-
-    def refuse(name: str) -> bool:
-        if owned(name):
-            raise FileExistsError(
-                errno.EEXIST, f"{name} is in the folder, and overwrite=False forbids to replace it"
-            )
-        return False
-
-    return refuse
 
 
 def _owned(target: Path, brings_tokenizer: bool, brings_added: bool) -> Callable[[str], bool]:

@@ -198,7 +198,7 @@ def check_replaceable(target: Path) -> None:
         return
     if not stat.S_ISDIR(os.stat(target).st_mode):
         raise FileExistsError(errno.EEXIST, "the path is a file, not a folder")
-    if not _is_writable(target):
+    if not os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(errno.EACCES, "there is no permission to write to the folder")
     if mounts := _mounts_in(target):
         where = "is a mount point" if target in mounts else f"has a volume mounted at {mounts[0]}"
@@ -284,9 +284,7 @@ def _replace(target: Path, fresh: Path, owned: Callable[[str], bool]) -> None:
     linked: dict[str, int] = {}  # name -> inode
     for name in filter(is_kept, sorted(os.listdir(target))):
         status = os.lstat(target / name)
-        if _is_folder(status):
-            _check_movable(target / name)
-        else:
+        if not _is_folder(status):
             _link(target / name, fresh / name, status)
             linked[name] = status.st_ino
     shutil.copymode(target, fresh)
@@ -336,37 +334,15 @@ def _is_folder(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode)
 
 
-def _check_movable(folder: Path) -> None:
-    """Raise if a subfolder cannot be moved to the new folder, or another save is at work in it."""
-    if not _is_writable(folder):
-        raise PermissionError(
-            errno.EACCES, f"{folder} cannot be moved: there is no permission to write to it"
-        )
-    for path, _, _ in os.walk(folder):
-        if _BESIDE.fullmatch(os.path.basename(path)):
-            try:
-                _Lock(Path(path)).close()
-            except BlockingIOError:
-                where = os.path.dirname(path)
-                raise OSError(
-                    errno.EBUSY, f"another save is at work in {where}; try again later"
-                ) from None
-
-
 def _link(source: Path, copy: Path, status: os.stat_result) -> None:
     """Make a hard link to a file, or copy the file if the file system has no hard links."""
     try:
         os.link(source, copy, follow_symlinks=False)
     except OSError:
-        is_file = stat.S_ISREG(status.st_mode)
-        if not is_file and not stat.S_ISLNK(status.st_mode):
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
             raise  # A copy would read from the pipe or the device.
-        if is_file and status.st_uid != os.geteuid():
-            raise PermissionError(
-                errno.EACCES, f"{source} belongs to another user, who would lose access to it"
-            ) from None
         shutil.copy2(source, copy, follow_symlinks=False)
-        if is_file:
+        if stat.S_ISREG(status.st_mode):
             sync_file(copy)
 
 
@@ -382,11 +358,6 @@ def _exchange_names(a: Path, b: Path) -> bool:
     if code in _NOT_SUPPORTED:
         return False
     raise OSError(code, os.strerror(code), os.fspath(b))
-
-
-def _is_writable(path: Path) -> bool:
-    """Return whether this user may write to a file or a folder."""
-    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -258,7 +258,6 @@ class HFModel(nn.Module):
         *,
         max_shard_size: int | str = 5 * 10**9,
         allow_nonfinite: bool = False,
-        overwrite: bool = True,
         write_heads: Callable[[Path], None] | None = None,
         float8: bool = False,
         mxfp4: bool = False,
@@ -278,7 +277,6 @@ class HFModel(nn.Module):
         Args:
             max_shard_size: largest size of a weight file, in bytes, or as a text such as "5GB".
             allow_nonfinite: whether to write NaN and infinite weights.
-            overwrite: whether to replace files of a checkpoint that are in the folder.
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
                 into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
             float8: whether to write the weights of the linears that compute in float8 in e4m3, with
@@ -337,7 +335,6 @@ class HFModel(nn.Module):
                 max_shard_size=shard_bytes,
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
-                overwrite=overwrite,
                 write_added=write_heads,
                 float8=stored,
                 mxfp4=original,

@@ -135,40 +135,6 @@ def test_threads_that_replace_one_folder_each_succeed(target, tmp_path, way):
     assert (target / "config.json").read_text() == (target / "weights").read_text()
 
 
-def test_another_save_inside_the_folder_is_refused(target):
-    inner, lock = save_dir._new_folder(target / "runs" / "model")
-    with pytest.raises(OSError, match=r"another save is at work in .*runs; try again later"):
-        replace(target)
-    assert contents(target) == OLD and inner.is_dir()
-    lock.close()
-    replace(target)
-    assert contents(target) == NEW
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two users")
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_belongs_to_another_user_is_left_to_them(target, tmp_path, request, kind):
-    def test():
-        if kind == "file":
-            request.getfixturevalue("no_links")
-            match = "notes belongs to another user, who would lose access to it"
-        else:
-            (target / "notes").unlink()
-            match = "runs cannot be moved: there is no permission to write to it"
-        before = contents(target)
-        for folder in (tmp_path, target):
-            folder.chmod(0o777)
-        for parent in [*tmp_path.parents][:3]:
-            parent.chmod(0o755)
-        os.seteuid(12345)
-        with pytest.raises(OSError, match=match):
-            replace(target)
-        os.seteuid(0)
-        assert contents(target) == before and os.listdir(tmp_path) == ["out"]
-
-    in_a_fork(test)
-
-
 def test_files_are_copied_where_links_are_not_possible(target, tmp_path, no_links):
     replace(target)
     assert contents(target) == NEW
