@@ -20,7 +20,7 @@ from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import CheckpointError, short_repr
 from ligermodels.models.base import DecoderModel
 
-TOKENIZERS = {"tokenizer.json", "tokenizer.model"}  # the files that hold a tokenizer
+TOKENIZER = "tokenizer.json"  # the file that holds a tokenizer
 
 
 def base_of(where: Path, config: dict[str, Any], hub_options: hub.HubOptions | None = None) -> Path:
@@ -71,7 +71,7 @@ def with_adapter(
             f"{where}: a value does not have PEFT's form: {error}; correct the file"
         ) from error
     model.source.folder = None  # its weights are others, and a tool would take that folder for them
-    if TOKENIZERS & files.keys():  # It may have learned other tokens.
+    if TOKENIZER in files:  # It may have learned other tokens.
         kept = {GENERATION_CONFIG_NAME} & model.source.files.keys()
         model.source.files = {name: model.source.files[name] for name in kept}
     model.source.files |= files

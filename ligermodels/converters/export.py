@@ -291,7 +291,7 @@ def _owned(target: Path, brings_tokenizer: bool, brings_added: bool) -> Callable
     # transformers would add an old adapter to the new weights.
     stale |= {ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME}
     if brings_tokenizer:
-        # An old tokenizer.json would take precedence over the new tokenizer.model.
+        # A file of the old tokenizer would be read with those of the new one.
         stale.update(COPIED_FILES, [CHAT_TEMPLATE_DIR])
     if brings_added:
         stale.update(ADDED_WEIGHTS)

@@ -254,9 +254,9 @@ def tokenizer_folder(folder: Path) -> Path:
     Raises:
         CheckpointError: adapter_config.json names no model that can be found.
     """
-    from ligermodels.adapters.published import TOKENIZERS, base_of
+    from ligermodels.adapters.published import TOKENIZER, base_of
 
-    if not is_adapter(folder) or any(os.path.lexists(folder / name) for name in TOKENIZERS):
+    if not is_adapter(folder) or os.path.lexists(folder / TOKENIZER):
         return folder
     where = folder / ADAPTER_CONFIG_NAME
     return base_of(where, read_json_if_present(where, CheckpointError) or {})

@@ -19,7 +19,6 @@ from ligermodels.text.chat_template import (
     render_template,
     written_template,
 )
-from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from ligermodels.text.tokenizer_config import TokenizerFiles
 from ligermodels.text.tokenizers_backend import TokenizersBackend
 
@@ -56,11 +55,10 @@ def _special(name: str) -> tuple[property, property]:
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
-    The `tokenizers` package reads a tokenizer.json. If the folder has only a tokenizer.model,
-    `sentencepiece` reads it.
+    The `tokenizers` package reads its tokenizer.json.
 
     Attributes:
-        backend: what reads the tokenizer.json or the tokenizer.model.
+        backend: what reads the tokenizer.json.
         special_tokens: name, such as "bos_token" -> text of the special token.
         chat_template: a template, a dict of named templates, or None.
         source: the folder, for messages.
@@ -74,13 +72,9 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self.source = str(files.folder)
         self.source_files = files.contents
-        self.backend: TokenizersBackend | SentencePieceBackend
-        if "tokenizer.json" in files.contents:
-            self.backend = TokenizersBackend(files)
-        elif "tokenizer.model" in files.contents:
-            self.backend = SentencePieceBackend(files)
-        else:
+        if "tokenizer.json" not in files.contents:
             raise CheckpointError(_nothing_usable(files.folder))
+        self.backend = TokenizersBackend(files)
         self.special_tokens = self.backend.special_tokens
         self.chat_template = read_chat_template(files)
         self._as_read = copy.copy(self.special_tokens), copy.copy(self.chat_template)
@@ -106,8 +100,8 @@ class Tokenizer:
             revision: branch, tag or commit of a hub id.
             hub_options: token, cache_dir and local_files_only: see `HubOptions`.
         Raises:
-            CheckpointError: the checkpoint does not exist, it has neither a tokenizer.json nor a
-                sentencepiece tokenizer.model, or a file is damaged.
+            CheckpointError: the checkpoint does not exist, it has no tokenizer.json, or a file is
+                damaged.
         """
         files = TokenizerFiles(resolve(path, revision, weights=False, **hub_options))
         try:
@@ -265,14 +259,10 @@ class Tokenizer:
         """Add tokens after the others, each with the next id, and return how many are new.
 
         Args: special: whether `decode` leaves them out by default.
-        Raises:
-            CheckpointError: the tokenizer has only a tokenizer.model, which takes none.
         """
         new = [token for token in dict.fromkeys(tokens) if self.token_to_id(token) is None]
         if not new:
             return 0
-        if not isinstance(self.backend, TokenizersBackend):
-            raise CheckpointError(f"{self.source}: tokens are added to a tokenizer.json alone")
         files = self.backend.files
         content = files.read_json("tokenizer.json")
         flags = {"lstrip": False, "rstrip": False, "normalized": not special, "special": special}
@@ -337,8 +327,7 @@ def _nothing_usable(folder: Path) -> str:
     names = sorted(p.name for p in folder.glob("*"))
     found = ", ".join(n for n in names if re.search("token|vocab|merges|tekken", n))
     return (
-        f"{folder}: there is no tokenizer.json and no tokenizer.model; the folder has "
-        f"{found or 'no tokenizer files'}\n"
-        "transformers can write a tokenizer.json: "
+        f"{folder}: there is no tokenizer.json; the folder has {found or 'no tokenizer files'}\n"
+        "transformers can write a tokenizer.json, also of a sentencepiece tokenizer.model: "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )

@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 # transformers has the same names in SPECIAL_TOKENS_ATTRIBUTES.
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in "bos eos unk sep pad cls mask".split())
-_SWITCHES = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy")
 # The values of settings whose other values would be taken for one of these without a word.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("padding_side", "truncation_side"), (*SIDES, None)),
-    **dict.fromkeys(_SWITCHES, (True, False, None)),
 }
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
@@ -65,18 +63,6 @@ class TokenizerFiles:
         """Return the "added_tokens_decoder" as id -> entry, in the order of the ids."""
         decoder = self.config.get("added_tokens_decoder") or {}
         return {int(index): decoder[index] for index in sorted(decoder, key=int)}
-
-    def all_added_tokens(self) -> dict[int, dict[str, Any]]:
-        """Return `added_tokens` with those of the older layout's added_tokens.json.
-
-        Raises:
-            CheckpointError: the file is damaged, or it gives another token's id to a token.
-        """
-        found, name = self.added_tokens(), "added_tokens.json"
-        for token, index in self.read_json(name).items():
-            if found.setdefault(int(index), {"content": token})["content"] != token:
-                raise self.error(name, f"{short_repr(token)} has the id {index} of another token")
-        return found
 
 
 def added_token(entry: dict[str, Any], **flags: bool) -> "AddedToken":

@@ -571,7 +571,7 @@ def stored_documents(
         "tokenizer": {k: sha256(x).hexdigest() for k, x in sorted(tokenizer.files().items())},
         # Other versions of this code, or of the libraries it uses, may make other tokens.
         "format": _STORED_FORMAT,
-        "versions": [version(name) for name in ("jinja2", "sentencepiece", "tokenizers")],
+        "versions": [version(name) for name in ("jinja2", "tokenizers")],
     }
     return _hub_data("stream").stored_documents(
         lambda: all_documents(files, tokenizer, separator, columns), fingerprint(facts)

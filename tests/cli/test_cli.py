@@ -36,7 +36,7 @@ def test_help_reads_well_at_80_columns(call, monkeypatch, subtests):
 def test_nothing_heavy_is_imported_for_the_package_and_for_help():
     """One process imports the package and shows every help; both must stay quick."""
     heavy = ["torch", "numpy", "triton", "transformers", "huggingface_hub", "safetensors"]
-    heavy += ["tokenizers", "sentencepiece", "jinja2", "tqdm", "matplotlib", "requests", "httpx"]
+    heavy += ["tokenizers", "jinja2", "tqdm", "matplotlib", "requests", "httpx"]
     code = (
         "import sys\n"
         "import ligermodels\n"

@@ -3,7 +3,6 @@
 import json
 import random
 
-import sentencepiece
 from transformers import AutoTokenizer
 
 from ligermodels.text import Tokenizer
@@ -15,44 +14,12 @@ LINES = [
     "def f(x): return x + 1",
     "to be or not to be, that is the question",
 ] * 3
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-
-
-def train_sentencepiece(folder, **options):
-    """Write a tokenizer.model with byte fallback, trained as for Llama 2."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=360,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        minloglevel=2,
-        **options,
-    )
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def added(index, content, special=True, **more):
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     return {str(index): {"content": content, "special": special, **flags, **more}}
-
-
-SLOW = {
-    "tokenizer_class": "LlamaTokenizer",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "add_bos_token": True,
-    "added_tokens_decoder": {
-        **added(0, "<unk>"),
-        **added(1, "<s>"),
-        **added(2, "</s>"),
-        **added(360, "<|im|>"),
-        **added(361, "[X]", special=False),
-    },
-}
 
 
 def configure(source, target, **config):

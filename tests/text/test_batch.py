@@ -10,13 +10,13 @@ import torch
 from transformers import AutoTokenizer
 
 from ligermodels import Tokenizer
-from tests.text.folders import FAST, SLOW, TEXTS, configure
+from tests.text.folders import CONFIG, TEXTS, configure
 from tests.tiny_models import random_model
 
-# Both kinds of files, with tokens before and after a text, and both sides of padding.
+# Tokens before and after a text, and both sides of padding.
 KINDS = {
-    "bpe": FAST | {"pad_token": "<|im|>", "padding_side": "left", "truncation_side": "left"},
-    "spm": SLOW | {"pad_token": "</s>", "add_eos_token": True, "model_max_length": 7},
+    "bpe": CONFIG | {"pad_token": "<|im|>", "padding_side": "left", "truncation_side": "left"},
+    "metaspace": CONFIG | {"pad_token": "</s>", "model_max_length": 7},
 }
 
 
@@ -75,7 +75,7 @@ def test_calls_that_cannot_be_are_refused(both, subtests):
 
 
 def test_a_padding_token_may_be_chosen(bpe, tmp_path):
-    _, ours = configure(bpe, tmp_path, **FAST)
+    _, ours = configure(bpe, tmp_path, **CONFIG)
     with pytest.raises(ValueError, match=r"no pad_token; .* tokenizer.pad_token = tokenizer.eos"):
         ours(["a", "the dog"], padding=True)
     with pytest.raises(ValueError, match="model_max_length"):

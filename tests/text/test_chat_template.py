@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from ligermodels.errors import CheckpointError
-from tests.text.folders import FAST, configure
+from tests.text.folders import CONFIG, configure
 
 TALK = [
     {"role": "system", "content": "be <kind> & é"},
@@ -31,7 +31,7 @@ def folder(bpe, tmp_path):
 
 
 def load(folder, template=None):
-    return configure(folder, folder, **FAST, chat_template=template)
+    return configure(folder, folder, **CONFIG, chat_template=template)
 
 
 @pytest.mark.parametrize("template", [CHATML, JSON])

@@ -2,16 +2,15 @@ import pytest
 
 from ligermodels.text import TextStream, Tokenizer
 from ligermodels.text.streaming import until
-from tests.text.folders import FAST, SLOW, configure
+from tests.text.folders import CONFIG, configure
 
 # The first ids have no text, so that only the last ones can keep the space before a word.
 MARKED = "<|im|>" * 9 + "the fox the dog"
 
 
-@pytest.mark.parametrize("kind", ["bpe", "spm"])
+@pytest.mark.parametrize("kind", ["bpe", "metaspace"])
 def test_streamed_text_is_the_decoded_text(kind, request, tmp_path):
-    config = FAST if kind == "bpe" else SLOW
-    _, ours = configure(request.getfixturevalue(kind), tmp_path, **config)
+    _, ours = configure(request.getfixturevalue(kind), tmp_path, **CONFIG)
     for text in [
         "the quick  brown 😀é€ fox, 東京 <|im|> dog",
         "😀😀",

@@ -6,18 +6,18 @@ import pytest
 
 from ligermodels.errors import CheckpointError
 from ligermodels.text import Tokenizer
-from tests.text.folders import FAST, TEXTS, added, assert_same, configure
+from tests.text.folders import CONFIG, TEXTS, added, assert_same, configure
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        FAST,
-        {**FAST, "add_bos_token": True, "add_eos_token": True},
-        {**FAST, "eos_token": "<|im|>", "pad_token": "<|im|>"},
-        {**FAST, "pad_token": "[PAD]"},  # this is not in the vocabulary, so it is appended
+        CONFIG,
+        {**CONFIG, "add_bos_token": True, "add_eos_token": True},
+        {**CONFIG, "eos_token": "<|im|>", "pad_token": "<|im|>"},
+        {**CONFIG, "pad_token": "[PAD]"},  # this is not in the vocabulary, so it is appended
         {
-            **FAST,
+            **CONFIG,
             "eos_token": {"content": "</s>", "__type": "AddedToken"},
             "added_tokens_decoder": {
                 **added(330, "[X]", special=False),
@@ -59,7 +59,7 @@ def test_what_the_package_would_take_silently_is_refused(bpe, tmp_path, subtests
             r"tokenizer_config.json: .* '</s>' has id 7, but with tokenizer.json .* id 1",
         ),
     ):
-        config = FAST | ({"added_tokens_decoder": added(7, "</s>")} if "id 7" in message else {})
+        config = CONFIG | ({"added_tokens_decoder": added(7, "</s>")} if "id 7" in message else {})
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         (tmp_path / "tokenizer.json").write_text(text)
         with subtests.test(message), pytest.raises(CheckpointError, match=message):
