@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import release_memory
+from examples.medusa import MedusaModel
 from ligermodels import ConfigError, LigerLlama, shard
-from ligermodels.heads.medusa import MedusaHeads, MedusaModel
+from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.memory.fit import Planner
 from ligermodels.memory.plan import MemoryPlan
 from ligermodels.memory.rates import gpu_bytes
