@@ -1,7 +1,7 @@
 """Checks of the tensors and options of the ops.
 
-Each check raises ValueError. The message names the op and the argument, the shapes or the value,
-and what is expected.
+Each check raises ValueError. The message names the op and the arguments, the shapes or the values,
+and what is expected (`misfit`).
 """
 
 import operator
@@ -68,12 +68,21 @@ class DeltaRule(NamedTuple):
     initial_state: Tensor | None
 
 
+def misfit(op: str, expected: str, **given: object) -> ValueError:
+    """Return the error of arguments that do not fit, which names a tensor's shape and dtype."""
+    named = (
+        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
+        if isinstance(x, Tensor)
+        else f"{name}={x!r}"
+        for name, x in given.items()
+    )
+    return ValueError(f"{op}: {', '.join(named)}; expected {expected}")
+
+
 def check_floating(op: str, name: str, x: Tensor) -> None:
     """Raise if x has integers or 8-bit floats, because no op supports them."""
     if x.dtype not in FLOATING:
-        raise ValueError(
-            f"{op}: {name} is {x.dtype}; expected a floating point tensor of 16 bits or more"
-        )
+        raise misfit(op, "a floating point tensor of 16 bits or more", **{name: x})
 
 
 def check_count(op: str, name: str, value: object, least: int) -> int:
@@ -85,7 +94,7 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
         except TypeError:
             count = None
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
-        raise ValueError(f"{op}: {name}={value!r}; expected an integer of {least} or more")
+        raise misfit(op, f"an integer of {least} or more", **{name: value})
     return count
 
 
@@ -105,7 +114,7 @@ def check_number(
         or (above and number == least)
     ):
         expected = f"more than {least:g}" if above else f"at least {least:g}"
-        raise ValueError(f"{op}: {name}={value!r}; expected a finite number of {expected}")
+        raise misfit(op, f"a finite number of {expected}", **{name: value})
     return number
 
 
@@ -121,12 +130,9 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
         ValueError: the type or dtype is wrong.
         IndexError: an id is outside the vocabulary, on a CPU in eager mode.
     """
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{name} is a {type(ids).__name__}; expected a tensor of torch.int64")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name} is {ids.dtype}; expected token ids of dtype torch.int64")
-    if ids.layout is not torch.strided:
-        raise ValueError(f"{name} is a sparse tensor; expected a dense one")
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{name} is a {kind}; expected token ids, a tensor of torch.int64")
     if torch.compiler.is_compiling():
         return torch.where(ids < 0, vocab_size, ids)
     if ids.device.type == "cuda":
@@ -146,17 +152,14 @@ def check_rows(op: str, name: str, x: Tensor) -> None:
     """Raise if x has no last dimension or is not floating point."""
     check_floating(op, name, x)
     if x.dim() == 0:
-        raise ValueError(f"{op}: {name} is 0-dimensional; expected (..., hidden)")
+        raise misfit(op, "(..., hidden)", **{name: x})
 
 
 def check_row_parameter(op: str, name: str, parameter: Tensor, x_name: str, x: Tensor) -> None:
     """Raise if a weight or bias does not have one number for each column of x."""
     check_floating(op, name, parameter)
     if parameter.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{op}: {name} {tuple(parameter.shape)} does not fit {x_name} {tuple(x.shape)}; "
-            f"expected ({x.shape[-1]},)"
-        )
+        raise misfit(op, f"{name} ({x.shape[-1]},)", **{name: parameter, x_name: x})
 
 
 def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
@@ -164,10 +167,7 @@ def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
     if residual.dtype not in FLOATING:
         check_floating(op, "residual", residual)
     if x.shape != residual.shape:
-        raise ValueError(
-            f"{op}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape; "
-            "expected the same shape"
-        )
+        raise misfit(op, "the same shape", x=x, residual=residual)
 
 
 def check_rms_norm(
@@ -185,9 +185,7 @@ def check_rms_norm(
         check_rows(op, x_name, x)
         check_row_parameter(op, weight_name, weight, x_name, x)
     if casting_mode not in CASTING_MODES:
-        raise ValueError(
-            f"{op}: casting_mode={casting_mode!r}; expected {' or '.join(map(repr, CASTING_MODES))}"
-        )
+        raise misfit(op, f"one of {CASTING_MODES}", casting_mode=casting_mode)
 
 
 def check_output_gate(
@@ -202,33 +200,27 @@ def check_output_gate(
     check_floating(op, "x", x)
     check_floating(op, "gate", gate)
     if x.dim() != 4 or gate.shape != x.shape:
-        raise ValueError(
-            f"{op}: x {tuple(x.shape)} and gate {tuple(gate.shape)}; expected (batch, seq, heads, "
-            "head_dim) twice"
-        )
+        raise misfit(op, "(batch, seq, heads, head_dim) twice", x=x, gate=gate)
     if weight is not None:
         check_row_parameter(op, weight_name, weight, "x", x)
     if activation not in ("sigmoid", "silu"):
-        raise ValueError(f"{op}: activation={activation!r}; expected 'sigmoid' or 'silu'")
+        raise misfit(op, "'sigmoid' or 'silu'", activation=activation)
 
 
 def check_glu(op: str, gate_up: Tensor, activation: str) -> None:
     """Raise if the last dimension of gate_up is not even or the activation is unknown."""
     check_floating(op, "gate_up", gate_up)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"{op}: gate_up {tuple(gate_up.shape)} needs an even last dimension; expected "
-            "(..., 2 * intermediate)"
-        )
+        raise misfit(op, "(..., 2 * intermediate)", gate_up=gate_up)
     check_activation(op, activation)
 
 
 def check_routing(op: str, experts: int, top_k: int, score: str, scale: float) -> float:
     """Return scale as a float; raise if an option of `routing` is wrong."""
     if check_count(op, "top_k", top_k, 1) > experts:
-        raise ValueError(f"{op}: top_k={top_k} of {experts} experts; expected at most their number")
+        raise misfit(op, f"at most the {experts} experts", top_k=top_k)
     if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"{op}: score={score!r}; expected 'softmax' or 'sigmoid'")
+        raise misfit(op, "'softmax' or 'sigmoid'", score=score)
     return check_number(op, "scale", scale, above=True)
 
 
@@ -236,15 +228,11 @@ def check_groups(op: str, experts: int, top_k: int, n_group: int, topk_group: in
     """Raise if experts cannot be chosen from so many groups."""
     kept = check_count(op, "topk_group", topk_group, 1)
     if experts % check_count(op, "n_group", n_group, 1) or kept > n_group:
-        raise ValueError(
-            f"{op}: {kept} of {n_group} groups of {experts} experts; expected groups of equal size "
-            "and topk_group of at most n_group"
-        )
+        expected = f"groups of equal size of {experts} experts, and topk_group of at most n_group"
+        raise misfit(op, expected, n_group=n_group, topk_group=kept)
     if top_k > experts // n_group * kept:
-        raise ValueError(
-            f"{op}: top_k={top_k}, but {kept} of {n_group} groups have {experts // n_group * kept} "
-            "experts"
-        )
+        expected = f"at most the {experts // n_group * kept} experts of {kept} of {n_group} groups"
+        raise misfit(op, expected, top_k=top_k)
 
 
 def check_expert_mlp(
@@ -266,41 +254,26 @@ def check_expert_mlp(
     """
     check_floating(op, "x", x)
     check_floating(op, "weights", weights)
-    shapes = (
-        f"x {tuple(x.shape)}, gate_up_weight {tuple(gate_up.shape)} and down_weight "
-        f"{tuple(down.shape)}"
-    )
-    if down.dim() != 3 or x.dim() == 0 or x.shape[-1] != down.shape[1]:
-        raise ValueError(
-            f"{op}: {shapes} do not fit; expected (..., hidden), (experts, 2 * inner, hidden) and "
-            "(experts, hidden, inner)"
+    operands = {"x": x, "gate_up_weight": gate_up, "down_weight": down}
+    fits = down.dim() == 3 and x.dim() > 0 and x.shape[-1] == down.shape[1]
+    if not fits or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
+        expected = "(..., hidden), (experts, 2 * inner, hidden) and (experts, hidden, inner)"
+        raise misfit(op, expected, **operands)
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise misfit(op, "one dtype", **operands)
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise misfit(op, "torch.int32 or torch.int64", experts=experts)
+    if weights.shape != experts.shape or weights.shape[:-1] != x.shape[:-1] or not weights.dim():
+        raise misfit(
+            op, f"{(*x.shape[:-1], 'top_k')} for both", weights=weights, experts=experts, x=x
         )
     count, hidden, inner = down.shape
-    if gate_up.shape != (count, 2 * inner, hidden):
-        raise ValueError(
-            f"{op}: {shapes} do not fit; expected gate_up_weight {(count, 2 * inner, hidden)}"
-        )
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(
-            f"{op}: x is {x.dtype}, gate_up_weight {gate_up.dtype} and down_weight {down.dtype}; "
-            "expected one dtype"
-        )
-    if experts.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: experts are {experts.dtype}; expected torch.int32 or torch.int64")
-    if weights.shape != experts.shape or weights.shape[:-1] != x.shape[:-1] or not weights.dim():
-        raise ValueError(
-            f"{op}: weights {tuple(weights.shape)} and experts {tuple(experts.shape)} do not fit x "
-            f"{tuple(x.shape)}; expected {(*x.shape[:-1], 'top_k')} for both"
-        )
     for name, bias, width in (
         ("gate_up_bias", gate_up_bias, 2 * inner),
         ("down_bias", down_bias, hidden),
     ):
         if bias is not None and (bias.shape != (count, width) or bias.dtype != x.dtype):
-            raise ValueError(
-                f"{op}: {name} {tuple(bias.shape)} {bias.dtype} does not fit {shapes} of {x.dtype};"
-                f" expected {(count, width)} {x.dtype}"
-            )
+            raise misfit(op, f"{name} {(count, width)} {x.dtype}", **{name: bias}, **operands)
     check_expert_activation(op, activation)
     if experts.is_cpu and type(experts) is Tensor and not torch.compiler.is_compiling():
         outside = experts[(experts < 0) | (experts >= count)]
@@ -316,42 +289,29 @@ def check_gated_delta(
 ) -> None:
     """Raise if q, k, v, g and beta of the gated delta rule and the others do not fit each other."""
     q, k, v, g, beta = tensors
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2]
-    if not fits or not q.shape[2] or v.shape[2] % q.shape[2]:
-        raise ValueError(
-            f"{op}: {shapes} do not fit; expected (batch, seq, key heads, dk) twice and (batch, "
-            "seq, value heads, dv), with a multiple of the key heads"
+    if not fits or not q.shape[2] or v.shape[2] % q.shape[2] or not q.dtype == k.dtype == v.dtype:
+        expected = (
+            "(batch, seq, key heads, dk) twice and (batch, seq, value heads, dv), with a multiple "
+            "of the key heads, of one dtype"
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"{op}: q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
+        raise misfit(op, expected, q=q, k=k, v=v)
     if not g.shape == beta.shape == v.shape[:3]:
-        raise ValueError(
-            f"{op}: g {tuple(g.shape)} and beta {tuple(beta.shape)} do not fit v {tuple(v.shape)}; "
-            f"expected {tuple(v.shape[:3])}"
-        )
+        raise misfit(op, f"{tuple(v.shape[:3])} twice", g=g, beta=beta)
     documents = len(v)
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{op}: cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; expected "
-                "(documents + 1,) int32 or int64"
-            )
+            raise misfit(op, "(documents + 1,) int32 or int64", cu_seqlens=cu_seqlens)
         documents = len(cu_seqlens) - 1
-    if initial_state is not None:
-        expected = (documents, v.shape[2], q.shape[3], v.shape[3])
-        if initial_state.shape != expected:
-            raise ValueError(
-                f"{op}: initial_state {tuple(initial_state.shape)}; expected {expected}"
-            )
+    expected_state = (documents, v.shape[2], q.shape[3], v.shape[3])
+    if initial_state is not None and initial_state.shape != expected_state:
+        raise misfit(op, f"{expected_state}", initial_state=initial_state)
 
 
 def check_activation(op: str, activation: str) -> None:
     """Raise if no gated MLP has this activation."""
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{op}: activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}"
-        )
+        raise misfit(op, f"one of {ACTIVATIONS}", activation=activation)
 
 
 def check_expert_activation(op: str, activation: str | ClampedSwiGLU) -> None:
@@ -383,36 +343,23 @@ def check_rope(
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles.dtype not in FLOATING:
             check_floating(op, name, angles)
-    if len(shape) != 3 or cos.ndim != 3:
-        raise ValueError(
-            f"{op}: packed rows {tuple(shape)} and cos {tuple(cos.shape)}; expected "
-            "(batch, seq, columns) and (batch or 1, seq, rotated / 2)"
-        )
-    if sin.shape != cos.shape:
-        raise ValueError(
-            f"{op}: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape; expected "
-            "the same shape"
-        )
-    batch, seq, columns = shape
+    fits = (
+        len(shape) == cos.ndim == 3 and cos.shape[0] in (1, shape[0]) and cos.shape[1] == shape[1]
+    )
+    if not fits or sin.shape != cos.shape:
+        expected = "(batch, seq, columns) and (batch or 1, seq, rotated / 2) twice"
+        raise misfit(op, expected, packed_rows=tuple(shape), cos=cos, sin=sin)
     heads = num_heads + 2 * num_kv_heads
+    columns = shape[2]
     head_dim = columns // heads  # torch.jit.trace counts in tensors, which have no divmod
     if columns % heads or not head_dim:
         raise ValueError(
             f"{op}: packed rows have {columns} columns; expected a multiple of {heads}: "
             f"{num_heads} query heads + 2 * {num_kv_heads} key/value heads"
         )
-    rotated = 2 * cos.shape[-1]
-    if rotated > head_dim:
-        raise ValueError(
-            f"{op}: cos {tuple(cos.shape)} rotates {rotated} elements of a head, but a head has "
-            f"{head_dim} ({columns} columns / {heads} heads); expected at most {head_dim // 2} "
-            "angles"
-        )
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != seq:
-        raise ValueError(
-            f"{op}: cos {tuple(cos.shape)} does not fit {batch} rows of {seq} tokens; "
-            f"expected ({batch} or 1, {seq}, {rotated // 2})"
-        )
+    if 2 * cos.shape[-1] > head_dim:
+        expected = f"at most {head_dim // 2} angles of heads of {head_dim} ({columns} / {heads})"
+        raise misfit(op, expected, cos=cos)
     return num_heads, num_kv_heads
 
 
@@ -420,16 +367,10 @@ def check_linear_weight(op: str, x_name: str, x: Tensor, width: int, weight: Ten
     """Raise if a linear's weight does not have `width` columns. The message names x."""
     check_floating(op, "weight", weight)
     if weight.dim() != 2 or weight.shape[1] != width:
-        raise ValueError(
-            f"{op}: weight {tuple(weight.shape)} does not fit {x_name} {tuple(x.shape)}; expected "
-            f"(out, {width})"
-        )
+        raise misfit(op, f"weight (out, {width})", **{"weight": weight, x_name: x})
 
 
 def check_linear_bias(op: str, weight: Tensor, bias: Tensor) -> None:
     """Raise if a linear's bias does not fit the weight in length and dtype."""
     if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype:
-        raise ValueError(
-            f"{op}: bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
-            f"{tuple(weight.shape)} {weight.dtype}; expected ({len(weight)},) {weight.dtype}"
-        )
+        raise misfit(op, f"bias ({len(weight)},) {weight.dtype}", bias=bias, weight=weight)

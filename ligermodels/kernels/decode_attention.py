@@ -2,7 +2,10 @@
 
 from torch import Tensor
 
+from ligermodels.kernels.checks import misfit
 from ligermodels.kernels.dispatch import select
+
+_OP = "decode_attention"
 
 
 def decode_attention(
@@ -44,23 +47,18 @@ def decode_attention(
     batch, heads, queries, head_dim = q.shape
     expected = (batch, k.shape[1], k.shape[2], head_dim)
     fits = k.shape == v.shape == expected and queries <= k.shape[2]
-    if not fits or heads % k.shape[1]:
-        raise ValueError(
-            f"decode_attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; "
-            "expected (batch, heads, queries, head_dim) and (batch, kv heads, slots, head_dim), "
-            "and no more queries than slots"
+    if not fits or heads % k.shape[1] or not q.dtype == k.dtype == v.dtype:
+        layout = (
+            "(batch, heads, queries, head_dim) and (batch, kv heads, slots, head_dim) twice, of "
+            "one dtype, and no more queries than slots"
         )
+        raise misfit(_OP, layout, q=q, k=k, v=v)
     each = (batch, k.shape[1], queries, head_dim)
     if new is not None and any(x.shape != each for x in new):
-        shapes = " and ".join(str(tuple(x.shape)) for x in new)
-        raise ValueError(f"decode_attention: new {shapes}; expected {each}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"decode_attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype"
-        )
+        raise misfit(_OP, f"{each} twice", new_k=new[0], new_v=new[1])
     if any(x is not None and x.shape != (batch,) for x in (ends, firsts)):
-        raise ValueError(f"decode_attention: ends {tuple(ends.shape)}; expected ({batch},)")
+        raise misfit(_OP, f"({batch},)", ends=ends, firsts=firsts)
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"decode_attention: sinks {tuple(sinks.shape)}; expected ({heads},)")
-    ops = select("decode_attention", q)
+        raise misfit(_OP, f"({heads},)", sinks=sinks)
+    ops = select(_OP, q)
     return ops.decode_attention_forward(q, new, k, v, ends, firsts, sinks, scale, window, softcap)

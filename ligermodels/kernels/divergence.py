@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ligermodels.kernels.checks import check_number, misfit
 from ligermodels.kernels.dispatch import (
     choose,
     compute_dtype,
@@ -104,8 +105,8 @@ def linear_divergence(
     teacher_options = LossOptions.of(
         temperature=temperature, softcap=teacher_softcap, logit_scale=teacher_scale
     )
-    if beta is not None and (isinstance(beta, (bool, Tensor)) or not 0 <= beta <= 1):
-        raise ValueError(f"divergence: beta={beta!r}; expected a number in [0, 1], or None")
+    if beta is not None and check_number("divergence", "beta", beta) > 1:
+        raise misfit("divergence", "a number in [0, 1], or None", beta=beta)
     formula = DivergenceOptions(beta, *student.formula[3:], *teacher_options.formula[3:])
     shape = hidden.shape[:-1]
     hidden, weight, bias = checked_linear("divergence", hidden, weight, bias)
@@ -114,18 +115,14 @@ def linear_divergence(
     )
     teacher = _Teacher(*(None if x is None else x.detach() for x in of_teacher))  # type: ignore[arg-type]
     if teacher_hidden.shape[:-1] != shape or len(weight) != len(teacher.weight):
-        raise ValueError(
-            f"divergence: hidden {tuple(shape)} + ({weight.shape[1]},) with a vocabulary of "
-            f"{len(weight)}, teacher_hidden {tuple(teacher_hidden.shape)} with one of "
-            f"{len(teacher.weight)}; expected the same tokens and the same vocabulary"
-        )
+        expected = "the same tokens and the same vocabulary"
+        teachers = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight}
+        raise misfit("divergence", expected, hidden=hidden, weight=weight, **teachers)
     for name, given in (("mask", mask), ("token_weights", token_weights)):
         if given is not None and given.shape != shape:
-            raise ValueError(
-                f"divergence: {name} {tuple(given.shape)} does not fit the tokens {tuple(shape)}"
-            )
+            raise misfit("divergence", f"the shape {tuple(shape)} of the tokens", **{name: given})
     if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"divergence: mask is {mask.dtype}; expected torch.bool")
+        raise misfit("divergence", "torch.bool", mask=mask)
     needs_grad = NeedsGrad.of(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     teacher = teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1]))

@@ -1,14 +1,19 @@
 """What the cross entropy ops are given and return: options, tensors, and the checks of both."""
 
 from collections.abc import Collection, Iterable, Sequence
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
-from ligermodels.kernels.checks import FLOATING, check_count, check_linear_bias, check_number
+from ligermodels.kernels.checks import (
+    FLOATING,
+    check_count,
+    check_linear_bias,
+    check_number,
+    misfit,
+)
 from ligermodels.kernels.dispatch import cast_operands, compute_dtype
 
 _OP = "cross entropy"  # the name in messages
@@ -141,24 +146,18 @@ class LossOptions(NamedTuple):
         """
         given = cls(**keywords)
         _check_reduction(given.reduction, given.normalizer)
-        check_switches(
-            skip_ignored=given.skip_ignored, weight_grad_in_forward=given.weight_grad_in_forward
-        )
         label_smoothing = check_number(_OP, "label_smoothing", given.label_smoothing)
         if label_smoothing > 1:
-            raise ValueError(f"{_OP}: label_smoothing={label_smoothing}; expected at most 1")
+            raise misfit(_OP, "at most 1", label_smoothing=label_smoothing)
         if given.max_valid is not None and not given.skip_ignored:
-            raise ValueError(
-                f"loss head: max_valid={given.max_valid} bounds the rows taken under skip_ignored, "
-                "but skip_ignored is False; set skip_ignored=True"
-            )
+            raise misfit("loss head", "max_valid only with skip_ignored", max_valid=given.max_valid)
         temperature = check_number(_OP, "temperature", given.temperature, above=True)
         logit_scale = check_number(_OP, "logit_scale", given.logit_scale, above=True)
         softcap = given.softcap
         if softcap is not None:
             softcap = check_number(_OP, "softcap", softcap, above=True) / temperature
         return given._replace(
-            ignore_index=_ignore_index(given.ignore_index),
+            ignore_index=check_count(_OP, "ignore_index", given.ignore_index, -(2**63)),
             label_smoothing=label_smoothing,
             z_loss=check_number(_OP, "z_loss", given.z_loss),
             softcap=softcap,
@@ -187,7 +186,7 @@ class LossOptions(NamedTuple):
         """
         assert isinstance(self.return_token_stats, tuple), "`of` has checked the names"
         if self.top_k > vocab:
-            raise ValueError(f"{_OP}: top_k={self.top_k}; expected at most the vocabulary, {vocab}")
+            raise misfit(_OP, f"at most the vocabulary, {vocab}", top_k=self.top_k)
         classes = self.alternatives
         if classes is not None:
             classes = check_alternatives(classes, targets, vocab)
@@ -201,20 +200,6 @@ def check_known(caller: str, options: Iterable[str], known: Collection[str]) -> 
         raise TypeError(f"{caller}: unknown options {sorted(unknown)}; known: {sorted(known)}")
 
 
-def check_switches(**switches: bool) -> None:
-    """Raise ValueError unless each is True or False."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{_OP}: {name}={value!r}; expected True or False")
-
-
-def _ignore_index(value: int) -> int:
-    whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
-    if not whole or not -(2**63) <= value < 2**63:
-        raise ValueError(f"{_OP}: ignore_index={value!r}; expected an integer of 64 bits")
-    return int(value)
-
-
 def _count_or_none(name: str, value: int | None, least: int) -> int | None:
     return None if value is None else check_count("loss head", name, value, least)
 
@@ -225,37 +210,22 @@ def _stat_names(given: bool | Collection[str]) -> tuple[str, ...]:
         return TOKEN_STATS[:3] if given else ()
     known = isinstance(given, Collection) and not isinstance(given, str)
     if not known or any(name not in TOKEN_STATS for name in given):
-        raise ValueError(
-            f"{_OP}: return_token_stats={given!r}; expected True, False or some of the names "
-            f"{', '.join(TOKEN_STATS)}"
-        )
+        expected = f"True, False or some of the names {', '.join(TOKEN_STATS)}"
+        raise misfit(_OP, expected, return_token_stats=given)
     return tuple(name for name in TOKEN_STATS if name in given)
 
 
 def _check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{_OP}: reduction={reduction!r}; expected one of {REDUCTIONS}")
+        raise misfit(_OP, f"one of {REDUCTIONS}", reduction=reduction)
     if normalizer is None:
         return
     if reduction != "mean":
-        raise ValueError(
-            f"{_OP}: normalizer requires reduction='mean', but reduction={reduction!r}; remove the "
-            "normalizer"
-        )
-    if isinstance(normalizer, Tensor):
-        if normalizer.dim() != 0 or normalizer.is_complex():
-            raise ValueError(
-                f"{_OP}: normalizer {tuple(normalizer.shape)} {normalizer.dtype}; expected a "
-                "number or a real 0-d tensor"
-            )
-    elif (
-        isinstance(normalizer, bool)
-        or not isinstance(normalizer, Real)  # also numpy's numbers
-        or not 0 <= normalizer < float("inf")
-    ):
-        raise ValueError(
-            f"{_OP}: normalizer={normalizer!r}; expected a number >= 0 (0 counts as 1)"
-        )
+        raise misfit(_OP, "a normalizer only with reduction='mean'", reduction=reduction)
+    if not isinstance(normalizer, Tensor):
+        check_number(_OP, "normalizer", normalizer)  # 0 counts as 1
+    elif normalizer.dim() != 0:
+        raise misfit(_OP, "a number or a 0-d tensor", normalizer=normalizer)
 
 
 def checked_linear(
@@ -265,60 +235,41 @@ def checked_linear(
 
     Args: prefix: of the names of the arguments, in messages.
     """
+    given = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
     if hidden.dtype not in FLOATING or weight.dtype not in FLOATING:
-        raise ValueError(
-            f"{op}: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; "
-            "expected floating point tensors of 16 bits or more"
-        )
-    shapes = f"{op}: {prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)}"
-    if hidden.dim() == 0 or weight.dim() != 2:
-        raise ValueError(f"{shapes}; expected (..., in) and (vocab, in)")
-    if hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
-        raise ValueError(f"{shapes}; expected the same last dimension, of 1 or more")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.device != hidden.device:
-            raise ValueError(
-                f"{op}: {prefix}{name} is on {parameter.device} and {prefix}hidden is on "
-                f"{hidden.device}; move one of them to the device of the other"
-            )
+        raise misfit(op, "floating point tensors of 16 bits or more", **given)
+    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
+    if not fits or weight.shape[1] == 0:
+        raise misfit(op, "(..., in) and (vocab, in), with 1 or more columns", **given)
+    if any(x is not None and x.device != hidden.device for x in (weight, bias)):
+        raise misfit(op, "tensors on one device", **given, bias=bias)
     weight, bias = cast_operands(hidden, weight, bias)
     hidden, _ = cast_operands(hidden, hidden, None)
     if hidden.dtype != weight.dtype:
-        # Autocast does not cast float64.
-        way = "" if torch.float64 in (hidden.dtype, weight.dtype) else ", or run under autocast"
-        raise ValueError(
-            f"{op}: {prefix}hidden is {hidden.dtype} and {prefix}weight is {weight.dtype}; cast "
-            f"one{way}"
-        )
+        expected = "one dtype: cast one, or run under autocast, which does not cast float64"
+        raise misfit(op, expected, **given)
     if bias is not None:
         check_linear_bias(op, weight, bias)
     return hidden, weight, bias
 
 
 def _check_tensor(
-    name: str, x: Tensor, shape: Sequence[int], like: Tensor | torch.device, dtype: Any = None
+    name: str, x: Tensor, shape: Sequence[int], device: torch.device, dtype: Any = None
 ) -> None:
-    """Raise ValueError unless x has this shape, the device of `like` and, if given, the dtype."""
-    device = like.device if isinstance(like, Tensor) else like
+    """Raise ValueError unless x has this shape, device and, if given, dtype."""
     if x.shape != tuple(shape) or x.device != device or dtype not in (None, x.dtype):
-        kind = "" if dtype is None else f" {dtype}"
-        raise ValueError(
-            f"{_OP}: {name} {tuple(x.shape)} {x.dtype} on {x.device} do not fit; expected "
-            f"{tuple(shape)}{kind} on {device}"
-        )
+        expected = f"{tuple(shape)} {'' if dtype is None else dtype} on {device}"
+        raise misfit(_OP, expected, **{name: x})
 
 
-def check_classes(vocab: int, class_weights: Tensor | None) -> None:
+def check_classes(
+    vocab: int, class_weights: Tensor | None, device: torch.device | None = None
+) -> None:
     """Raise ValueError if the vocabulary is empty or class_weights do not fit it."""
     if vocab == 0:
-        raise ValueError("cross entropy: the vocabulary has 0 classes; expected 1 or more")
-    if class_weights is None:
-        return
-    _check_tensor("class_weights", class_weights, (vocab,), class_weights)
-    if class_weights.is_complex():
-        raise ValueError(
-            f"cross entropy: class_weights are {class_weights.dtype}; expected real numbers"
-        )
+        raise misfit(_OP, "1 class or more", vocabulary=vocab)
+    if class_weights is not None:
+        _check_tensor("class_weights", class_weights, (vocab,), device or class_weights.device)
 
 
 def check_targets(
@@ -334,9 +285,7 @@ def check_targets(
     Only CPU eager mode looks for targets outside the vocabulary.
     """
     _check_tensor("targets", targets, shape, device, torch.int64)
-    check_classes(vocab, class_weights)
-    if class_weights is not None:
-        _check_tensor("class_weights", class_weights, (vocab,), device)
+    check_classes(vocab, class_weights, device)
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel():
         wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if wrong.any():
@@ -356,7 +305,8 @@ def check_alternatives(classes: Tensor, targets: Tensor, vocab: int) -> Tensor:
         IndexError: one is outside the vocabulary, on CPU in eager mode.
     """
     count = classes.shape[-1] if classes.dim() else 0
-    _check_tensor("alternatives", classes, (*targets.shape, max(count, 1)), targets, torch.int64)
+    shape = (*targets.shape, max(count, 1))
+    _check_tensor("alternatives", classes, shape, targets.device, torch.int64)
     if classes.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = classes >= vocab
         if wrong.any():
@@ -369,7 +319,7 @@ def check_alternatives(classes: Tensor, targets: Tensor, vocab: int) -> Tensor:
 
 def checked_token_weights(token_weights: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return the weights of tokens, 0 at ignored targets; raise if they do not fit the targets."""
-    _check_tensor("token_weights", token_weights, targets.shape, targets)
+    _check_tensor("token_weights", token_weights, targets.shape, targets.device)
     return token_weights.detach().masked_fill(targets == ignore_index, 0)
 
 

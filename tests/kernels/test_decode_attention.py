@@ -93,8 +93,8 @@ def test_refusals() -> None:
     wrong = {
         "expected \\(batch, heads, queries": (q[:, :3], None, k, k, ends),
         "no more queries than slots": (q.expand(2, 4, 6, 8), None, k, k, ends),
-        "new \\(2, 2, 5, 8\\)": (q, (k, k), k, k, ends),
-        "expected one dtype": (q, None, k.double(), k.double(), ends),
+        "new_k \\(2, 2, 5, 8\\)": (q, (k, k), k, k, ends),
+        "of one dtype": (q, None, k.double(), k.double(), ends),
         "ends \\(1,\\)": (q, None, k, k, ends[:1]),
     }
     for message, given in wrong.items():

@@ -129,10 +129,10 @@ def test_refusals() -> None:
     made = placed(FLOAT64, 5)
     q, v, g = made["q"], made["v"], made["g"]
     for message, wrong in {
-        "do not fit; expected": {"k": q[:, 1:]},
+        r"k \(.*; expected \(batch, seq": {"k": q[:, 1:]},
         "multiple of the key heads": {"q": q.expand(1, 5, 3, 16), "k": q.expand(1, 5, 3, 16)},
-        "expected one dtype": {"v": v.float()},
-        "do not fit v": {"g": g[..., :1]},
+        "of one dtype": {"v": v.float()},
+        r"g \(.*, beta .*; expected \(1, 5": {"g": g[..., :1]},
         "cu_seqlens": {"cu_seqlens": torch.tensor([0.0, 5.0])},
         "initial_state": {"initial_state": v},
     }.items():

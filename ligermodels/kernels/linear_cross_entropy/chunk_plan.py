@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import misfit
 from ligermodels.kernels.dispatch import choose, real_device
 from ligermodels.kernels.loss_options import LossOptions, TokenRequest
 
@@ -223,10 +224,8 @@ def valid_rows(targets: Tensor, options: LossOptions) -> tuple[Tensor | None, Te
         index = valid.nonzero().squeeze(1)
         return index, targets[index]
     if targets.device.type == "cpu" and not compiling and int(valid.sum()) > max_valid:
-        raise ValueError(
-            f"loss head: max_valid={max_valid}, but {int(valid.sum())} targets differ from "
-            f"ignore_index={ignore_index}; pass a larger max_valid"
-        )
+        expected = f"at least the {int(valid.sum())} targets other than {ignore_index=}"
+        raise misfit("loss head", expected, max_valid=max_valid)
     index = torch.nonzero_static(valid, size=min(max_valid, rows), fill_value=rows).squeeze(1)
     return index, torch.where(index < rows, targets[index.clamp(max=rows - 1)], ignore_index)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ligermodels.kernels.checks import misfit
 from ligermodels.kernels.dispatch import compute_dtype, real_device, without_autocast
 from ligermodels.kernels.linear_cross_entropy import chunk_plan
 from ligermodels.kernels.linear_cross_entropy.autograd import (
@@ -31,7 +32,6 @@ from ligermodels.kernels.loss_options import (
     LossOptions,
     TokenRequest,
     check_known,
-    check_switches,
     check_targets,
     checked_linear,
     checked_token_weights,
@@ -203,7 +203,6 @@ def linear_log_probs(
 
 def log_prob_options(entropy: bool, **options: Unpack[LossKeywords]) -> LossOptions:
     """Return the options of `linear_log_probs`, as those of a loss."""
-    check_switches(entropy=entropy)
     options["return_token_stats"] = ("log_probs", "entropy") if entropy else ()
     options["reduction"] = "none"
     return LossOptions.of(**options)
@@ -258,10 +257,8 @@ def make_head(
     request = options.request_of(targets, vocab)
     if shard is not None:
         if options.top_k:
-            raise ValueError(
-                f"loss head: top_k={options.top_k} is not available for a vocabulary that is split "
-                "over ranks; compute the likeliest classes from head.logits"
-            )
+            expected = "0 for a vocabulary that is split over ranks; head.logits has all classes"
+            raise misfit("loss head", expected, top_k=options.top_k)
         hidden = SumGradient.apply(hidden, shard.group)
     needs_grad = NeedsGrad.of(hidden, weight, bias)
     index, row_targets = chunk_plan.valid_rows(targets, options)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ligermodels.kernels.checks import check_count
+from ligermodels.kernels.checks import check_count, misfit
 from ligermodels.kernels.dispatch import (
     compute_dtype,
     refuse_double_backward,
@@ -127,10 +127,8 @@ def checked_group_size(hidden: Tensor, group_size: int) -> int:
     """Return group_size as an int; raise ValueError unless hidden consists of whole groups."""
     group_size = check_count("loss head", "group_size", group_size, 1)
     if hidden.dim() != 3 or len(hidden) % group_size:
-        raise ValueError(
-            f"loss head: hidden {tuple(hidden.shape)}; expected (batch, seq, in), with a batch of "
-            f"whole groups of group_size={group_size}"
-        )
+        expected = f"(batch, seq, in), with a batch of whole groups of group_size={group_size}"
+        raise misfit("loss head", expected, hidden=hidden)
     return group_size
 
 
@@ -232,6 +230,5 @@ def _placed(
 def checked_loss(loss: object) -> Tensor:
     """Return what a loss_function returned; raise ValueError unless it is a scalar tensor."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss head: loss_function returned {shape}; expected a scalar tensor")
+        raise misfit("loss head", "a scalar tensor from loss_function", result=loss)
     return loss

@@ -16,7 +16,7 @@ TOO_SMALL = {"skip_ignored": True, "max_valid": 15}  # 16 targets of the inputs 
 
 
 def test_a_bound_too_small_is_an_error_on_the_cpu() -> None:
-    with pytest.raises(ValueError, match="max_valid=15, but 16 targets"):
+    with pytest.raises(ValueError, match="max_valid=15; expected at least the 16 targets"):
         linear_cross_entropy(**inputs(), **TOO_SMALL)
 
 
