@@ -79,7 +79,6 @@ from ligermodels.models.smollm3 import LigerSmolLM3 as LigerSmolLM3
 from ligermodels.models.smollm3 import SmolLM3Config as SmolLM3Config
 from ligermodels.parallel.shard import clip_grad_norm_ as clip_grad_norm_
 from ligermodels.parallel.shard import mean_over_ranks as mean_over_ranks
-from ligermodels.parallel.shard import no_sync as no_sync
 from ligermodels.parallel.shard import shard as shard
 from ligermodels.text.tokenizer import Tokenizer as Tokenizer
 from ligermodels.training.checkpoints import sharded_state as sharded_state

@@ -69,10 +69,10 @@ def add_adapters(
             raise ConfigError(
                 f"{name}: experts that are spread over ranks get no adapters; add them before shard"
             )
-    model.requires_grad_(False)
-    draw = torch.Generator().manual_seed(seed)
     wanted = None if targets is None or targets == ["all-linear"] else frozenset(targets)
     unused, known = {*(wanted or ())}, set()
+    adapted: dict[str, LoraLinear] = {}  # all are made before one takes its place
+    draw = torch.Generator().manual_seed(seed)
     weight_map = model.hf_map()
     for name, parts in (linears(weight_map) | expert_linears(weight_map)).items():
         base = module_at(model, name)
@@ -96,9 +96,8 @@ def add_adapters(
                     f"lora_dora: {name} is of experts, whose adapters have no DoRA; leave them out "
                     "of lora_targets"
                 )
-            rows = [part.rows for part in chosen]
-            adapted = LoraLinear(
-                *(base, rows),
+            adapted[name] = LoraLinear(
+                *(base, [part.rows for part in chosen]),
                 rank=rank,
                 alpha=alpha,
                 dropout=dropout,
@@ -106,18 +105,11 @@ def add_adapters(
                 dora=dora,
                 rslora=rslora,
             )
-            adapted.reset_parameters(draw)
-            device = next(iter((*base.parameters(), *base.buffers()))).device
-            for end, drawn in [*adapted.named_parameters(recurse=False)]:
-                # Rounded lengths of DoRA would change the model before the first step.
-                kind = torch.float32 if end == "lora_magnitude" else dtype
-                setattr(adapted, end, nn.Parameter(drawn.detach().to(device, kind)))
-            put(model, name, adapted)
     left_out = [
         f"{name}.{end}"
         for name, each in model.named_modules()
         for end in (STACKS if isinstance(each, Experts) else ())
-        if type(getattr(each, end)) is not LoraLinear
+        if f"{name}.{end}" not in adapted
     ]
     if wanted is None and left_out:
         raise ConfigError(
@@ -129,6 +121,15 @@ def add_adapters(
             f"lora_targets: {short_repr(min(unused))} is no linear of the layers of this model; "
             f"its linears are {', '.join(sorted(known))}"
         )
+    model.requires_grad_(False)
+    for name, each in adapted.items():
+        each.reset_parameters(draw)
+        device = next(iter((*each.base_layer.parameters(), *each.base_layer.buffers()))).device
+        for end, drawn in [*each.named_parameters(recurse=False)]:
+            # Rounded lengths of DoRA would change the model before the first step.
+            kind = torch.float32 if end == "lora_magnitude" else dtype
+            setattr(each, end, nn.Parameter(drawn.detach().to(device, kind)))
+        put(model, name, each)
 
 
 def train_whole(model: DecoderModel, names: Sequence[str], dtype: torch.dtype) -> None:

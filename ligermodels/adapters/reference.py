@@ -1,4 +1,4 @@
-"""Reference models without a second copy of the weights: adapters off, or a small frozen copy."""
+"""Reference models: adapters off, without a second copy of the weights, or a frozen copy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.adapters.adapted_model import STACKS, put, stacked_linear
-from ligermodels.adapters.quantized import QuantizedLinear
 from ligermodels.errors import ConfigError
-from ligermodels.layers.experts import Experts
 from ligermodels.models.base import DecoderModel
-
-COPY_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 def token_log_probs(model: nn.Module, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
@@ -61,39 +56,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             module.enable_adapters(True)
 
 
-def frozen_copy(model: DecoderModel, dtype: str = "bfloat16") -> DecoderModel:
-    """Return a copy of the model for inference, whose weights are frozen and take less memory.
+def frozen_copy(model: DecoderModel, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
+    """Return a copy of the model for inference, whose weights are frozen and have this dtype.
 
     Each tensor is converted while it is copied, so at no time is there a second copy in the model's
-    own dtype.
-
-    Args: dtype: one of `COPY_DTYPES`. With "int8" the linears of the layers have 8-bit weights, and
-        embedding, norms, biases and head are bfloat16.
-    Raises:
-        ConfigError: the dtype is unknown.
+    own dtype. `ligermodels.adapters.quantize` turns the weights of a copy into few bits.
     """
-    if dtype not in COPY_DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(COPY_DTYPES)}")
-    wide = getattr(torch, "bfloat16" if dtype == "int8" else dtype)
     # deepcopy takes what stands in the memo for a tensor or module instead of copying it.
     memo: dict[int, Any] = {id(model._offloaders): {}}
-    of_experts: dict[str, QuantizedLinear] = {}
-    if dtype == "int8":
-        for name, module in model.layers.named_modules():
-            if type(module) is nn.Linear:
-                memo[id(module)] = QuantizedLinear(module, 8, dtype=wide)
-            for end in STACKS if isinstance(module, Experts) else ():
-                if isinstance(weight := getattr(module, end), nn.Parameter):
-                    few = QuantizedLinear(stacked_linear(weight), 8, dtype=wide)
-                    of_experts[f"{name}.{end}"] = few
-                    memo[id(weight)] = nn.Parameter(weight.new_empty(0), requires_grad=False)
     for parameter in model.parameters():
-        if id(parameter) not in memo:
-            value = parameter.detach().to(wide, copy=True)
-            memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+        value = parameter.detach().to(dtype, copy=True)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
     frozen = copy.deepcopy(model, memo).eval()
-    for name, few in of_experts.items():
-        put(frozen.layers, name, few)
     frozen.set_memory_plan(None)
     return frozen
 

@@ -97,12 +97,17 @@ class _ExpertMLP(torch.autograd.Function):
             weighted = z_2 * weights.flatten()[order][:, None]
             grads[18] = second.gradient_of_b(grad_rows, cast(weighted, z_2.dtype))
         if needs[4]:
-            grads[4] = ops.expert_bias_gradient(grad_rows, starts, weights, order)
+            experts = torch.arange(first.count, dtype=torch.int32, device=x.device)
+            share = ((owner[..., None] == experts) * weights[..., None]).sum(1)
+            with without_autocast(grad_output):
+                summed_rows = share.mT @ cast(grad_output, share.dtype)
+            grads[4] = cast(summed_rows, down_bias.dtype)
         del made, grad_rows
         if needs[8]:
             grads[8] = first.gradient_of_weight(grad_gate_up, ops.expert_rows(x, place))
         if needs[3]:
-            grads[3] = ops.expert_bias_gradient(grad_gate_up, starts, None, order)
+            ones = grad_gate_up.new_ones(len(grad_gate_up), 1)
+            grads[3] = ops.expert_linear_weight_gradient(grad_gate_up, ones, starts)[..., 0]
         grad_z = first.gradient_of_z(grad_gate_up)
         if needs[0]:  # the mask is one for all of a token's rows
             grads[0] = first.gradient_of_inputs(grad_gate_up, grad_z, mask_1, summed)

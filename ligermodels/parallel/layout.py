@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.errors import SaveError
 from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
-from ligermodels.ranks import gathered, led_by_rank_0
+from ligermodels.ranks import led_by_rank_0
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,60 +155,6 @@ def whole_tensor(tensor: Tensor, split: TensorSplit | None = None) -> Tensor:
     return whole if split is None else split.whole(whole)
 
 
-def whole_on_rank_0(tensor: Tensor, split: TensorSplit | None = None) -> Tensor | None:
-    """Return a whole parameter on rank 0, and None or the same on others. Every rank must call it.
-
-    `gathers_to_rank_0` must be true of it on every rank.
-    """
-    own = _rows_on_first_rank(tensor) if is_sharded(tensor) else tensor.detach()
-    return own if own is None or split is None else split.whole(own)
-
-
-def gathers_to_rank_0(tensor: Any, split: TensorSplit | None = None) -> bool:
-    """Return whether a parameter is cut into rows, so that rank 0 can gather it.
-
-    Rank 0 itself must also be the first of the parameter's mesh.
-    """
-    if not is_sharded(tensor):
-        return True
-    from torch.distributed.tensor import Shard
-
-    # A subclass of Shard may put the rows in another order.
-    kinds = [kind for kind in tensor.placements if not kind.is_replicate()]
-    in_rows = len(kinds) <= 1 and all(type(kind) is Shard and kind.dim == 0 for kind in kinds)
-    is_first = not any(tensor.device_mesh.get_coordinate() or (1,))
-    if split is not None:
-        is_first = is_first and split.mesh.get_local_rank() == 0
-    return in_rows and (is_first or dist.get_rank() != 0)
-
-
-def _rows_on_first_rank(tensor: Any) -> Tensor | None:
-    """Return all rows of a DTensor on the first rank of its mesh, and None on the others."""
-    mesh, local = tensor.device_mesh, tensor.to_local().detach()
-    cut = next((d for d, kind in enumerate(tensor.placements) if not kind.is_replicate()), None)
-    place = mesh.get_coordinate()
-    if any(place[:cut] if cut is not None else place):
-        return None  # The copies are the outer dimension, and the first one is enough.
-    if cut is None or mesh.size(cut) == 1:
-        return local
-    group, ranks, is_first = mesh.get_group(cut), mesh.size(cut), place[cut] == 0
-    rows = -(-tensor.shape[0] // ranks)
-    part = local.contiguous()
-    if len(part) < rows:
-        part = local.new_zeros(rows, *local.shape[1:])
-        part[: len(local)] = local
-    every = local.new_empty(ranks * rows, *local.shape[1:]) if is_first else None
-    # Gloo gathers into its own tensor, and copies from there.
-    step = _rows_to_send(part) // ranks or 1
-    for start in range(0, rows, step):
-        piece = part[start : start + step].view(torch.uint8)
-        received = None
-        if every is not None:
-            received = [x[start : start + step].view(torch.uint8) for x in every.chunk(ranks)]
-        dist.gather(piece, received, dist.get_global_rank(group, 0), group)
-    return None if every is None else every[: tensor.shape[0]]
-
-
 def reshard(model: nn.Module) -> None:
     """Let a model have its sharded parameters again.
 
@@ -276,10 +221,7 @@ class ModelLayout:
 
         Raises: what `write` raises; on the other ranks SaveError, with the first line of that.
         """
-        splits = self.tensors
-        simple = all(gathers_to_rank_0(weights[name], splits.get(name)) for name in weights)
-        whole = whole_on_rank_0 if all(gathered(simple)) else whole_tensor
-        led_by_rank_0(write, lambda name: whole(weights[name], splits.get(name)), SaveError)
+        led_by_rank_0(write, lambda name: self.whole(name, weights[name]), SaveError)
 
 
 def splits_of(model: nn.Module) -> dict[str, TensorSplit]:

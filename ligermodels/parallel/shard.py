@@ -17,8 +17,6 @@ ep              expert parallelism: each rank has its own rows and some of the e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +46,6 @@ from ligermodels.ranks import error_on_all_ranks, num_ranks, rank
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 EXPERT = "ep"
 DIMENSIONS = (REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR)
-NOT_SHARDED = "this model is not sharded; call ligermodels.shard(model) first"
 
 
 def data_mesh_of(model: nn.Module) -> DeviceMesh:
@@ -60,7 +57,7 @@ def data_mesh_of(model: nn.Module) -> DeviceMesh:
         return data
     parameter = next(filter(is_sharded, model.parameters()), None)
     if parameter is None:
-        raise ConfigError(NOT_SHARDED)
+        raise ConfigError("this model is not sharded; call ligermodels.shard(model) first")
     return parameter.device_mesh  # type: ignore[attr-defined]
 
 
@@ -142,7 +139,6 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool | None = None,
-    prefetch: int = 0,
 ) -> DecoderModel:
     """Spread a model over the ranks of a mesh, in place, and return it.
 
@@ -165,9 +161,6 @@ def shard(
             is.
         reshard_after_forward: whether backward gathers the weights of a layer again. By default it
             does if all weights take 2 GiB or more in compute_dtype.
-        prefetch: how many layers ahead of their use weights are gathered in forward, by a separate
-            call. By default a layer's weights are gathered when its forward is called, which
-            the host does well ahead of the GPU.
     Raises:
         ConfigError: the mesh has other dimensions or does not have all ranks, sizes of the model
             cannot be split over the ranks of tp or ep, trained parameters of a layer have several
@@ -225,11 +218,6 @@ def shard(
         fully_shard(model.head, reshard_after_forward=False, **options)
     # The embedding and the last norm belong to the model itself.
     fully_shard(model, **options)
-    if prefetch:
-        for index, layer in enumerate(model.layers):
-            ahead = [*model.layers[index + 1 : index + 1 + prefetch]]
-            assert isinstance(layer, FSDPModule)
-            layer.set_modules_to_forward_prefetch(ahead)
     if on_meta:
         model.to_empty(device=device_of(mesh))
         for module in model.modules():
@@ -249,27 +237,6 @@ def check_dtypes(model: DecoderModel) -> None:
                 "published checkpoints of Qwen3.5, but FSDP2 takes one dtype; load the model with "
                 "from_hf(..., dtype=torch.float32), and pass compute_dtype=torch.bfloat16"
             )
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients on each rank without averaging them; the next backward averages all.
-
-    It saves the communication of all micro-batches but the last. Until then each rank holds whole
-    gradients: leave it out where memory is short, the sums are the same.
-
-    Raises:
-        ConfigError: the model is not sharded.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    if not isinstance(model, FSDPModule):
-        raise ConfigError(NOT_SHARDED)
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
 
 
 @torch.no_grad()

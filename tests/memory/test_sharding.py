@@ -90,8 +90,9 @@ def test_the_bytes_of_a_forward_that_gathers_ahead(mesh: DeviceMesh) -> None:
         model = random_model("llama", **sizes, tie_word_embeddings=True).train()
         model.requires_grad_(False)
         model.norm.requires_grad_(True)
-        options = {"reshard_after_forward": True, "prefetch": prefetch}
-        shard(model, init_device_mesh("cpu", (RANKS,)), **options)
+        shard(model, init_device_mesh("cpu", (RANKS,)), reshard_after_forward=True)
+        for index, layer in enumerate(model.layers):
+            layer.set_modules_to_forward_prefetch([*model.layers[index + 1 :][:prefetch]])
         assert abs(error_of_prediction(model, seq=2)) < 0.005
         peaks.append(step(model).peak_bytes)
     assert peaks == sorted(set(peaks))

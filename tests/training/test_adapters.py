@@ -196,8 +196,11 @@ def test_only_linears_of_the_layers_get_adapters():
     assert adapted == {"layers.1.self_attn.qkv_proj"}
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained == {f"layers.1.self_attn.qkv_proj.lora_{end}" for end in "ab"}
+    untouched = LigerLlama(tiny_config())
     with pytest.raises(ConfigError, match=r"'lm_head' is no linear .* down_proj, gate_proj, k_pr"):
-        add_adapters(LigerLlama(tiny_config()), 2, 4.0, targets=["q_proj", "lm_head"])
+        add_adapters(untouched, 2, 4.0, targets=["q_proj", "lm_head"])
+    assert not any(isinstance(each, LoraLinear) for each in untouched.modules())
+    assert all(parameter.requires_grad for parameter in untouched.parameters())
 
 
 def test_a_linear_that_4_bits_cannot_hold_is_named(tmp_path):

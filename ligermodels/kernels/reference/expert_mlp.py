@@ -60,23 +60,6 @@ def expert_linear_weight_gradient(left: Tensor, right: Tensor, starts: Tensor) -
     return out
 
 
-def expert_bias_gradient(
-    grad: Tensor, starts: Tensor, weights: Tensor | None, order: Tensor
-) -> Tensor:
-    """Return the sum of each expert's rows: (experts, columns) in grad's dtype.
-
-    Args: weights: (tokens, top_k), of which each row has one, or None.
-    """
-    dtype = compute_dtype(grad)
-    each = cast(grad, dtype)
-    if weights is not None:
-        each = each * weights.flatten()[order][:, None]
-    if _has_no_values(starts):
-        return cast(_own(starts, len(grad)).to(dtype).mT @ each, grad.dtype)
-    rows = [each[first:end].sum(0) for first, end in pairwise(_bounds(starts, len(grad)))]
-    return cast(torch.stack(rows), grad.dtype)
-
-
 def expert_sum(
     y: Tensor,
     place: Tensor | None,

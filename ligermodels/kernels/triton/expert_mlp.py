@@ -35,9 +35,6 @@ GLU_BACKWARD = Launches(
     nvidia=((1024, Launch(0, 4)), (None, Launch(1024, 4))),
     amd=((1024, Launch(0, 2)), (None, Launch(1024, 2))),
 )
-BIAS_GRADIENT = Launches(
-    nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
-)
 SUM = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
 
 
@@ -226,38 +223,6 @@ def expert_linear_weight_gradient_kernel(
     at = (expert.to(tl.int64) * height + row[:, None]) * width + column[None, :]
     mask = (row < height)[:, None] & (column < width)[None, :]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def expert_bias_gradient_kernel(
-    grad_ptr,
-    starts_ptr,
-    weights_ptr,
-    order_ptr,
-    out_ptr,
-    width,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program handles a block of one expert's columns, and loops over the expert's rows."""
-    blocks = tl.cdiv(width, BLOCK)
-    program = tl.program_id(0)
-    expert = (program // blocks).to(tl.int64)
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    start, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(start, end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        at = row[:, None].to(tl.int64) * width + column[None, :]
-        mask = (row < end)[:, None] & (column < width)[None, :]
-        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            pair = tl.load(order_ptr + row, mask=row < end, other=0)
-            weight = tl.load(weights_ptr + pair, mask=row < end, other=0.0)
-            grad *= weight.to(tl.float32)[:, None]
-        total += grad
-    out = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + expert * width + column, out, mask=column < width)
 
 
 @triton.jit
@@ -488,27 +453,6 @@ def expert_rows(x: Tensor, place: Tensor) -> Tensor:
         expert_rows_kernel[(tokens * cdiv(width, setting.block),)](
             x, place, out, width, TOP_K=top_k, **keywords(setting)
         )
-    return out
-
-
-def expert_bias_gradient(
-    grad: Tensor, starts: Tensor, weights: Tensor | None, order: Tensor
-) -> Tensor:
-    """Launch the kernel for `reference.expert_bias_gradient`."""
-    grad = grad.contiguous()
-    experts, width = len(starts) - 1, grad.shape[1]
-    out = grad.new_empty(experts, width)
-    setting = launch(BIAS_GRADIENT, width)
-    expert_bias_gradient_kernel[(experts * cdiv(width, setting.block),)](
-        grad,
-        starts,
-        weights if weights is None else weights.contiguous(),
-        order,
-        out,
-        width,
-        ROWS=setting.rows,
-        **keywords(setting),
-    )
     return out
 
 
