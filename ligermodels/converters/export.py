@@ -51,16 +51,6 @@ from ligermodels.errors import CheckpointError, SaveError, short_repr
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Float8Export(NamedTuple):
-    """Which native parameters an export holds in float8, where their sizes are multiples of 128.
-
-    `cast` returns e4m3 values (out, in) and the float32 scales (out / 128, in / 128).
-    """
-
-    names: Collection[str]
-    cast: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
 class _HFTensor(NamedTuple):
     """A tensor of an export, with the native rows that fill it, or what `stored` returns.
 
@@ -94,7 +84,7 @@ def save(
     dtypes: Mapping[str, torch.dtype] | None = None,
     allow_nonfinite: bool = False,
     write_added: Callable[[Path], None] | None = None,
-    float8: Float8Export | None = None,
+    float8: Collection[str] = (),
     mxfp4: Checkpoint | None = None,
 ) -> None:
     """Write an HF checkpoint. It replaces the one in `folder` in one step.
@@ -113,7 +103,7 @@ def save(
         allow_nonfinite: whether to write NaN and infinite values.
         write_added: writes files of ADDED_WEIGHTS into the new folder, if there are any. With it,
             those in `folder` do not stay.
-        float8: which weights are written in float8.
+        float8: native names of weights that are written in e4m3, with a scale for each row.
         mxfp4: the checkpoint whose tensors in MXFP4 are written as they are, for a `weight_map`
             that has such tensors.
     Raises:
@@ -148,7 +138,7 @@ def save(
     for name, x in constants.items():
         stored = partial(constants.__getitem__, name)
         tensors[name] = _HFTensor(x.dtype, x.shape, x.nbytes, [], stored)
-    if float8 is not None:
+    if float8:
         config_dict = {**config_dict, "quantization_config": _cast_weights(tensors, float8)}
     owned = _owned(target, bool(source_files), write_added is not None)
     with _replacing(folder, "checkpoint", target, owned) as fresh:
@@ -159,32 +149,47 @@ def save(
             write_added(fresh)
 
 
-def _cast_weights(tensors: dict[str, _HFTensor], float8: Float8Export) -> dict[str, Any]:
-    """Let weights be written in float8, and return the config of transformers' quantizer.
+def _cast_weights(tensors: dict[str, _HFTensor], names: Collection[str]) -> dict[str, Any]:
+    """Let weights be written in float8, and return the config of their format.
 
-    https://huggingface.co/docs/transformers/quantization/finegrained_fp8
+    https://github.com/vllm-project/compressed-tensors, format "float-quantized"
     """
-    plain = []
+    plain = {"lm_head"}  # a tied one has no tensor
     for name, tensor in [*tensors.items()]:
-        shape, parts = tensor.shape, tensor.parts
-        if len(shape) != 2 or not name.endswith(".weight"):
+        if len(tensor.shape) != 2 or not name.endswith(".weight"):
             continue
-        if len(parts) != 1 or parts[0][0].name not in float8.names or any(n % 128 for n in shape):
-            plain.append(name.removesuffix(".weight"))
+        if len(tensor.parts) != 1 or tensor.parts[0][0].name not in names:
+            plain.add(name.removesuffix(".weight"))
             continue
-        blocks = shape[0] // 128, shape[1] // 128
         tensors[name] = tensor._replace(
-            dtype="F8_E4M3", nbytes=prod(shape), cast=lambda x: float8.cast(x)[0]
+            dtype="F8_E4M3", nbytes=prod(tensor.shape), cast=lambda x: _float8(x)[0]
         )
-        tensors[f"{name}_scale_inv"] = tensor._replace(
-            dtype="F32", shape=blocks, nbytes=4 * prod(blocks), cast=lambda x: float8.cast(x)[1]
+        tensors[f"{name}_scale"] = tensor._replace(
+            shape=(tensor.shape[0], 1),
+            nbytes=tensor.nbytes // tensor.shape[1],
+            cast=lambda x: _float8(x)[1],
         )
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": plain,
+    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": kind | {"strategy": "channel", "dynamic": False},
+        "input_activations": kind | {"strategy": "token", "dynamic": True},
     }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(plain),
+    }
+
+
+def _float8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight in e4m3, and the scale of each row in the weight's dtype."""
+    largest, x = torch.finfo(torch.float8_e4m3fn).max, weight.float()
+    amax = x.abs().amax(1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny * largest)
+    scale = (amax / largest).to(weight.dtype)
+    return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 def save_adapter(

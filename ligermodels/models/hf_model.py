@@ -35,7 +35,6 @@ from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Entry, WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line, listing
 from ligermodels.float8 import Float8Linear, convert
-from ligermodels.kernels.reference.float8_cast import float8_cast
 from ligermodels.layers import LossHead, RotaryEmbedding
 from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
@@ -280,8 +279,8 @@ class HFModel(nn.Module):
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
                 into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
             float8: whether to write the weights of the linears that compute in float8 in e4m3, with
-                a scale for each 128 x 128 of them: transformers' `FineGrainedFP8Config`. A weight
-                with other sizes stays as it is. `from_hf` here does not read such a checkpoint.
+                a scale for each row, in the format of compressed-tensors. `from_hf` here does not
+                read such a checkpoint.
             mxfp4: whether the weights of experts that were loaded in MXFP4 are written as the
                 source has them, byte for byte, which must still be where it was. They must not
                 have changed, as after training with frozen experts. By default they are written in
@@ -296,15 +295,12 @@ class HFModel(nn.Module):
                 old content of the folder is unchanged.
         """
         shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
-        stored = None
-        if float8:
-            names = {f"{n}.weight" for n, m in self.named_modules() if isinstance(m, Float8Linear)}
-            if not names:
-                raise ConfigError(
-                    "save_hf: float8=True, but no linear computes in float8; call "
-                    "ligermodels.float8.convert(model) first"
-                )
-            stored = export.Float8Export(names, _float8_blocks)
+        names = {f"{n}.weight" for n, m in self.named_modules() if isinstance(m, Float8Linear)}
+        if float8 and not names:
+            raise ConfigError(
+                "save_hf: float8=True, but no linear computes in float8; call "
+                "ligermodels.float8.convert(model) first"
+            )
         layout = layout_of(self)
         if layout is not None:
             layout.reshard(self)
@@ -336,7 +332,7 @@ class HFModel(nn.Module):
                 dtypes={name: weight.dtype for name, weight in weights.items()},
                 allow_nonfinite=allow_nonfinite,
                 write_added=write_heads,
-                float8=stored,
+                float8=names if float8 else (),
                 mxfp4=original,
             )
 
@@ -509,13 +505,6 @@ def _parameter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if found not in names.values():
         raise ValueError(f"dtype is {dtype!r}; expected one of {[*names.values()]}, or its name")
     return found
-
-
-def _float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight in e4m3, and the scales of its squares of 128."""
-    made, _ = float8_cast(weight, None, torch.float8_e4m3fn, True, True, False)
-    assert made is not None
-    return made
 
 
 # These config fields may change after the modules are made, because no module computes with them.

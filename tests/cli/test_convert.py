@@ -56,7 +56,7 @@ def test_convert_writes_float8(call, checkpoint, tmp_path):
     stored = load_file(target / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
     assert stored[name].dtype == torch.float8_e4m3fn
-    assert stored[f"{name}_scale_inv"].shape == (8, 8)
+    assert stored[f"{name}_scale"].shape == (1024, 1)
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16  # 96 features
     assert_one_line(call("convert", checkpoint, tmp_path / "no", "--float8"), "fewer than 1024")
 

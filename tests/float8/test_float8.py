@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ligermodels import CheckpointError, ConfigError, LigerLlama, LlamaConfig, MemoryPlan, float8
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
@@ -16,7 +17,6 @@ from ligermodels.float8 import Float8Linear
 from ligermodels.kernels import float8_linear as float8_linear_module
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_product
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
-from ligermodels.kernels.reference.float8_cast import scaled
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.simulate import simulate
 from ligermodels.models.kernel_report import decoding_obstacle
@@ -459,27 +459,38 @@ def test_delayed_scales_of_unusual_steps() -> None:
 
 
 def test_float8_checkpoint(tmp_path: Path) -> None:
-    """transformers reads it, and finds the weights as blocks in e4m3 round them."""
-    transformers = pytest.importorskip("transformers")
+    """Weights are rounded to e4m3, and transformers finds them with compressed-tensors."""
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2}
     model = model_of(**sizes, num_key_value_heads=1)
     with pytest.raises(ConfigError, match="no linear computes in float8"):
         model.save_hf(tmp_path, float8=True)
     float8.convert(model, filter=lambda name, linear: not name.startswith("layers.1.mlp"))
-    model.save_hf(tmp_path, float8=True, max_shard_size="200kB")
-    assert len([*tmp_path.glob("*.safetensors")]) > 2
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight[3] = 0
+    model.save_hf(tmp_path, float8=True, max_shard_size="100kB")
     model.save_hf(tmp_path / "plain")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-    found = dict(theirs.named_parameters())
-    for name, weight in plain.named_parameters():
+    files = [*tmp_path.glob("*.safetensors")]
+    assert len(files) > 2
+    stored = {name: x for file in files for name, x in load_file(file).items()}
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, weight in plain.items():
         if name.endswith("proj.weight") and not name.startswith("model.layers.1.mlp"):
-            blocks = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
-            values, scales = scaled(
-                blocks, blocks.abs().amax((1, 3), True).float(), torch.float8_e4m3fn
-            )
-            weight = (values.float() * scales).flatten(0, 1).flatten(1).bfloat16()
-        assert torch.equal(found[name], weight), name
+            values, scale = stored[name].float(), stored.pop(f"{name}_scale").float()
+            assert scale.shape == (len(weight), 1) and values.abs().max() == 448
+            off = (values * scale - weight.float()).abs()  # half a step, which is 2^-9 near zero
+            assert (off <= weight.float().abs() / 16 + scale / 1024).all(), name
+            stored[name] = (values * scale).bfloat16()
+        else:
+            assert torch.equal(stored[name], weight), name
+    assert stored.keys() == plain.keys()
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=config
+    )
+    found = dict(theirs.named_parameters())
+    assert all(torch.equal(found[name], x) for name, x in stored.items())
 
 
 @pytest.mark.usefixtures("rows_at_once")
