@@ -14,8 +14,6 @@ from ligermodels.converters.weight_map import Span as Span
 from ligermodels.converters.weight_map import Towers as Towers
 from ligermodels.converters.weight_map import WeightMap as WeightMap
 from ligermodels.converters.weight_map import expert_entry as expert_entry
-from ligermodels.converters.weight_map import linear_entries as linear_entries
-from ligermodels.converters.weight_map import norm_entries as norm_entries
 from ligermodels.converters.weight_map import packed_entry as packed_entry
 from ligermodels.errors import CheckpointError as CheckpointError
 from ligermodels.errors import ConfigError as ConfigError

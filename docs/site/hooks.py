@@ -99,8 +99,7 @@ REFERENCE = {
         "training.reports:FinetuneResult",
     ],
     "Converters": [
-        "converters.weight_map:Entry Span Towers WeightMap packed_entry linear_entries "
-        "norm_entries",
+        "converters.weight_map:Entry Span Towers WeightMap packed_entry",
         "converters.verify:verify compare Report",
         "converters.inspect:describe Description",
     ],

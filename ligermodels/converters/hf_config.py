@@ -109,13 +109,6 @@ class HFConfig(hf_rope.RopeConfig):
         """The size of the keys of a token in each layer's cache; that of its values is the same."""
         return [self.num_key_value_heads * self.head_dim] * self.num_hidden_layers
 
-    def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a row's states of a fixed size, which only delta nets keep.
-
-        Args: itemsize: bytes of the elements that have the dtype of the model.
-        """
-        return 0
-
     @classmethod
     def from_hf(
         cls,

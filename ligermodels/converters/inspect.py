@@ -86,8 +86,6 @@ def describe(folder: str | os.PathLike[str], family: Family) -> Description:
         "key/value cache in bfloat16, 1,000 tokens": cache(1000),
         f"key/value cache in bfloat16, longest row ({longest:,} tokens)": cache(longest),
     }
-    if state := config.state_bytes(2):
-        memory["states of gated delta nets per row, with bfloat16"] = state
     fields = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     return Description(
         folder=folder,

@@ -184,10 +184,6 @@ def _check_writable(
             )
         if hasattr(parameter, "full_tensor"):  # a DTensor
             raise CheckpointError(f"{what} is sharded; load before sharding the module")
-        if not parameter.is_floating_point():
-            raise CheckpointError(
-                f"{what} is of {parameter.dtype}, which is not a floating point dtype"
-            )
         if id(parameter) in names:
             raise CheckpointError(
                 f"{what} is the same parameter as {names[id(parameter)]!r}, but the checkpoint has "

@@ -327,30 +327,6 @@ def expert_entry(
     return Entry(name, (experts * rows, *width), tuple(spans))
 
 
-def linear_entries(
-    name: str, width: int, *pieces: tuple[str, int], bias: bool = False
-) -> tuple[Entry, ...]:
-    """Return the entries of a linear with `width` inputs: its weight, and its bias if it has one.
-
-    Args: pieces are the HF linears, (name, outputs) each. They are stacked in this order.
-    """
-    weight = packed_entry(
-        f"{name}.weight", (width,), *((f"{hf}.weight", rows) for hf, rows in pieces)
-    )
-    if not bias:
-        return (weight,)
-    return weight, packed_entry(f"{name}.bias", (), *((f"{hf}.bias", rows) for hf, rows in pieces))
-
-
-def norm_entries(name: str, source: str, size: int, *, bias: bool = False) -> tuple[Entry, ...]:
-    """Return the entries of a norm over `size` features: its weight, and its bias if it has one.
-
-    Args: source is the norm's name in HF.
-    """
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return tuple(packed_entry(f"{name}.{kind}", (), (f"{source}.{kind}", size)) for kind in kinds)
-
-
 class Family(Protocol):
     """The interface that the converters need of a family, which is a model class."""
 

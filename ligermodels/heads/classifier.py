@@ -20,7 +20,7 @@ from typing_extensions import Self
 from ligermodels.converters import hub
 from ligermodels.converters.hf_config import text_config, to_hf
 from ligermodels.converters.save_dir import read_one_version
-from ligermodels.converters.weight_map import WeightMap, linear_entries
+from ligermodels.converters.weight_map import WeightMap, packed_entry
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.models.auto import family_of
 from ligermodels.models.base import DecoderModel
@@ -172,8 +172,9 @@ def classifier_class(family: type[DecoderModel]) -> type[SequenceClassifier]:
     def weight_map(config: ModelConfig) -> WeightMap:
         decoder = family.weight_map(config)
         body = tuple(entry for entry in decoder if not entry.name.startswith("head."))
-        score = linear_entries("head.score", config.hidden_size, ("score", num_labels(config)))
-        return dataclasses.replace(decoder, entries=(*body, *score), aliases={})
+        source = "score.weight", num_labels(config)
+        score = packed_entry("head.score.weight", (config.hidden_size,), source)
+        return dataclasses.replace(decoder, entries=(*body, score), aliases={})
 
     name = f"{family.__name__}ForSequenceClassification"
     members = {"weight_map": staticmethod(weight_map), "__module__": __name__}

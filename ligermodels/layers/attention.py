@@ -46,6 +46,8 @@ class AttentionContext:
     round cos and sin.
     """
 
+    _OF_LAYERS = ("memory", "memory_mask", "experts", "layer_input", "query_factors")
+
     def __init__(
         self,
         cos: Tensor,
@@ -87,40 +89,19 @@ class AttentionContext:
         if device == self.cos.device:
             return self
         if device not in self._on_device:
-            cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
-            mask = self.mask.to(device, non_blocking)
-            memory, hides, factors = self.memory, self.memory_mask, self.query_factors
-            self._on_device[device] = AttentionContext(
-                *(cos, sin, mask, self.cache, self.shared),
-                memory=None if memory is None else memory.to(device, non_blocking=non_blocking),
-                memory_mask=None if hides is None else hides.to(device, non_blocking),
-                experts=None if self.experts is None else self.experts.to(device),
-                layer_input=None if self.layer_input is None else self.layer_input.to(device),
-                query_factors=None if factors is None else factors.to(device),
-            )
+
+            def moved(x: Any) -> Any:
+                return None if x is None else x.to(device, non_blocking=non_blocking)
+
+            own = {name: moved(getattr(self, name)) for name in self._OF_LAYERS}
+            made = moved(self.cos), moved(self.sin), moved(self.mask), self.cache, self.shared
+            self._on_device[device] = AttentionContext(*made, **own)
         return self._on_device[device]
 
-    def sharing(self, shared: dict[int, tuple[Tensor, Tensor]]) -> "AttentionContext":
-        """Return this context with other shared keys and values."""
-        return self._with(shared=shared)
-
-    def routed(self, experts: Tensor) -> "AttentionContext":
-        """Return this context with the experts of each token."""
-        return self._with(experts=experts)
-
-    def with_input(self, layer_input: Tensor) -> "AttentionContext":
-        """Return this context with a further input of the layer."""
-        return self._with(layer_input=layer_input)
-
-    def _with(self, **changes: Any) -> "AttentionContext":
-        own = {
-            "shared": self.shared,
-            "experts": self.experts,
-            "layer_input": self.layer_input,
-            "memory": self.memory,
-            "memory_mask": self.memory_mask,
-        }
-        return AttentionContext(self.cos, self.sin, self.mask, self.cache, **(own | changes))
+    def changed(self, **values: Any) -> "AttentionContext":
+        """Return this context with other values of `shared`, `experts`, `layer_input`, ..."""
+        own = {name: getattr(self, name) for name in ("shared", *self._OF_LAYERS)}
+        return AttentionContext(self.cos, self.sin, self.mask, self.cache, **(own | values))
 
 
 def head_sizes(

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -255,9 +254,6 @@ class LossHead(nn.Module):
         super().__init__()
         check_known("LossHead", loss_options, HEAD_OPTIONS)
         LossOptions.of(**loss_options)  # called for its checks only
-        for name, value in loss_options.items():  # `logits` computes with Python's numbers
-            if isinstance(value, np.generic):
-                loss_options[name] = value.item()  # type: ignore[literal-required]
         class_weights = loss_options.pop("class_weights", None)
         check_classes(vocab_size, class_weights)
         self.vocab_size = vocab_size

@@ -146,11 +146,11 @@ def run_layer(
     given = [tensor for index in known for tensor in context.shared[index]]
 
     def run_with(x: Tensor, context: Any, *given: Tensor) -> tuple[Any, ...]:
-        own = context.sharing(dict(zip(known, zip(given[::2], given[1::2]))))
+        own = context.changed(shared=dict(zip(known, zip(given[::2], given[1::2]))))
         out = run(x, None, own)
         return *out, *(tensor for index in left for tensor in own.shared[index])
 
-    bare = context.sharing({})
+    bare = context.changed(shared={})
     results = checkpointed(run_with, x, bare, *given, in_float8=in_float8, **options)
     count = len(results) - 2 * len(left)
     kv = results[count:]

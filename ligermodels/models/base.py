@@ -385,7 +385,7 @@ class DecoderModel(HFModel, PlannedModel):
         if self.row_shard is not None:
             experts = self.row_shard.split(experts)
         each = iter(experts.unbind(2))
-        layers = [c.routed(next(each)) if k else c for c, k in zip(context.layers, found)]
+        layers = [c.changed(experts=next(each)) if k else c for c, k in zip(context.layers, found)]
         return context._replace(layers=layers)
 
     def _routing(self, extras: list[Any], batch: int, attention_mask: Tensor | None) -> Routing:

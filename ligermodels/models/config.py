@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 from typing_extensions import Self
 
 from ligermodels.converters import hf_config, hf_rope
@@ -29,16 +28,14 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _LONGEST_WINDOW = 2**40
-_DERIVED = ("num_key_value_heads", "head_dim")
 
 
 @dataclass(kw_only=True)
 class ModelConfig(hf_config.HFConfig):
     """Sizes and settings of a decoder, under HF's field names.
 
-    The dataclass is not frozen: fields may be assigned before a model is built from it. A field
-    that was derived from another one follows it, until it is assigned itself. `extra` holds the
-    whole config.json of the checkpoint, so that an export writes every key again.
+    The dataclass is not frozen: fields may be assigned before a model is built from it. `extra`
+    holds the whole config.json of the checkpoint, so that an export writes every key again.
 
     Raises:
         ConfigError: a field has a value that no model can have.
@@ -101,29 +98,12 @@ class ModelConfig(hf_config.HFConfig):
         cls.presets = {}  # A subclass must not inherit the sizes of another family.
 
     def __post_init__(self) -> None:
-        self._derived = {name for name in _DERIVED if getattr(self, name) is None}
-        self._derive()
-        self.validate()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a field, and derive again what follows from it. `validate` checks the value.
-
-        Numbers of numpy become those of Python, which config.json and torch's ops take.
-        """
-        super().__setattr__(name, value.item() if isinstance(value, np.generic) else value)
-        if "_derived" not in vars(self):  # while the constructor sets the fields
-            return
-        if name in _DERIVED:
-            (self._derived.discard if value is not None else self._derived.add)(name)
-        if name in (*_DERIVED, "hidden_size", "num_attention_heads"):
-            self._derive()
-
-    def _derive(self) -> None:
-        """Set the fields that were not given. `validate` names one that cannot be derived."""
         heads, hidden = self.num_attention_heads, self.hidden_size
-        divides = _is_size(heads) and _is_size(hidden) and hidden % heads == 0
-        values = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else None}
-        vars(self).update({name: values[name] for name in self._derived})
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = heads
+        if self.head_dim is None and _is_size(heads) and _is_size(hidden) and hidden % heads == 0:
+            self.head_dim = hidden // heads
+        self.validate()
 
     def validate(self) -> None:
         """Check every field. It is called on construction and again when a model is built.

@@ -109,11 +109,6 @@ class Gemma4Config(GemmaFields):
                     f"config: per_layer_config has {short_repr(own)} for layer {index}; expected "
                     f"integers for {sorted(known)} alone"
                 )
-            if index not in map(str, range(self.num_hidden_layers)):
-                raise ConfigError(
-                    f"config: per_layer_config has an entry for layer {short_repr(index)}; "
-                    f"expected indices from 0 to {self.num_hidden_layers - 1} as strings"
-                )
         for layer in range(self.num_hidden_layers):
             head_dim, kv_heads = self.kv_sizes(layer)
             if min(head_dim, kv_heads) < 1 or head_dim % 2 or self.num_attention_heads % kv_heads:
@@ -384,5 +379,7 @@ class LigerGemma4(FamilyModel):
             projected = self.per_layer_projection_norm(projected)
             inputs = (projected + context.layer_embeddings) * 2**-0.5
             pairs = zip(context.layers, inputs.unbind(2), strict=True)
-            context = context._replace(layers=[each.with_input(own) for each, own in pairs])
+            context = context._replace(
+                layers=[each.changed(layer_input=own) for each, own in pairs]
+            )
         return super().run_layers(x, context)

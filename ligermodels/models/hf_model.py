@@ -2,13 +2,11 @@
 
 import copy
 import dataclasses
-import inspect
 import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FunctionType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -404,11 +402,6 @@ def check_class(cls: type[HFModel]) -> None:
         raise ConfigError(
             f"{cls.__name__}: config_class is {config_class!r}; set it to the family's subclass of "
             "ModelConfig"
-        )
-    if isinstance(inspect.getattr_static(cls, "weight_map"), FunctionType):
-        raise ConfigError(
-            f"{cls.__name__}: weight_map is called with the config alone, without self; declare it "
-            "as `weight_map = staticmethod(weight_map)`"
         )
 
 

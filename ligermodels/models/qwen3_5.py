@@ -93,13 +93,6 @@ class HybridConfig(ModelConfig):
         width = self.num_key_value_heads * self.head_dim
         return [width if kind == _FULL else 0 for kind in self.types]
 
-    def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a row's states in all gated delta nets: see `LinearAttention`."""
-        keys = self.linear_num_key_heads * self.linear_key_head_dim
-        values = self.linear_num_value_heads * self.linear_value_head_dim
-        rows = (self.linear_conv_kernel_dim - 1) * (2 * keys + values)
-        return self.types.count(_LINEAR) * (itemsize * rows + 4 * values * self.linear_key_head_dim)
-
 
 @dataclass(kw_only=True)
 class Qwen3_5Config(HybridConfig):

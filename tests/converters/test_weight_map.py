@@ -5,22 +5,8 @@ from ligermodels.converters.weight_map import (
     Entry,
     Span,
     WeightMap,
-    linear_entries,
-    norm_entries,
-    packed_entry,
 )
 from ligermodels.errors import ConfigError
-
-
-def test_a_module_has_a_bias_where_it_is_asked_for():
-    weight, bias = linear_entries("n", 5, ("a", 2), ("b", 3), bias=True)
-    assert weight == packed_entry("n.weight", (5,), ("a.weight", 2), ("b.weight", 3))
-    assert bias == packed_entry("n.bias", (), ("a.bias", 2), ("b.bias", 3))
-    assert linear_entries("n", 5, ("a", 2), ("b", 3)) == (weight,)
-    weight, bias = norm_entries("n", "hf.n", 4, bias=True)
-    assert bias == packed_entry("n.bias", (), ("hf.n.bias", 4))
-    assert norm_entries("n", "hf.n", 4) == (weight,)
-
 
 SHAPES = {"a": (4, 3), "b": (2, 3)}
 LOW, HIGH = Span("s", 0, 0, 2), Span("s", 2, 2, 2)

@@ -178,3 +178,11 @@ def test_angles_of_another_size_are_refused() -> None:
     for rotary_dim in (3, 8):
         with pytest.raises(ValueError, match=f"rotary_dim={rotary_dim}; expected an even number"):
             Attention(HIDDEN, 4, 2, HEAD_DIM, rotary_dim=rotary_dim)
+
+
+def test_a_changed_context_keeps_the_rest() -> None:
+    tensor = torch.zeros(1, 1, 2)
+    own = dict.fromkeys(("memory", "experts", "layer_input", "query_factors"), tensor)
+    changed = AttentionContext(tensor, tensor, **own).changed(experts=None)
+    assert changed.experts is None
+    assert changed.query_factors is changed.memory is changed.layer_input is tensor

@@ -166,7 +166,6 @@ def outside(**attributes: Any) -> Any:
             {"config_class": PlainHeads},
             r"small config \(with PlainHeads\.small_f.*not grouped",
         ),
-        ({"weight_map": lambda model, config: None}, "weight_map is called with the config alone"),
         ({"weight_map": staticmethod(lambda config: [])}, "'list' object has no attribute"),
         (outside_map(lambda e: [*e, e[0]]), "'embed_tokens.weight' occurs twice"),
         (

@@ -100,9 +100,6 @@ def test_a_published_checkpoint_passes_through(published: Path, tmp_path: Path) 
     described = describe(copy, family_of(copy))
     assert kept > 3 and sum(described.kept.values()) == kept
     assert described.unknown_keys.keys() <= TEXT.keys()
-    nets = [x.linear_attn for x in model.layers if hasattr(x, "linear_attn")]
-    states = described.memory["states of gated delta nets per row, with bfloat16"]
-    assert nets and states == sum(net.state_bytes(2) for net in nets)
 
     with torch.no_grad():
         model.norm.weight.add_(1)
