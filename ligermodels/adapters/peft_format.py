@@ -6,8 +6,7 @@ native model. Nothing here imports PEFT.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +113,7 @@ def add_lora(
     Raises:
         CheckpointError: a tensor would be left out, a tensor that the config names is missing or
             has another shape, a key of the config is not honoured, or a sum is not finite in the
-            dtype of the parameter. Nothing was changed.
+            dtype of the parameter. Only in the last case may parameters have been changed.
     """
     check_config(config)
     fused, packed = row_orders(weight_map), expert_linears(weight_map)
@@ -151,29 +150,20 @@ def add_lora(
         shapes |= {f"{start}.{_A}": (rank, width), f"{start}.{_B}": (rows // count, rank)}
     _check(weights, shapes, config, weight_map.aliases)
     given = {name: weights[_PREFIX + name] for name in shapes}
-    sums: list[tuple[str, Tensor, Callable[[], Tensor]]] = [
-        (name, here, partial(given[name].to, here)) for name, here in whole.items()
-    ]
+    for name, here in whole.items():
+        _put(name, here, given[name].to(here))
     for name in chosen:
         length = given.get(f"{name}.{MAGNITUDE}")
         factors = given[f"{name}.{_A}"], given[f"{name}.{_B}"]
-        update = *factors, scaling_of(config, name), length
-        sums.append((f"{name}.weight", linear[name], partial(_sum, linear[name], *update)))
+        total = _sum(linear[name], *factors, scaling_of(config, name), length)
+        _put(f"{name}.weight", linear[name], total)
     for start, (name, native, count) in stacked.items():
         order = fused.get(native, slice(None))
         each_a = given[f"{start}.{_A}"].unflatten(0, (count, -1))
         each_b = given[f"{start}.{_B}"].unflatten(1, (-1, count))[order].unbind(2)
         scaling = scaling_of(config, name)
         for a, b, here in zip(each_a, each_b, parameters[native].unflatten(0, (count, -1))):
-            sums.append((name, here, partial(_sum, here, a, b, scaling, None)))
-    for name, here, total in sums:
-        if not total().isfinite().all():
-            raise CheckpointError(
-                f"adapter: with it, {name} holds NaN or infinite values in {here.dtype}; the "
-                "adapter's scale or its values are too large for this dtype"
-            )
-    for _, here, total in sums:  # computed again: a second model would not fit everywhere
-        here.copy_(total())
+            _put(name, here, _sum(here, a, b, scaling, None))
 
 
 def _stacked(
@@ -210,6 +200,16 @@ def _stacked(
         for place, found in places.items()
         for depth, each in enumerate(reversed(found))
     }
+
+
+def _put(name: str, here: Tensor, total: Tensor) -> None:
+    """Write a sum into a parameter, or raise CheckpointError if it is not finite."""
+    if not total.isfinite().all():
+        raise CheckpointError(
+            f"adapter: with it, {name} holds NaN or infinite values in {here.dtype}; the adapter's "
+            "scale or its values are too large for this dtype"
+        )
+    here.copy_(total)
 
 
 def _sum(rows: Tensor, a: Tensor, b: Tensor, scaling: float, length: Tensor | None) -> Tensor:

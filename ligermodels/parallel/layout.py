@@ -23,9 +23,6 @@ from ligermodels.ranks import led_by_rank_0
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Parameters are sent in blocks of this size, because a copy of a block may exist meanwhile.
-_SENT_BYTES = 2**26
-
 
 @dataclass(frozen=True)
 class TensorSlice:
@@ -93,7 +90,7 @@ class TensorSplit:
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole parameter, made of the tensors of all ranks of the group.
 
-        The ranks send their ranges in turn, straight into the result; columns go block by block.
+        The ranks send their ranges in turn; rows go straight into the result.
         """
         group, out = self.mesh.get_group(), local.new_empty(self.shape)
         for rank, ranges in enumerate(self.ranges):
@@ -104,17 +101,10 @@ class TensorSplit:
                 here = out.narrow(self.dim, each.start, each.size)
                 if rank == self.mesh.get_local_rank():
                     here.copy_(local.narrow(self.dim, each.local, each.size))
-                for block in here.split(_rows_to_send(here)):
-                    piece = block.contiguous()  # rows already are
-                    dist.broadcast(piece, source, group=group)
-                    if not block.is_contiguous():
-                        block.copy_(piece)
+                piece = here.contiguous()  # rows already are
+                dist.broadcast(piece, source, group=group)
+                here.copy_(piece)
         return out
-
-
-def _rows_to_send(tensor: Tensor) -> int:
-    """Return how many rows of a tensor are sent at once."""
-    return max(1, _SENT_BYTES // max(1, tensor[:1].numel() * tensor.itemsize))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
