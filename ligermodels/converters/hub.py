@@ -198,13 +198,15 @@ def _cached(
     import huggingface_hub
     from huggingface_hub import constants
 
-    reason, way_out = _why_unreachable(fault)
+    reason = "local_files_only is set"
+    if fault is not None:
+        reason = f"the hub gives no answer that can be used ({first_line(fault)})"
     cache = Path(cache_dir or constants.HF_HUB_CACHE)
     found = huggingface_hub.try_to_load_from_cache(repo, CONFIG_NAME, cache, revision)
     if not isinstance(found, str):
         raise CheckpointError(
-            f"{repo}: there is no such local folder, {reason}, and nothing is cached; "
-            f"{way_out} to download the model, or pass the path of a local folder"
+            f"{repo}: there is no such local folder, {reason}, and nothing is cached; download "
+            "the model first, or pass the path of a local folder"
         ) from fault
     folder = Path(found).parent
     if weights:
@@ -212,25 +214,9 @@ def _cached(
             local_weight_files(folder)
         except CheckpointError as incomplete:
             raise CheckpointError(
-                f"{repo}: {reason}, and the cached copy is incomplete; {way_out} to download the "
-                f"rest\n  {incomplete}"
+                f"{repo}: {reason}, and the cached copy is incomplete; download the rest first\n"
+                f"  {incomplete}"
             ) from fault
     if fault is not None and not constants.HF_HUB_OFFLINE:
         logger.warning("%s: %s; ligermodels is using the cached copy", repo, reason)
     return folder
-
-
-def _why_unreachable(fault: Exception | None) -> tuple[str, str]:
-    """Return why the hub gave no answer that can be used, and what the user can do."""
-    from huggingface_hub import constants, errors
-
-    if fault is None:
-        return "local_files_only is set", "leave local_files_only out"
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
-    response = getattr(fault, "response", None)
-    if isinstance(fault, errors.HfHubHTTPError) and response is not None:
-        way = "log in again with `hf auth login` (or set HF_TOKEN), or try again later"
-        return f"the hub refuses the request ({first_line(fault)})", way
-    reason = f"there is no connection, or no answer that can be read ({first_line(fault)})"
-    return reason, "connect (and check HF_ENDPOINT and the proxy)"

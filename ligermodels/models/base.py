@@ -299,14 +299,7 @@ class DecoderModel(HFModel, PlannedModel):
         Raises:
             ValueError: the inputs contradict each other, or the model cannot honour one of them.
             IndexError: on a CPU in eager mode, an id or a label is outside the vocabulary.
-            ConfigError: a transform of torch.func runs the model.
         """
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            raise ConfigError(
-                f"{type(self).__name__}: transforms of torch.func (grad, vjp, jvp, vmap) are not "
-                "implemented by the fused ops; use loss.backward() or torch.autograd.grad, row by "
-                "row for the gradients of single rows"
-            )
         if any(name in loss_options for name in FLATTENED):
             given: dict[str, Any] = {**loss_options, "position_ids": position_ids}
             found = flattened_documents(given)

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
@@ -38,23 +37,6 @@ class GemmaConfig(GemmaFields):
     num_attention_heads: int = 16
     num_key_value_heads: int = 16
     hidden_act: str = "gelu_pytorch_tanh"
-
-    def validate(self) -> None:
-        """Check every field as ModelConfig does, and that hidden_activation agrees with hidden_act.
-
-        The model uses only hidden_act.
-
-        Raises:
-            ConfigError: a field is invalid, or the two activations differ.
-        """
-        super().validate()
-        other = self.extra.get("hidden_activation")
-        tanh = ("gelu_pytorch_tanh", "gelu_new") if self.activation == "gelu_tanh" else ()
-        if other not in (None, self.hidden_act, *tanh):
-            raise ConfigError(
-                f"config: hidden_activation is {short_repr(other)}, but hidden_act is "
-                f"{self.hidden_act!r}; set both to the same activation"
-            )
 
     @property
     def activation(self) -> str:

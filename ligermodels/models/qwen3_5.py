@@ -10,7 +10,6 @@ from torch import nn
 
 from ligermodels.converters.weight_map import Towers
 from ligermodels.errors import ConfigError
-from ligermodels.kernels.checks import MAX_DELTA_KEY_DIM
 from ligermodels.layers import (
     DecoderBlock,
     GatedMLP,
@@ -74,11 +73,6 @@ class HybridConfig(ModelConfig):
             raise ConfigError(
                 f"config: linear_num_value_heads is {heads}; expected a multiple of "
                 f"linear_num_key_heads {key_heads}"
-            )
-        if self.linear_key_head_dim > MAX_DELTA_KEY_DIM:
-            raise ConfigError(
-                f"config: linear_key_head_dim is {self.linear_key_head_dim}; expected at most "
-                f"{MAX_DELTA_KEY_DIM}, which the kernels take"
             )
 
     @property

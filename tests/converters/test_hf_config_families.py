@@ -349,7 +349,6 @@ def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; expected an integer from 1"),
         ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is .* but the layers"),
         ("llama", {"layer_types": "full"}, "layer_types is 'full', but the layers of this 'llama'"),
-        ("gemma", {"hidden_activation": "silu"}, "hidden_activation is 'silu', but hidden_act"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not implemented"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, expected num"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 26}, "expected a list of 'full_attent"),
@@ -359,9 +358,7 @@ def test_bad_values_are_refused_by_name(subtests: pytest.Subtests) -> None:
         ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention' is 5; this"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "is not implemented"),
         ("phi3", {"rope_scaling": LINEAR}, "rope_scaling has rope_type 'linear', expected 'longr"),
-        ("gemma4_text", {"per_layer_config": {"77": {"head_dim": 8}}}, "an entry for layer '77'"),
         ("qwen3_5_text", {"linear_num_value_heads": 3}, "linear_num_value_heads is 3; expected a"),
-        ("qwen3_5_text", {"linear_key_head_dim": 256}, "linear_key_head_dim is 256; expected at"),
         (
             "phi3",
             {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 8}},

@@ -102,16 +102,22 @@ def test_the_cache_serves_without_a_connection(hub, monkeypatch, caplog, revisio
     assert not hub.asked and not caplog.text
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert resolve(REPO, revision=revision) == folder
-    assert "no connection" in caplog.text and "using the cached copy" in caplog.text
+    assert "no answer that can be used" in caplog.text and "the cached copy" in caplog.text
 
 
 def test_an_incomplete_cache_does_not_count_as_the_whole(hub):
     lost = "model-00001-of-00002.safetensors"
-    with offline(), pytest.raises(CheckpointError, match=r"is set, and nothing .* unset .* local"):
+    with (
+        offline(),
+        pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE.* nothing is cached"),
+    ):
         resolve(REPO)
     for name in hub.files.keys() - {lost}:
         huggingface_hub.hf_hub_download(REPO, name)
-    with offline(), pytest.raises(CheckpointError, match=r"is incomplete; unset(.|\n)*model-00001"):
+    with (
+        offline(),
+        pytest.raises(CheckpointError, match=r"is incomplete(.|\n)*model-00001"),
+    ):
         resolve(REPO)
     assert (resolve(REPO) / lost).exists()
 
@@ -138,7 +144,7 @@ def test_every_load_takes_the_options_of_the_hub(hub, tmp_path, what):
     assert hub.tokens == {"Bearer hf_mine"}
     assert [path.name for path in (tmp_path / "mine").glob("models*")] == ["models--some--model"]
     assert not (tmp_path / "cache").exists()
-    with pytest.raises(CheckpointError, match="local_files_only is set, and nothing is cached; le"):
+    with pytest.raises(CheckpointError, match="local_files_only is set, and nothing is cached; do"):
         LOADS[what](REPO, local_files_only=True)
     with pytest.raises(TypeError, match="'force_download'"):
         LOADS[what](REPO, force_download=True)
@@ -163,7 +169,7 @@ def test_what_is_not_there_says_what_to_do(hub, monkeypatch):
     with pytest.raises(CheckpointError, match=r"is gated; accept its licence .* `hf auth login`"):
         resolve(REPO)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match=r"^some/model: .* no connection, .* connect "):
+    with pytest.raises(CheckpointError, match=r"^some/model: .* no answer .* nothing is cached"):
         resolve(REPO)
 
 
@@ -192,23 +198,15 @@ def test_unreadable_weights_are_refused_before_any_download(hub):
     assert not hub.sent
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "words"),
-    [
-        (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "log in again"),
-        (403, {}, "log in again"),
-        (503, {}, "try again later"),
-    ],
-)
-def test_an_answer_is_not_a_missing_connection(hub, monkeypatch, caplog, status, headers, words):
+@pytest.mark.parametrize("status", [401, 503])
+def test_an_answer_of_the_hub_is_told(hub, monkeypatch, caplog, status):
     resolve(REPO)
-    hub.answer = status, headers, b"<html>"
+    hub.answer = status, {"X-Error-Message": "Invalid credentials"}, b"<html>"
     resolve(REPO)
-    assert "no connection" not in caplog.text and "using the cached copy" in caplog.text
+    assert f"'{status} " in caplog.text and "using the cached copy" in caplog.text
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "empty")
-    with pytest.raises(CheckpointError, match="nothing is cached") as error:
+    with pytest.raises(CheckpointError, match=f"{status}.* nothing is cached"):
         resolve(REPO)
-    assert words in str(error.value) and "no connection" not in str(error.value)
 
 
 @pytest.mark.parametrize(
