@@ -56,7 +56,7 @@ PROFILES = {"--profile": "kernels", "--step-profile": "step_kernels"}
 # Parts of kernels' names -> what the kernels compute. The first that fits counts.
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn", "attention"),
-    "casts": ("float8_cast", "absolute_maximum"),
+    "casts": ("float8_cast", "absmax"),
     "loss": ("cross_entropy", "mean_loss", "scaled_kernel"),
     "optimizer": ("adam", "multi_tensor"),
     "products": ("gemm", "nvjet", "cutlass", "scaled_mm", "addmm", "::mm", "linear"),
@@ -264,7 +264,7 @@ def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
     maxima = {"tensorwise": tokens * 2 * (qkv + 3 * h) + 2 * weights}
     maxima["rowwise"] = 2 * (2 * tokens * (qkv + 5 * h + 3 * f + h) + 2 * weights)
     moved = {name: each * tokens for name, each in per_token.items()}
-    moved |= {"float8_cast": casts, "absolute_maximum": maxima.get(row, 0)}
+    moved |= {"float8_cast": casts, "AbsMax": maxima.get(row, 0)}
     flops = 3 * 2 * tokens * weights
     # Causal attention computes half of seq x seq: two products forward, five backward.
     attention = 7 * 2 * tokens * seq / 2 * h

@@ -27,9 +27,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_have_the_bits_of_the_reference(rows, columns, dtype) -> None:
     x = normal(rows, columns)
-    for axis in ("tensor", "rows", "columns"):
+    for axis, over in (("tensor", (0, 1)), ("rows", 1), ("columns", 0)):
         amax = absolute_maximum(x, axis)
-        assert torch.equal(amax, reference.absolute_maximum(x, axis))
+        assert torch.equal(amax, x.float().abs().amax(over, keepdim=True))
         ways = axis != "columns", axis != "rows"
         made = float8_cast(x, amax, dtype, straight=ways[0], transposed=ways[1])
         expected = reference.float8_cast(x, amax, dtype, False, *ways)

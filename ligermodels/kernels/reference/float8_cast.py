@@ -1,4 +1,4 @@
-"""Plain PyTorch: the largest absolute value, and the cast to float8."""
+"""Plain PyTorch: the cast to float8."""
 
 import torch
 import torch.nn.functional as F
@@ -9,19 +9,10 @@ MULTIPLE = 16  # the lengths of rows in products of float8 are multiples of it
 BLOCK = 128  # elements of a row, or rows and columns of a square, with one scale
 
 
-def absolute_maximum(x: Tensor, axis: str) -> Tensor:
-    """Return (1, 1), (rows, 1) or (1, columns) in float32, for x (rows, columns)."""
-    shape = {"tensor": (1, 1), "rows": (len(x), 1), "columns": (1, x.shape[1])}[axis]
-    if x.numel() == 0:
-        return x.new_zeros(shape, dtype=torch.float32)
-    over = {"tensor": (0, 1), "rows": (1,), "columns": (0,)}[axis]
-    return x.abs().amax(over, keepdim=True).float()
-
-
 def recorded(x: Tensor, amax: Tensor | None) -> Tensor:
     """Return x; if amax is given, raise it to the largest absolute value of x."""
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, absolute_maximum(x.flatten(0, -2), "tensor")))
+    if amax is not None and x.numel():
+        amax.copy_(torch.maximum(amax, x.abs().max().float()))
     return x
 
 

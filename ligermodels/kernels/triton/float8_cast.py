@@ -1,4 +1,4 @@
-"""The largest absolute value, and the cast to float8 in one or both orientations."""
+"""The cast to float8 in one or both orientations."""
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,6 @@ from ligermodels.kernels.triton.float8_tile import (
     _tile_of,
 )
 
-AMAX = Launches(nvidia=((None, Launch(512, 8, rows=16)),), amd=((None, Launch(512, 4, rows=16)),))
-AMAX_OF_COLUMNS = Launches(
-    nvidia=((None, Launch(64, 8, rows=256)),), amd=((None, Launch(128, 8, rows=64)),)
-)
 CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
 # A tile is a block with one scale, or its rows are blocks, or its columns.
 BLOCKS = Launches(
@@ -31,28 +27,6 @@ BLOCKS_TURNED = Launches(
 TRANSPOSE = Launches(
     nvidia=((None, Launch(64, 8, rows=128)),), amd=((None, Launch(64, 4, rows=64)),)
 )
-
-
-@triton.jit
-def absolute_maximum_kernel(
-    x_ptr, amax_ptr, rows, columns, AXIS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Each program handles one tile. amax has int32 zeros; see `_record_amax`."""
-    row, column = _tile_of(columns, ROWS, BLOCK)
-    mask = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
-    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
-    if AXIS == "tensor":
-        _record_amax(amax_ptr, x)
-    elif AXIS == "rows":
-        most = tl.max(bits, 1, keep_dims=True)
-        tl.atomic_max(amax_ptr + row, most, mask=row < rows, sem="relaxed")
-    else:
-        most = tl.max(bits, 0, keep_dims=True)
-        known = tl.load(amax_ptr + column, mask=column < columns, cache_modifier=".cg")
-        tl.atomic_max(
-            amax_ptr + column, most, mask=(column < columns) & (most > known), sem="relaxed"
-        )
 
 
 @triton.jit
@@ -117,26 +91,6 @@ def float8_cast_kernel(
         amax = amax if AXIS == "tensor" else tl.trans(amax)
         _store_turned(turned_ptr, x, amax, row, column, columns, padded, smallest, largest)
     tl.store(scale_ptr + at, scale, mask=stored)
-
-
-def absolute_maximum(x: Tensor, axis: str) -> Tensor:
-    """Launch the kernel for `reference.absolute_maximum`."""
-    x = x.contiguous()
-    rows, columns = x.shape
-    shape = {"tensor": (1, 1), "rows": (rows, 1), "columns": (1, columns)}[axis]
-    amax = x.new_zeros(shape, dtype=torch.int32)
-    if x.numel():
-        setting = launch(AMAX_OF_COLUMNS if axis == "columns" else AMAX, columns)
-        absolute_maximum_kernel[(cdiv(rows, setting.rows) * cdiv(columns, setting.block),)](
-            x,
-            amax,
-            rows,
-            columns,
-            AXIS=axis,
-            ROWS=setting.rows,
-            **keywords(setting),
-        )
-    return amax.view(torch.float32)
 
 
 def float8_cast(
