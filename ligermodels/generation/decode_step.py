@@ -42,15 +42,11 @@ class HostCopy:
     """Copies of tensors on their way to the host, so that later work may overwrite the tensors."""
 
     def __init__(self, *tensors: Tensor) -> None:
+        # From a GPU they go to pinned memory, so the host does not wait here.
+        self.copies = [x.to("cpu", non_blocking=True, copy=True) for x in tensors]
         self.event: torch.cuda.Event | None = None
         if tensors[0].is_cuda:
-            self.copies = [torch.empty_like(x, device="cpu", pin_memory=True) for x in tensors]
-            for made, x in zip(self.copies, tensors):
-                made.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(tensors[0].device))
-        else:
-            self.copies = [x.clone() for x in tensors]
+            self.event = torch.cuda.current_stream(tensors[0].device).record_event()
 
     def wait(self) -> list[Tensor]:
         """Return the copies as soon as they are there."""

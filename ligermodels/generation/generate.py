@@ -5,13 +5,13 @@ Shape legend: B batch, S prompt length, V vocabulary.
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ligermodels.errors import short_repr
 from ligermodels.generation.cache_memory import check_room
@@ -23,7 +23,7 @@ from ligermodels.generation.decode_step import (
     kept_decoder,
 )
 from ligermodels.generation.draft import DraftModel, drafted_passes
-from ligermodels.generation.generation_config import check_names, resolve_rule
+from ligermodels.generation.generation_config import RULE_OPTIONS, check_names, resolve_rule
 from ligermodels.generation.models import DraftHeads
 from ligermodels.generation.prefill import chunks, read_prompts
 from ligermodels.generation.prompts import Prompts, batch_prompts
@@ -40,34 +40,6 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 ROOM = 256
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The options of `generate`, `stream` and `stream_text`. `generate` explains them."""
-
-    inputs_embeds: Tensor | None
-    prefix_lengths: Tensor | None
-    memory: Tensor | None
-    memory_mask: Tensor | None
-    max_new_tokens: int
-    do_sample: bool
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float
-    logit_bias: Mapping[int, float] | None
-    logits_processor: LogitsProcessor | None
-    eos_token_id: int | Iterable[int] | None
-    stop_strings: Sequence[str]
-    pad_token_id: int | None
-    attention_mask: Tensor | None
-    generator: torch.Generator | None
-    cache: KVCache | None
-    heads: DraftHeads | None
-    draft_model: DecoderModel | None
-    num_drafts: int
-
-
 def generate(
     model: DecoderModel,
     input_ids: Prompts | None = None,
@@ -75,7 +47,7 @@ def generate(
     callback: Callable[[Tensor], object] | None = None,
     tokenizer: Decoder | None = None,
     return_log_probs: bool = False,
-    **options: Unpack[GenerateOptions],
+    **options: Any,
 ) -> Any:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
 
@@ -132,7 +104,6 @@ def generate(
             there are stop tokens, else after the last token.
         CheckpointError: generation_config.json has a value of a wrong type.
     """
-    check_names("generate", options, GenerateOptions.__annotations__)
     prompt_BS, steps = _start(model, input_ids, tokenizer, return_log_probs, **options)
     columns, log_probs = [prompt_BS], []
     for tokens, values in steps:  # (batch,), or with drafts (new,) of one row
@@ -150,7 +121,7 @@ def stream(
     input_ids: Prompts | None = None,
     *,
     tokenizer: Decoder | None = None,
-    **options: Unpack[GenerateOptions],
+    **options: Any,
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
@@ -158,7 +129,6 @@ def stream(
     Raises:
         ValueError: as in `generate`, at the call; also if there is more than one prompt.
     """
-    check_names("stream", options, GenerateOptions.__annotations__)
     prompt_BS, steps = _start(model, input_ids, tokenizer, **options)
     if prompt_BS.shape[0] != 1:
         raise ValueError(
@@ -172,7 +142,7 @@ def stream_text(
     model: DecoderModel,
     tokenizer: Decoder,
     input_ids: Prompts | None = None,
-    **options: Unpack[GenerateOptions],
+    **options: Any,
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
 
@@ -220,6 +190,8 @@ def _start(
     For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,), or
     with drafts the tokens of a pass, (new,), and as many log-probabilities, or None.
     """
+    own = (*signature(generate).parameters, *signature(_start).parameters)
+    check_names("generate", rule, (*RULE_OPTIONS, *own))
     config = model.config
     if draft_model is not None:
         if heads is not None:

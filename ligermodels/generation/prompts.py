@@ -62,17 +62,13 @@ def _batch(
             f"{tuple(input_ids.shape)} differ in shape, but must have the same"
         )
     mask = attention_mask.bool()
-    if not torch.equal(mask.to(attention_mask.dtype), attention_mask):
-        raise ValueError("attention_mask: expected 1 for tokens and 0 for padding, nothing else")
-    if not bool(mask.any(1).all()):
+    padding = (~mask).sum(1, keepdim=True)
+    on_the_left = torch.arange(mask.shape[1], device=mask.device) >= padding
+    wrong = (attention_mask != on_the_left).any(1) | ~mask.any(1)
+    if bool(wrong.any()):
         raise ValueError(
-            f"attention_mask: row {int(mask.any(1).int().argmin())} is all padding; a prompt needs "
-            "at least one token"
-        )
-    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ValueError(
-            "attention_mask: there is padding to the right of tokens; pad on the left, or pass the "
-            "prompts as a list without padding"
+            f"attention_mask: row {int(wrong.int().argmax())}; expected 0 for padding, and on its "
+            "right 1 for each token; pad on the left, or pass the prompts as a list without padding"
         )
     return input_ids.long(), None if bool(mask.all()) else mask.long()
 
@@ -89,12 +85,9 @@ def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, str):
         raise ValueError(f"{name}: a prompt is a string; encode it with Tokenizer.encode")
     try:
-        found = torch.as_tensor(value)
+        return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"{name}: got {short_repr(value)}; expected integers of 64 bits") from None
-    if found.layout is not torch.strided:
-        raise ValueError(f"{name} is a sparse tensor; expected a dense one")
-    return found
 
 
 def _pad_left(rows: list[Tensor], pad_token_id: int) -> tuple[Tensor, Tensor | None]:

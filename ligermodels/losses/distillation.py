@@ -1,4 +1,4 @@
-"""Losses that teach a student a teacher's next-token distribution, or its hidden states.
+"""Losses that teach a student a teacher's next-token distribution.
 
 `distillation` takes two heads and never holds all logits of either. `top_k_divergence` takes the
 stored log-probabilities of a teacher's likeliest classes, and does not need the teacher itself.
@@ -7,12 +7,10 @@ stored log-probabilities of a teacher's likeliest classes, and does not need the
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels import linear_divergence
 from ligermodels.layers.loss_head import LossHead
-from ligermodels.losses.terms import check_shape, divided
 
 
 def distillation(
@@ -113,36 +111,3 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     there = log_p > -torch.inf
     ratio = torch.where(there, log_p, 0.0) - torch.where(there, log_q, 0.0)
     return (torch.where(there, log_p, -torch.inf).exp() * ratio).sum(-1)
-
-
-def hidden_cosine(
-    hidden: Tensor,
-    teacher_hidden: Tensor,
-    *,
-    targets: Tensor | None = None,
-    ignore_index: int = -100,
-    normalizer: float | Tensor | None = None,
-) -> Tensor:
-    """Return the mean of 1 - cosine similarity of hidden states, as DistilBERT's third loss.
-
-    (arXiv:1910.01108, section 3.) The teacher gets no gradient.
-
-    Args: hidden, teacher_hidden: (..., hidden) of the same size: project the student's first, if
-        they differ; targets: (...), as in `distillation`; normalizer: what divides the sum over
-        tokens; by default the number of tokens that count.
-    Raises:
-        ValueError: a shape is wrong.
-    """
-    if hidden.shape != teacher_hidden.shape:
-        raise ValueError(
-            f"hidden_cosine: hidden {tuple(hidden.shape)} and teacher_hidden "
-            f"{tuple(teacher_hidden.shape)}; expected the same shape. Project the student's "
-            "hidden states to the teacher's size with an nn.Linear"
-        )
-    check_shape("targets", targets, hidden.shape[:-1])
-    hidden, teacher_hidden = hidden.float(), teacher_hidden.detach().float()
-    kept = torch.ones_like(hidden[..., 0]).bool() if targets is None else targets != ignore_index
-    # What does not count is replaced before the formula, as in `counted`.
-    student, teacher = (torch.where(kept[..., None], x, 1.0) for x in (hidden, teacher_hidden))
-    away = 1 - F.cosine_similarity(student, teacher, dim=-1)
-    return divided(torch.where(kept, away, 0.0).sum(), normalizer, kept.sum())

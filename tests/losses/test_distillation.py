@@ -1,4 +1,4 @@
-"""Distillation through heads, offline and on hidden states, against float64 and TRL."""
+"""Distillation through heads, and offline, against float64 and TRL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.layers import LossHead
-from ligermodels.losses.distillation import distillation, hidden_cosine, top_k_divergence
+from ligermodels.losses.distillation import distillation, top_k_divergence
 from tests.kernels import formulas
 from tests.kernels.checks import random
 from tests.layers.heads import swap
@@ -118,25 +118,3 @@ def test_top_k_of_all_classes_is_the_whole_divergence() -> None:
     assert same.abs().max() <= 1e-12 and gradients(same.sum(), log_p)[0].abs().max() <= 1e-6
     with pytest.raises(ValueError, match="expected equal shapes"):
         top_k_divergence(log_p, log_q)
-
-
-def test_hidden_cosine() -> None:
-    hidden, _, targets = states()
-    teacher = random(BATCH, SEQ, WIDTH, seed=5).float().requires_grad_()
-    loss = hidden_cosine(hidden, teacher, targets=targets)
-    valid = targets != -100
-    wanted = F.cosine_embedding_loss(hidden[valid], teacher.detach()[valid], torch.ones(1))
-    assert relative(loss, wanted) <= 1e-6
-    loss.backward()
-    assert teacher.grad is None and (hidden.grad[~valid] == 0).all()
-    for normalizer in (None, 0, torch.tensor(0)):
-        nothing = hidden_cosine(hidden, teacher, targets=targets * 0 - 100, normalizer=normalizer)
-        assert nothing == 0
-    assert (
-        relative(hidden_cosine(hidden, teacher, normalizer=2), 7 * hidden_cosine(hidden, teacher))
-        <= 1e-6
-    )
-    with pytest.raises(ValueError, match="Project the student's"):
-        hidden_cosine(hidden, teacher[..., 1:])
-    with pytest.raises(ValueError, match=r"targets: the shape is .*; expected \(2, 7\)"):
-        hidden_cosine(hidden, teacher, targets=targets[0])

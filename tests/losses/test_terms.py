@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ligermodels import losses
 from ligermodels.losses import kto, policy, preference
-from ligermodels.losses.distillation import hidden_cosine
 from ligermodels.losses.preference import CPO_LOSS_TYPES
 from ligermodels.losses.terms import SFT_LOSS_TYPES
 
@@ -76,11 +75,9 @@ def masked_losses(rows: list[int] = WHOLE) -> Iterator[Case]:
     labels = torch.where(mask, 1, -100)
     process = partial(losses.token_reward_loss, labels=labels, normalizer=count)
     yield Case("process reward", process, ["rewards"])
-    cosine = partial(hidden_cosine, targets=labels, normalizer=count)
-    yield Case("cosine", cosine, ["hidden", "teacher_hidden"])
 
 
-CONSTANT = "old_log_probs ref_log_probs sampling_log_probs log_sum_sq_probs teacher_hidden".split()
+CONSTANT = "old_log_probs ref_log_probs sampling_log_probs log_sum_sq_probs".split()
 CONSTANT += ["advantages", "importance_sampling_ratio"]
 each_loss = pytest.mark.parametrize("case", list(masked_losses()), ids=lambda case: case.name)
 
@@ -88,9 +85,8 @@ each_loss = pytest.mark.parametrize("case", list(masked_losses()), ids=lambda ca
 def random_values(names: list[str]) -> dict[str, Tensor]:
     """Return tensors of a loss by their names."""
     generator = torch.Generator().manual_seed(0)
-    width = (3,) if "hidden" in names else ()
     whole = {
-        name: torch.rand(*MASK.shape, *width, generator=generator, dtype=torch.float64)
+        name: torch.rand(*MASK.shape, generator=generator, dtype=torch.float64)
         * (-1 if "log_probs" in name else 1)
         for name in names
     }
