@@ -66,7 +66,7 @@ KINDS = {
 
 def build(row: str, layers: int, device: str, tiny: bool) -> Any:
     """Return a random model, built on the device, whose linears compute as the row says."""
-    from ligermodels import LigerLlama, LlamaConfig, MemoryPlan, float8
+    from ligermodels import LayerPlan, LigerLlama, LlamaConfig, MemoryPlan, float8
 
     changes: dict[str, Any] = TINY if tiny else {}
     config = LlamaConfig.preset("llama-3-8b", num_hidden_layers=layers, **changes)
@@ -85,7 +85,7 @@ def build(row: str, layers: int, device: str, tiny: bool) -> Any:
         float8.convert(model, recipe, filter=(lambda name, linear: True) if tiny else None)
         print(model.kernels()["linear"], file=sys.stderr)
         if row in KEPT:
-            model.set_memory_plan(MemoryPlan.uniform(layers, "all", float8=True))
+            model.set_memory_plan(MemoryPlan.uniform(layers, LayerPlan(float8=True)))
     elif row in (*TORCHAO, *HF_TORCHAO):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -313,7 +313,7 @@ def gradient_errors(tiny: bool) -> list[dict[str, Any]]:
     """
     import copy
 
-    from ligermodels import LigerLlama, LlamaConfig, MemoryPlan, float8
+    from ligermodels import LayerPlan, LigerLlama, LlamaConfig, MemoryPlan, float8
 
     device = "cpu" if tiny else "cuda"
     changes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
@@ -337,7 +337,7 @@ def gradient_errors(tiny: bool) -> list[dict[str, Any]]:
             recipe = row.removesuffix(IN_FLOAT8)
             float8.convert(model, recipe, filter=lambda name, linear: True)
             if row in KEPT:
-                model.set_memory_plan(MemoryPlan.uniform(2, "all", float8=True))
+                model.set_memory_plan(MemoryPlan.uniform(2, LayerPlan(float8=True)))
             if recipe == "delayed":
                 gradients(model)
                 torch.optim.SGD(model.parameters(), lr=0.0).step()

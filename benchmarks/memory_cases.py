@@ -88,12 +88,12 @@ def draw(count: int, seed: int = SEED, ranks: int = 1) -> list[Case]:
         batch, seq = next(lengths)
         if packing == "cu_seqlens":  # it describes a single row
             batch, seq = 1, batch * seq
+        tile = next(tiles)
         plan = MemoryPlan.of(
             [
-                LayerPlan(generator.choice(POLICIES), host and generator.random() < 0.7)
+                LayerPlan(generator.choice(POLICIES), host and generator.random() < 0.7, tile)
                 for _ in range(next(layers))
             ],
-            mlp_tile=next(tiles),
             host_budget=16 * GIB if host else 0,
         )
         names, kinds = next(presets), next(dtypes)

@@ -1,7 +1,7 @@
 """The memory plan: what each layer of a model keeps for backward, and where it keeps it."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from typing_extensions import Self
@@ -103,7 +103,7 @@ class MemoryPlan:
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
-        layers = _sequence(self.layers)
+        layers = tuple(self.layers)
         if wrong := [layer for layer in layers if not isinstance(layer, LayerPlan)]:
             raise ConfigError(f"memory plan: layer {short_repr(wrong[0])}; expected a LayerPlan")
         host_budget = checked_integer("host_budget", self.host_budget, 0)
@@ -113,35 +113,20 @@ class MemoryPlan:
 
     @classmethod
     def uniform(
-        cls,
-        num_layers: int,
-        policy: CheckpointingPolicy,
-        *,
-        host: bool = False,
-        mlp_tile: int | None = None,
-        float8: bool = False,
-        **options: Any,
+        cls, num_layers: int, layer: CheckpointingPolicy | LayerPlan, **options: Any
     ) -> Self:
-        """Return the plan in which all layers have the same checkpointing policy."""
-        count = checked_integer("num_layers", num_layers, 0)
-        return cls((LayerPlan(policy, host, mlp_tile, float8),) * count, **options)
+        """Return the plan in which all layers have the same checkpointing policy, or plan."""
+        return cls.of([layer] * checked_integer("num_layers", num_layers, 0), **options)
 
     @classmethod
-    def of(
-        cls,
-        policies: Iterable[CheckpointingPolicy | LayerPlan],
-        *,
-        mlp_tile: int | None = None,
-        **options: Any,
-    ) -> Self:
+    def of(cls, layers: Iterable[CheckpointingPolicy | LayerPlan], **options: Any) -> Self:
         """Return a plan from the checkpointing policies, or the plans, of the layers.
 
-        Args: mlp_tile: the tile of the layers that are not given their own tile.
+        Args: options: `host_budget` and `head_chunk`.
         """
-        layers = (k if isinstance(k, LayerPlan) else LayerPlan(k) for k in _sequence(policies))
-        if mlp_tile is not None:
-            layers = (replace(x, tile=mlp_tile) if x.tile is None else x for x in layers)
-        return cls(tuple(layers), **options)
+        return cls(
+            tuple(x if isinstance(x, LayerPlan) else LayerPlan(x) for x in layers), **options
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -262,16 +247,6 @@ def check_choice(name: str, value: Any, *choices: object) -> None:
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}"
         raise ConfigError(f"memory plan: {name}={short_repr(value)}; expected {expected}")
-
-
-def _sequence(layers: Any) -> tuple[Any, ...]:
-    """Return what is given for the layers, one by one."""
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise ConfigError(
-            f"memory plan: layers={short_repr(layers)}; expected one value for each layer, such as "
-            '["attention", "all"] of MemoryPlan.of, or use MemoryPlan.uniform(num_layers, "input")'
-        )
-    return tuple(layers)
 
 
 def _set(plan: Any, **values: Any) -> None:

@@ -311,16 +311,21 @@ class Space:
         """Return the plan with these layers."""
         return MemoryPlan(tuple(layers), self.host_budget, self.head_chunk)
 
-    def peak(self, plan: MemoryPlan, slack: int = 0) -> int:
-        """Return the bytes of a plan that must fit beside `slack` bytes that are left free.
+    def needs(self, plan: MemoryPlan) -> tuple[int, int]:
+        """Return the bytes of a plan, and those that must be free besides.
 
         Free memory may lie in pieces none of which holds the largest block. Then one block more
-        is reserved than the simulation says. The part of it that `slack` does not hold counts.
+        is reserved than the simulation says.
         """
         found = self.simulate(plan)
-        if not self.reserved:
-            return found.peak_bytes
-        return found.reserved_bytes + max(0, found.largest_bytes - slack)
+        return (
+            (found.reserved_bytes, found.largest_bytes) if self.reserved else (found.peak_bytes, 0)
+        )
+
+    def peak(self, plan: MemoryPlan, slack: int = 0) -> int:
+        """Return the bytes of a plan that must fit beside `slack` bytes that are left free."""
+        size, free = self.needs(plan)
+        return size + max(0, free - slack)
 
     @cached_property
     def rates(self) -> Rates:
@@ -388,15 +393,7 @@ class Space:
 
     def least_budget(self, budget: "Budget") -> int:
         """Return the smallest number of bytes with which a plan fits; see `find_plan`."""
-
-        def needed(plan: MemoryPlan) -> int:
-            found = self.simulate(plan)
-            if not self.reserved:
-                return budget.least(found.peak_bytes)
-            with_block = found.reserved_bytes + found.largest_bytes + budget.optimizer_bytes
-            return max(budget.least(found.reserved_bytes), with_block)
-
-        return min(map(needed, self.least_plans))
+        return min(budget.least(*self.needs(plan)) for plan in self.least_plans)
 
     def fastest(self, budget: int, slack: int = 0) -> MemoryPlan | None:
         """Return the fastest plan whose peak fits a budget in bytes beside `slack`, or None."""
@@ -460,14 +457,14 @@ class Budget:
         """What is left for forward and backward."""
         return self.total - self.slack - self.optimizer_bytes
 
-    def least(self, peak_bytes: int) -> int:
-        """Return the smallest total that leaves `peak_bytes` for forward and backward."""
-        total = int((peak_bytes + self.optimizer_bytes) / (1 - self.reserve))
-        while replace(self, total=total).usable < peak_bytes:
-            total += 1
-        while replace(self, total=total - 1).usable >= peak_bytes:
-            total -= 1
-        return total
+    def least(self, peak_bytes: int, free: int = 0) -> int:
+        """Return the smallest total that leaves `peak_bytes` for forward and backward.
+
+        Args: free: what must be left free besides, of which the reserve is a part.
+        """
+        needed = peak_bytes + self.optimizer_bytes
+        total = int((needed - 1) / (1 - self.reserve)) + 1  # the least with total - slack >= needed
+        return max(total, needed + free)
 
 
 def find_plan(*spaces: Space, budget: Budget, batch: int, seq: int) -> MemoryPlan:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ligermodels import CheckpointError, ConfigError, LigerLlama, LlamaConfig, MemoryPlan, float8
+from ligermodels import (
+    CheckpointError,
+    ConfigError,
+    LayerPlan,
+    LigerLlama,
+    LlamaConfig,
+    MemoryPlan,
+    float8,
+)
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
 from ligermodels.float8 import Float8Linear
 from ligermodels.kernels import float8_linear as float8_linear_module
@@ -526,12 +534,12 @@ def test_activations_kept_in_float8(policy) -> None:
     model.set_memory_plan(MemoryPlan.uniform(1, policy))
     plain = kept_bytes(model)
     with pytest.raises(ConfigError, match="no linear of the model computes in float8"):
-        model.set_memory_plan(MemoryPlan.uniform(1, policy, float8=True))
+        model.set_memory_plan(MemoryPlan.uniform(1, LayerPlan(policy, float8=True)))
     for recipe in ("delayed", "tensorwise", "rowwise")[: 3 if policy == "all" else 1]:
         model = model_of(num_hidden_layers=1)
         float8.convert(model, recipe, filter=every)
         before = [step_of(model, ids), step_of(model, ids)][-1]
-        model.set_memory_plan(MemoryPlan.uniform(1, policy, float8=True))
+        model.set_memory_plan(MemoryPlan.uniform(1, LayerPlan(policy, float8=True)))
         assert kept_bytes(model) < plain
         assert abs(error_of_prediction(model, seq=16)) < 0.005
         found = step_of(model, ids)

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from ligermodels import MemoryPlan, float8
+from ligermodels import LayerPlan, MemoryPlan, float8
 from ligermodels.adapters import QuantizedLinear, add_adapters, quantize
 from ligermodels.generation.decode_step import StepDecoder
 from ligermodels.layers.kv_cache import KVCache
@@ -38,7 +38,7 @@ def test_predicted_memory(recipe) -> None:
     found = {}
     levels = [*product((False, True), POLICIES)][: 4 if recipe in ("rowwise", "adapters") else 8]
     for in_float8, policy in levels:
-        model.set_memory_plan(MemoryPlan.uniform(3, policy, float8=in_float8))
+        model.set_memory_plan(MemoryPlan.uniform(3, LayerPlan(policy, float8=in_float8)))
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             torch.cuda.reset_peak_memory_stats()

@@ -37,7 +37,9 @@ MIXED = MemoryPlan.of(
     ],
     host_budget=2**31,
 )
-PLANS = [MemoryPlan.uniform(LAYERS, k, host=True, host_budget=2**31) for k in POLICIES] + [MIXED]
+PLANS = [
+    MemoryPlan.uniform(LAYERS, LayerPlan(k, host=True), host_budget=2**31) for k in POLICIES
+] + [MIXED]
 
 
 @pytest.fixture(autouse=True)

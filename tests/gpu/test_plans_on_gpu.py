@@ -53,7 +53,7 @@ def plans() -> dict[str, MemoryPlan]:
     pairs = [(policy, host) for policy in POLICIES for host in (False, True)]
     found = {
         f"{policy}{', host' * host}": MemoryPlan.uniform(
-            LAYERS, policy, host=host, host_budget=HOST
+            LAYERS, LayerPlan(policy, host), host_budget=HOST
         )
         for policy, host in pairs
     }

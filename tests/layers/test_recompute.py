@@ -19,7 +19,7 @@ from ligermodels.adapters.lora import LoraLinear
 from ligermodels.layers import GatedMLP, LinearBlock, attention, recompute
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.recompute import POLICIES
-from ligermodels.memory.plan import MemoryPlan
+from ligermodels.memory.plan import LayerPlan, MemoryPlan
 from ligermodels.models.base import DecoderModel
 from tests.families import OWN, sampled
 from tests.models.pairs import gradients, relative
@@ -123,7 +123,7 @@ def test_a_plan_holds_from_the_next_forward_on(family: str) -> None:
     _, expected = run(model, None)
     ids, labels = batch()
     plans = [None, *(MemoryPlan.uniform(3, policy) for policy in POLICIES)]
-    plans += [MemoryPlan.uniform(3, policy, mlp_tile=5) for policy in POLICIES]
+    plans += [MemoryPlan.uniform(3, LayerPlan(policy, tile=5)) for policy in POLICIES]
     for then, now in zip(plans, plans[1:] + plans[:1]):
         model.zero_grad()
         model.set_memory_plan(then)

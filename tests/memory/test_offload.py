@@ -380,7 +380,7 @@ PACKED = {"position_ids": torch.tensor([[*range(5), *range(6), *range(3)]] * 2)}
 MIXED = MemoryPlan.of(
     [LayerPlan("attention", True), LayerPlan("no_gate_up"), LayerPlan("all", True)]
 )
-PLANS = [MemoryPlan.uniform(3, policy, host=True) for policy in POLICIES] + [MIXED]
+PLANS = [MemoryPlan.uniform(3, LayerPlan(policy, host=True)) for policy in POLICIES] + [MIXED]
 
 
 @pytest.mark.parametrize("budget", [64 * MIB, MIB])

@@ -18,19 +18,17 @@ from tests.models.pairs import tiny_model
 
 
 def test_a_plan_written_as_json_reads_back() -> None:
-    plan = MemoryPlan.of(["all", LayerPlan("input", host=True), "attention"], mlp_tile=64)
+    plan = MemoryPlan.of(["all", LayerPlan("input", host=True), LayerPlan("attention", tile=64)])
     assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert plan.recomputes and plan.uses_host
     two, tile = np.int64(2), np.int32(8)
-    plan = MemoryPlan.uniform(two, "input", mlp_tile=tile, host_budget=two, head_chunk=tile)
-    assert plan == MemoryPlan.uniform(2, "input", mlp_tile=8, host_budget=2, head_chunk=8)
+    plan = MemoryPlan.uniform(two, LayerPlan(tile=tile), host_budget=two, head_chunk=tile)
+    assert plan == MemoryPlan.uniform(2, LayerPlan(tile=8), host_budget=2, head_chunk=8)
     assert MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     for layers in (list(plan.layers), iter(plan.layers)):
         assert MemoryPlan(layers, 2, 8) == plan  # type: ignore[arg-type]
-    plan = MemoryPlan.of(["all", LayerPlan("input", tile=8)], mlp_tile=64)
-    assert [layer.tile for layer in plan.layers] == [64, 8]
     assert not MemoryPlan.uniform(2, "all").recomputes
-    assert MemoryPlan.uniform(2, "all", mlp_tile=64).recomputes
+    assert MemoryPlan.uniform(2, LayerPlan(tile=64)).recomputes
 
 
 def test_the_printed_plan_shows_the_tiles_of_layers() -> None:
@@ -98,10 +96,9 @@ def test_impossible_plans_are_refused() -> None:
         (partial(MemoryPlan, (LayerPlan(),)), {"host_budget": "4GiB"}, "host_budget='4GiB'"),
         (partial(MemoryPlan, ()), {"head_chunk": 0}, "head_chunk=0; expected an integer of 1"),
         (MemoryPlan, {"layers": ("input",)}, "layer 'input'; expected a LayerPlan"),
-        (MemoryPlan, {"layers": "input"}, "layers='input'; expected one value for each layer"),
-        (MemoryPlan.of, {"policies": 3}, "expected one value for each layer.*MemoryPlan.uniform"),
+        (MemoryPlan.of, {"layers": "input"}, "policy='i'; expected 'all'"),
         *(
-            (MemoryPlan.uniform, {"num_layers": x, "policy": "all"}, f"num_layers={x!r}; expected")
+            (MemoryPlan.uniform, {"num_layers": x, "layer": "all"}, f"num_layers={x!r}; expected")
             for x in (-1, 3.0, True)
         ),
         (MemoryPlan.from_dict, {"values": {}}, "not the values of a plan"),

@@ -200,7 +200,7 @@ def test_bytes_that_a_layer_keeps_here_or_on_the_host(triton) -> None:
     ):
         made = []
         for host in (False, True):
-            plan = MemoryPlan.uniform(count, policy, host=host, host_budget=2**40)
+            plan = MemoryPlan.uniform(count, LayerPlan(policy, host), host_budget=2**40)
             model.set_memory_plan(plan)
             made.append(simulate(model, 1, 16384, device=GPU))
         kept, offloaded = made

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ligermodels import ConfigError, MemoryPlan
+from ligermodels import ConfigError, LayerPlan, MemoryPlan
 from ligermodels.memory import offload
 from ligermodels.memory.offload import Copies
 from tests.models.pairs import tiny_model, tiny_pair, tokens
@@ -72,7 +72,7 @@ def test_one_offloader_serves_all_passes_and_no_compiled_one(
     monkeypatch.setattr(offload, "CudaCopies", lambda _: Copies(lambda *_: None))
     with torch.device("meta"):
         model = tiny_model()
-    device, plan = torch.device("cuda", 0), MemoryPlan.uniform(3, "input", host=True)
+    device, plan = torch.device("cuda", 0), MemoryPlan.uniform(3, LayerPlan("input", host=True))
     model.set_memory_plan(plan)
     store = model._offloader(device, [])
     assert store is not None and model._offloader(device, []) is store

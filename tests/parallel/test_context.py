@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples.shared_keys import SharedKeys, SharedKeysConfig
-from ligermodels import ConfigError, KVCache, MemoryPlan, shard
+from ligermodels import ConfigError, KVCache, LayerPlan, MemoryPlan, shard
 from ligermodels.layers import Attention
 from ligermodels.models.base import DecoderModel
 from tests import outside
@@ -69,7 +69,7 @@ def cases(ranks: int) -> dict[str, Case]:
         for name, inputs in INPUTS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "mistral", False, inputs=inputs)
         for policy in ("no_gate_up", "attention", "input"):
-            plan = MemoryPlan.of([policy, "all"], mlp_tile=5)
+            plan = MemoryPlan.of([LayerPlan(policy, tile=5), LayerPlan(tile=5)])
             found[f"{layout}, keeps {policy}"] = partial(rows, mesh, "llama", True, plan=plan)
         for name, options in OPTIONS.items():
             found[f"{layout}, {name}"] = partial(rows, mesh, "llama", False, options=options)

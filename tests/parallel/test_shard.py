@@ -87,7 +87,7 @@ def cases(ranks: int, only_copies: bool = False) -> dict[str, Case]:
     found: dict[str, Case] = {"refused meshes": refused}
     backwards = DeviceMesh("cpu", [*range(ranks)][::-1], mesh_dim_names=("dp_shard",))
     found["ranks in another order, save"] = partial(save, backwards)
-    plan = MemoryPlan.of(["input", "all"], mlp_tile=5)
+    plan = MemoryPlan.of([LayerPlan("input", tile=5), LayerPlan(tile=5)])
     for layout, mesh in layouts.items():
         steps: dict[str, dict[str, Any]] = {
             "unsynced": {"tied": True, "steps": 2, "unsynced": True},

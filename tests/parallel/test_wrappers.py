@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ligermodels import ConfigError, MemoryPlan
+from ligermodels import ConfigError, LayerPlan, MemoryPlan
 from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.memory.fit import Planner
 from ligermodels.models.base import DecoderModel
@@ -40,8 +40,8 @@ WORLD = 2
 PLANS = (
     None,
     MemoryPlan.uniform(2, "no_gate_up"),
-    MemoryPlan.of(["attention", "no_gate_up"], mlp_tile=5),
-    MemoryPlan.of(["input", "all"], mlp_tile=5),
+    MemoryPlan.of([LayerPlan("attention", tile=5), LayerPlan("no_gate_up", tile=5)]),
+    MemoryPlan.of([LayerPlan("input", tile=5), LayerPlan(tile=5)]),
     MemoryPlan.uniform(2, "input"),
 )
 
