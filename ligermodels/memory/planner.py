@@ -318,9 +318,9 @@ class Space:
         is reserved than the simulation says.
         """
         found = self.simulate(plan)
-        return (
-            (found.reserved_bytes, found.largest_bytes) if self.reserved else (found.peak_bytes, 0)
-        )
+        if not self.reserved:
+            return found.peak_bytes, 0
+        return found.reserved_bytes, found.largest_bytes
 
     def peak(self, plan: MemoryPlan, slack: int = 0) -> int:
         """Return the bytes of a plan that must fit beside `slack` bytes that are left free."""

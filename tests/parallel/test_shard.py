@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ligermodels import (
     AutoLiger,
     ConfigError,
+    LayerPlan,
     MemoryPlan,
     clip_grad_norm_,
     families,
