@@ -17,6 +17,7 @@ from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers import (
     AttentionContext,
     CrossAttention,
+    DecoderBlock,
     GatedMLP,
     HeadOutput,
     LayerNorm,
@@ -167,20 +168,28 @@ class DecoderModel(HFModel, PlannedModel):
         return RMSNorm(size, self.config.rms_norm_eps, **self.norm_options)
 
     def attention_of(self, layer_index: int, **options: Any) -> Attention:
-        """Return the attention of a layer, with the heads and the window that the config says.
+        """Return the attention of a layer, with the heads, window and bias that the config says.
 
         Args: options: the other arguments of `Attention`.
         """
         config = self.config
+        options.setdefault("bias", getattr(config, "attention_bias", False))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         options |= {"sliding_window": config.sliding_windows[layer_index]}
         return Attention(config.hidden_size, *heads, layer_index=layer_index, **options)
 
-    def mlp_of(self, inner: int | None = None, bias: bool = False) -> GatedMLP:
-        """Return an MLP whose gate and up have the width `inner`, by default intermediate_size."""
-        config = self.config
+    def mlp_of(self, inner: int | None = None) -> GatedMLP:
+        """Return an MLP with the config's activation and bias.
+
+        Args: inner: the width of gate and up, by default intermediate_size.
+        """
+        config, bias = self.config, getattr(self.config, "mlp_bias", False)
         inner = inner or config.intermediate_size
         return GatedMLP(config.hidden_size, inner, bias=bias, activation=config.activation)
+
+    def block_of(self, attention: Attention, mlp: Any) -> DecoderBlock:
+        """Return a layer with a norm of `norm_of` before each part: see `DecoderBlock`."""
+        return DecoderBlock(attention, mlp, self.norm_of(), self.norm_of())
 
     def build(
         self,

@@ -69,7 +69,6 @@ class LigerGemma2(GemmaModel):
         config = self.config
         attention = self.attention_of(
             layer_index,
-            bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             softcap=config.attn_logit_softcapping,
         )

@@ -68,7 +68,6 @@ class LigerGemma3(GemmaModel):
         config = self.config
         attention = self.attention_of(
             layer_index,
-            bias=config.attention_bias,
             scale=config.query_pre_attn_scalar**-0.5,
             q_norm=self.norm_of(config.head_dim),
             k_norm=self.norm_of(config.head_dim),

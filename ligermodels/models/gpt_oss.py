@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.layers import ClampedSwiGLU, DecoderBlock, Experts, Router
+from ligermodels.layers import ClampedSwiGLU, Experts, Router
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.experts import ExpertsConfig
@@ -98,9 +98,7 @@ class LigerGptOss(FamilyModel):
             hidden, config.num_local_experts, config.num_experts_per_tok, bias=True, normalize=True
         )
         activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
-        return DecoderBlock(
-            self.attention_of(layer_index, bias=config.attention_bias, sinks=True),
+        return self.block_of(
+            self.attention_of(layer_index, sinks=True),
             Experts(router, hidden, config.intermediate_size, activation, bias=True),
-            self.norm_of(),
-            self.norm_of(),
         )

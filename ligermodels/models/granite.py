@@ -96,7 +96,6 @@ class FactorsModel(FamilyModel):
         config = self.config
         attention = self.attention_of(
             layer_index,
-            bias=config.attention_bias,
             scale=config.attention_multiplier,
             rotary_dim=rotary_dim,
         )
@@ -117,4 +116,4 @@ class LigerGranite(FactorsModel):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + factor * attention(norm(x)), then h + factor * mlp(norm(h))."""
         config = self.config
-        return self.scaled_block(layer_index, self.mlp_of(bias=config.mlp_bias), config.head_dim)
+        return self.scaled_block(layer_index, self.mlp_of(), config.head_dim)

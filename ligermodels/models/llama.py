@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from torch import nn
 
-from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
@@ -90,10 +89,4 @@ class LigerLlama(FamilyModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config = self.config
-        return DecoderBlock(
-            self.attention_of(layer_index, bias=config.attention_bias),
-            self.mlp_of(bias=config.mlp_bias),
-            self.norm_of(),
-            self.norm_of(),
-        )
+        return self.block_of(self.attention_of(layer_index), self.mlp_of())

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.converters.weight_map import Towers
-from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
@@ -81,6 +80,4 @@ class LigerMinistral3(FamilyModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        return DecoderBlock(
-            self.attention_of(layer_index), self.mlp_of(), self.norm_of(), self.norm_of()
-        )
+        return self.block_of(self.attention_of(layer_index), self.mlp_of())

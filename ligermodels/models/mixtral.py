@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.layers import DecoderBlock, Experts, Router
+from ligermodels.layers import Experts, Router
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.experts import ExpertsConfig
@@ -60,9 +60,7 @@ class LigerMixtral(FamilyModel):
         config, hidden = self.config, self.config.hidden_size
         top_k = config.num_experts_per_tok
         router = Router(hidden, config.num_local_experts, top_k, normalize=True)
-        return DecoderBlock(
+        return self.block_of(
             self.attention_of(layer_index),
             Experts(router, hidden, config.intermediate_size, config.activation),
-            self.norm_of(),
-            self.norm_of(),
         )

@@ -97,7 +97,6 @@ class LigerOlmo2(FamilyModel):
         k_size = config.num_key_value_heads * config.head_dim
         attention = self.attention_of(
             layer_index,
-            bias=config.attention_bias,
             q_norm=AllHeadsNorm(q_size, eps, **self.norm_options),
             k_norm=AllHeadsNorm(k_size, eps, **self.norm_options),
         )

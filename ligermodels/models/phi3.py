@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
@@ -111,9 +110,7 @@ class LigerPhi3(FamilyModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        return DecoderBlock(
+        return self.block_of(
             self.attention_of(layer_index, rotary_dim=self.config.rotary_dim),
             self.mlp_of(),
-            self.norm_of(),
-            self.norm_of(),
         )

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
@@ -76,9 +75,7 @@ class LigerQwen2(FamilyModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        return DecoderBlock(
+        return self.block_of(
             self.attention_of(layer_index, bias=True, out_bias=False),
             self.mlp_of(),
-            self.norm_of(),
-            self.norm_of(),
         )

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from torch import nn
 
-from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.family import FamilyModel
@@ -52,14 +51,11 @@ class LigerQwen3(FamilyModel):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         config = self.config
-        return DecoderBlock(
+        return self.block_of(
             self.attention_of(
                 layer_index,
-                bias=config.attention_bias,
                 q_norm=self.norm_of(config.head_dim),
                 k_norm=self.norm_of(config.head_dim),
             ),
             self.mlp_of(),
-            self.norm_of(),
-            self.norm_of(),
         )

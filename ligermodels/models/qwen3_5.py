@@ -143,7 +143,6 @@ class HybridModel(FamilyModel):
             return LinearBlock(mixer, mlp, *norms)
         attention = self.attention_of(
             layer_index,
-            bias=config.attention_bias,
             q_norm=self.norm_of(config.head_dim),
             k_norm=self.norm_of(config.head_dim),
             rotary_dim=config.rotary_dim,

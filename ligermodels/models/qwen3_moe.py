@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ligermodels.layers import DecoderBlock, Experts, GatedMLP, Router
+from ligermodels.layers import Experts, GatedMLP, Router
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.experts import ExpertsConfig
@@ -95,8 +95,7 @@ class LigerQwen3Moe(FamilyModel):
             mlp = self.mlp_of()
         attention = self.attention_of(
             layer_index,
-            bias=config.attention_bias,
             q_norm=self.norm_of(config.head_dim),
             k_norm=self.norm_of(config.head_dim),
         )
-        return DecoderBlock(attention, mlp, self.norm_of(), self.norm_of())
+        return self.block_of(attention, mlp)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers import DecoderBlock
 from ligermodels.models.auto import register
 from ligermodels.models.config import sizes
 from ligermodels.models.family import FamilyModel
@@ -80,9 +79,4 @@ class LigerSmolLM3(FamilyModel):
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         config = self.config
         rotated = config.head_dim if config.uses_positions(layer_index) else 0
-        return DecoderBlock(
-            self.attention_of(layer_index, bias=config.attention_bias, rotary_dim=rotated),
-            self.mlp_of(bias=config.mlp_bias),
-            self.norm_of(),
-            self.norm_of(),
-        )
+        return self.block_of(self.attention_of(layer_index, rotary_dim=rotated), self.mlp_of())

@@ -186,7 +186,8 @@ def main(arguments: list[str]) -> int:
     collector = Collector(write)
     selection = ["-m", "long or not long"]  # every pair, not the default run's sample
     if options.families != zoo.FAMILIES:
-        selection += ["-k", " or ".join(options.families)]
+        ids = (f"[{family}- or [{family}]" for family in options.families)
+        selection += ["-k", " or ".join(ids)]
     code = pytest.main(["-q", *selection, *rest, str(ROOT / tests)], plugins=[collector])
     return int(code)
 
