@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,41 +199,19 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-class Simulator(Protocol):
-    """The device that meta tensors stand for, and the counters of a simulated step."""
-
-    device: torch.device
-    num_sms: int  # of the GPU
-    autocast: torch.dtype | None  # to which autocast casts; None while it is disabled
-
-    def without_autocast(self) -> AbstractContextManager[object]:
-        """Return a context in which autocast is disabled."""
-
-    @property
-    def count_attention(self) -> Callable[..., Tensor]:
-        """A function (backend, q, k, options of `attend`) that counts the work, and returns q."""
-
-    @property
-    def sdpa(self) -> Callable[..., Tensor]:
-        """scaled_dot_product_attention, as the kernel that the device takes."""
-
-    @property
-    def flex(self) -> Callable[..., Tensor]:
-        """A function (q, k, v, options of `attend`) with the allocations of FlexAttention."""
-
-    def copied(self, to_host: bool, size: int) -> None:
-        """Count `size` bytes that go to the host or come back from it."""
+# The device that meta tensors stand for: `memory.simulate.SimulatedDevice`, in a later room.
+Simulator = Any
 
 
 class _Running(threading.local):
-    simulator: Simulator | None = None
+    simulator: Simulator = None
 
 
 _running = _Running()
 
 
-def simulator_of(device: torch.device) -> Simulator | None:
-    """Return the simulator that runs in this thread, if `device` is the meta device."""
+def simulator_of(device: torch.device) -> Simulator:
+    """Return the simulator that runs in this thread if `device` is the meta device, else None."""
     return _running.simulator if device.type == "meta" else None
 
 

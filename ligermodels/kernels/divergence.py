@@ -226,17 +226,17 @@ def _linear_into(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | Non
         torch.addmm(bias, hidden, weight.t(), out=out)
 
 
-def _gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args, scale: Tensor
+def _all_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args, scale: Tensor | None
 ) -> tuple[Tensor, GradSums]:
     """Return the divergence of all rows, and the gradients, given the upstream ones of rows."""
-    one_chunk = args.chunk_size >= len(hidden)
-    grads = GradSums(hidden, weight, None, args.needs_grad, one_chunk)
+    needs_grad = NeedsGrad() if scale is None else args.needs_grad
+    grads = GradSums(hidden, weight, None, needs_grad, args.chunk_size >= len(hidden))
     losses = []
     for chunk, loss, grad in _chunks(hidden, weight, bias, args, scale):
         losses.append(loss)
-        assert grad is not None
-        grads.add(chunk, hidden[chunk], grad)
+        if grad is not None:
+            grads.add(chunk, hidden[chunk], grad)
         del loss, grad
     return torch.cat(losses), grads
 
@@ -249,10 +249,8 @@ class _GradsInForward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, args: _Args
     ) -> Tensor:
         ctx.dtype = hidden.dtype
-        if not any(args.needs_grad):
-            made = [loss for _, loss, _ in _chunks(hidden, weight, bias, args, None)]
-            return (torch.cat(made) * args.scale).sum()
-        losses, grads = _gradients(hidden, weight, bias, args, args.scale)
+        scale = args.scale if any(args.needs_grad) else None
+        losses, grads = _all_rows(hidden, weight, bias, args, scale)
         ctx.save_for_backward(grads.of_hidden(), grads.weight, grads.bias)
         return (losses * args.scale).sum()
 
@@ -271,8 +269,7 @@ class _RecomputeInBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, *args.teacher, args.valid, args.scale)
         ctx.settings = args[3:]
-        made = [loss for _, loss, _ in _chunks(hidden, weight, bias, args, None)]
-        return torch.cat(made)
+        return _all_rows(hidden, weight, bias, args, None)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -280,5 +277,5 @@ class _RecomputeInBackward(torch.autograd.Function):
         hidden, weight, bias, *teacher, valid, scale = ctx.saved_tensors
         args = _Args(_Teacher(*teacher), valid, scale, *ctx.settings)
         with without_autocast(hidden):
-            _, grads = _gradients(hidden, weight, bias, args, grad_output.contiguous())
+            _, grads = _all_rows(hidden, weight, bias, args, grad_output.contiguous())
         return *grads.in_dtype(weight.dtype), None

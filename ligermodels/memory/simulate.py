@@ -54,9 +54,15 @@ _H100_SMS = 132  # multiprocessors of an H100 and an H200
 
 
 class SimulatedDevice(TorchFunctionMode):
-    """The device that meta tensors stand for; see `kernels.dispatch.Simulator`.
+    """The device that meta tensors stand for, and the counters of a simulated step.
 
-    As a mode, it casts the operands of plain PyTorch's products as autocast does there.
+    As a mode, it casts the operands of plain PyTorch's products as autocast does there. The ops ask
+    it (`kernels.dispatch.simulator_of`) for:
+
+    Attributes:
+        device: what meta tensors stand for.
+        autocast: the dtype to which autocast casts; None while it is disabled.
+        num_sms: the multiprocessors of the GPU.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class SimulatedDevice(TorchFunctionMode):
 
     @contextmanager
     def without_autocast(self) -> Iterator[None]:
+        """Disable autocast within the context."""
         before, self.autocast = self.autocast, None
         try:
             yield
@@ -100,6 +107,7 @@ class SimulatedDevice(TorchFunctionMode):
             self.autocast = before
 
     def copied(self, to_host: bool, size: int) -> None:
+        """Count `size` bytes that go to the host or come back from it."""
         if to_host:
             self.tracker.work.to_host_bytes += size
         else:
@@ -115,6 +123,7 @@ class SimulatedDevice(TorchFunctionMode):
         softcap: float | None,
         causal: bool,
     ) -> Tensor:
+        """Count the work of attention with these options of `attend`, and return q."""
         batch, heads, queries, head_dim = q.shape
         length = mask.max_seqlen if backend == "varlen" and mask.max_seqlen else queries
         pairs = batch * heads * (queries / length) * attention_pairs(length, window, causal)
@@ -135,6 +144,7 @@ class SimulatedDevice(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
+        """Return what scaled_dot_product_attention does, by the kernel that the device takes."""
         if self.device.type == "cpu":
             if visible is not None:
                 # As PyTorch turns a bool mask into numbers to add.
@@ -161,6 +171,7 @@ class SimulatedDevice(TorchFunctionMode):
         window: int | None,
         causal: bool,
     ) -> Tensor:
+        """Return a tensor of the output's shape after the allocations of FlexAttention."""
         if not mask.hides_nothing(window, causal=causal):
             self.block_mask(mask, window, len(q), causal)
         out = Flex.apply(q, k, v)

@@ -107,8 +107,8 @@ def linear_cross_entropy(
             Finding them reads the logits once more.
         vocab_shard: for a vocabulary that is split over ranks: weight and bias are this rank's
             classes, and everything else is the same on all ranks. max_scratch_bytes is for each
-            rank. All ranks return the same values, and the whole gradient of hidden. top_k must
-            be 0.
+            rank. All ranks return the same values, and the whole gradient of hidden. There can
+            be no top_k and no alternatives.
     Returns: `CrossEntropyOutput`. With "mean" and "sum" only the loss is differentiable; with
         "none" so are log-probabilities and the entropy. If all targets are ignored, the loss is 0
         and the gradients are zero. The weight gradient is summed in float32.
@@ -256,9 +256,11 @@ def make_head(
     check_targets(targets, shape, vocab, options.class_weights, ignore_index, hidden.device)
     request = options.request_of(targets, vocab)
     if shard is not None:
-        if options.top_k:
-            expected = "0 for a vocabulary that is split over ranks; head.logits has all classes"
-            raise misfit("loss head", expected, top_k=options.top_k)
+        if request.num_picked:
+            expected = "neither for a vocabulary split over ranks; head.logits has all classes"
+            raise misfit(
+                "loss head", expected, top_k=options.top_k, alternatives=options.alternatives
+            )
         hidden = SumGradient.apply(hidden, shard.group)
     needs_grad = NeedsGrad.of(hidden, weight, bias)
     index, row_targets = chunk_plan.valid_rows(targets, options)

@@ -167,14 +167,6 @@ def _fill(
         beaten = ((raw > target_raw[:, None]) | ties).any(-1) | target_raw.isnan()
         most = _gathered(beaten.to(log_p.dtype), shard).amax(0)
         stats.correct.copy_(valid & ~nan.isnan() & (most == 0))
-    if stats.picked is not None and stats.picked_log_probs is not None:
-        here = stats.picked - shard.first
-        mine = (here >= 0) & (here < columns)
-        own = torch.where(mine, own_log_p.gather(1, torch.where(mine, here, 0)), 0.0)
-        found = _gathered(own, shard).sum(0) + nan[:, None]
-        found = torch.where(stats.picked >= shard.vocab, torch.nan, found)
-        skipped = ~valid[:, None] | (stats.picked < 0)
-        stats.picked_log_probs.copy_(torch.where(skipped, 0.0, found))
 
 
 def _begin_gathering(values: Tensor, shard: VocabShard) -> tuple[Tensor, Any]:

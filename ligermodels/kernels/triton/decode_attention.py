@@ -46,7 +46,6 @@ SPLIT_WIDE = Launches(
         (None, Launch(16, 4, num_stages=1, rows=16, programs=4)),
     ),
 )
-JOIN = Launches(nvidia=((None, Launch(0, 1)),), amd=((None, Launch(0, 1)),))
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LEAST_ROWS = 16  # of each operand of tl.dot
@@ -317,7 +316,6 @@ def decode_attention_forward(
         **keywords(setting),
     )
     if stats is not None:
-        joining = launch(JOIN, head_dim)
         join_kernel[(batch * heads * queries,)](
             target,
             stats,
@@ -325,8 +323,7 @@ def decode_attention_forward(
             parts,
             HEAD_DIM=head_dim,
             PARTS=triton.next_power_of_2(parts),
-            BLOCK=joining.block,
-            num_warps=joining.num_warps,
-            num_stages=joining.num_stages,
+            BLOCK=triton.next_power_of_2(head_dim),
+            num_warps=1,
         )
     return out
