@@ -325,5 +325,6 @@ def decode_attention_forward(
             PARTS=triton.next_power_of_2(parts),
             BLOCK=triton.next_power_of_2(head_dim),
             num_warps=1,
+            num_stages=2,
         )
     return out
