@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.colours import COLOURS
 from benchmarks.common import RESULTS, table
 from benchmarks.memory_works import GIB, HF, LIGER, OURS
-from ligermodels.pictures import COLOURS, picture
+from ligermodels.pictures import picture
 
 Row = dict[str, Any]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import OPS
+from benchmarks.colours import COLOURS
 from benchmarks.common import RESULTS, table
-from ligermodels.pictures import COLOURS, INK, picture
+from ligermodels.pictures import INK, picture
 
 Row = dict[str, Any]
 Value = Callable[[Row], float]

@@ -10,19 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 INK = "#808080"  # text and axes: contrast 4 to 1, on white and on the dark pages of the site
+OURS = "#1F83C9"
 # Okabe and Ito chose most of them for colour-blind readers, too.
-COLOURS = {
-    "ligermodels": "#1F83C9",
-    "transformers": "#999999",
-    "eager": "#999999",
-    "torch.compile": "#56B4E9",
-    "torch": "#D55E00",
-    "F.rms_norm": "#D55E00",
-    "liger": "#E69F00",
-    "trl": "#009E73",
-    "cce": "#CC79A7",
-}
-OURS = COLOURS["ligermodels"]
 ORDER = (OURS, "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 _STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), INK),

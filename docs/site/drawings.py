@@ -14,11 +14,11 @@ import torch
 
 from ligermodels import LigerLlama, LlamaConfig
 from ligermodels.layers import AttentionContext
-from ligermodels.pictures import COLOURS, INK, OURS
+from ligermodels.pictures import INK, ORDER, OURS
 
 HERE = Path(__file__).parent
 HIDDEN, TOKENS = 512, 16
-BOX, KEPT = "none", COLOURS["liger"]
+BOX, KEPT = "none", ORDER[1]
 # A node of the graph, and whether it has rope's angles -> what it computes.
 OPS = {
     ("_NormLinearBackward", True): (

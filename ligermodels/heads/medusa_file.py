@@ -95,13 +95,11 @@ def _open(model: DecoderModel, file: Path) -> tuple[MedusaHeads, SafetensorsFile
     stored = opened.tensors
     places = [match for name in stored if (match := _NAME.fullmatch(name))]
     linears = [match for match in places if match[3]]
-    if len(places) != len(stored) or not linears:
-        raise CheckpointError(f"{file}: the file holds other tensors than Medusa's heads")
-    count, blocks = (1 + max(int(match[group]) for match in linears) for group in (1, 2))
-    if count * blocks * 2 != len(linears):  # before heads of any number are made
+    count, blocks = (1 + max((int(x[group]) for x in linears), default=-1) for group in (1, 2))
+    # Names of high numbers must not make as many heads.
+    if len(places) != len(stored) or not len(linears) == count * blocks * 2 > 0:
         raise CheckpointError(
-            f"{file}: the names stand for {count} heads of {blocks} blocks, which need "
-            f"{count * blocks * 2} tensors; the file has {len(linears)}"
+            f"{file}: the tensors are not those of Medusa's heads, each with as many blocks"
         )
     tied = len(places) == len(linears)
     heads = MedusaHeads(model.head, count, num_blocks=blocks, tied=tied)

@@ -42,7 +42,7 @@ from ligermodels.converters.files import (
 )
 from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, DataError, LigerError, SaveError, short_repr
-from ligermodels.pictures import COLOURS, INK, OURS, picture
+from ligermodels.pictures import INK, ORDER, OURS, picture
 from ligermodels.ranks import error_on_all_ranks, rank
 
 RUN_FILE = "run.json"
@@ -234,7 +234,7 @@ def plot_losses(metrics: list[Metrics], file: Path, title: str = "") -> bool:
                 lower.plot(steps, rates, color=INK)
             if held:
                 label = f"held out: {held[-1][1]:.3f}"
-                upper.plot(*zip(*held), color=COLOURS["liger"], marker="o", label=label)
+                upper.plot(*zip(*held), color=ORDER[1], marker="o", label=label)
             upper.set(title=title, ylabel="loss (nats per token)" if held else "loss")
             lower.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
             lower.xaxis.get_major_locator().set_params(integer=True)

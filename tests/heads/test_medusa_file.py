@@ -39,9 +39,9 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         save_heads(MedusaHeads(model.head, 1), tmp_path / "missing")
     file = tmp_path / HEADS_NAME
     for content, message in (
-        ({"x": torch.zeros(1)}, "other tensors"),
-        ({"0.0.linear.weight": torch.zeros(64, 64)}, "1 heads of 1 blocks, which need 2 tensors"),
-        ({"99999999.0.linear.bias": torch.zeros(1)}, "100000000 heads of 1 blocks"),
+        ({"x": torch.zeros(1)}, "are not those of Medusa's heads"),
+        ({"0.0.linear.weight": torch.zeros(64, 64)}, "are not those of Medusa's heads"),
+        ({"99999999.0.linear.bias": torch.zeros(1)}, "are not those of Medusa's heads"),
         ({f"0.0.linear.{x}": torch.zeros(3) for x in ("weight", "bias")}, r"shape \(3,\); these 1"),
     ):
         save_file(content, file)
