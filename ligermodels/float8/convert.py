@@ -67,16 +67,11 @@ def convert(
             converted[name] = linear
         else:
             left[name] = reason
-    if not converted and any(isinstance(module, Float8Linear) for module in model.modules()):
-        raise ConfigError(
-            "float8: the model's linears run in float8 already; to change their recipe, load the "
-            "model again and convert it once"
-        )
     if not converted:
         reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:4]]
         raise ConfigError(
-            "float8: no linear of the model's layers can run in float8 "
-            f"({'; '.join(reasons) or 'there are no plain linears'})"
+            "float8: no plain linear of the model's layers can run in float8 "
+            f"({'; '.join(reasons) or 'there is none that has not been converted'})"
         )
     for linear in converted.values():  # nothing can fail from here on
         linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names

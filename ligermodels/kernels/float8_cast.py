@@ -9,8 +9,6 @@ from torch import Tensor
 from ligermodels.kernels.dispatch import real_device, select
 from ligermodels.kernels.reference.float8_cast import BLOCK
 
-Axis = Literal["tensor", "rows", "columns"]
-
 
 class Float8(NamedTuple):
     """A matrix in float8; it stands for values * scale."""
@@ -31,7 +29,7 @@ def formats() -> tuple[torch.dtype, torch.dtype]:
     return torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def absolute_maximum(x: Tensor, axis: Axis = "tensor") -> Tensor:
+def absolute_maximum(x: Tensor, axis: Literal["tensor", "rows", "columns"] = "tensor") -> Tensor:
     """Return the largest absolute value of a matrix, of each row or of each column, in float32.
 
     It is NaN if an element is, and else infinite if an element is.

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 from ligermodels import kernels
 from ligermodels.kernels.dispatch import autocast_dtype, cast, real_device
 from ligermodels.kernels.fused_linear import Products
-from ligermodels.layers.norm import LayerNorm, RMSNorm, RMSNormOptions
+from ligermodels.layers.norm import LayerNorm, RMSNorm
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -85,7 +85,7 @@ class PendingNorm(NamedTuple):
     x: Tensor  # (..., hidden)
     residual: Tensor | None  # (..., hidden); None means zero
     weight: Tensor  # (hidden)
-    options: RMSNormOptions
+    options: dict[str, Any]  # of `RMSNorm`
 
     def apply(self) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual)."""

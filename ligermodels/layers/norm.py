@@ -1,20 +1,12 @@
 """The norms as modules. If a residual is passed, its addition is fused into the norm."""
 
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.kernels.checks import CASTING_MODES, check_count, check_number
-
-
-class RMSNormOptions(TypedDict):
-    """Keyword arguments of the ops that contain an RMS norm."""
-
-    eps: float
-    offset: float
-    casting_mode: str
+from ligermodels.kernels.checks import check_count, check_number
 
 
 class RMSNorm(nn.RMSNorm):
@@ -28,8 +20,8 @@ class RMSNorm(nn.RMSNorm):
             by the weight; "gemma" rounds once, at the end.
 
     Raises:
-        ValueError: hidden_size is not a positive integer, eps is negative or no number, or
-            casting_mode is unknown.
+        ValueError: hidden_size is not a positive integer, or eps is negative or no number; when
+            it is called, casting_mode is unknown.
     """
 
     weight: nn.Parameter
@@ -47,17 +39,14 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         check_count("RMSNorm", "hidden_size", hidden_size, 1)
         eps = check_number("RMSNorm", "eps", eps)
-        if casting_mode not in CASTING_MODES:
-            known = " or ".join(map(repr, CASTING_MODES))
-            raise ValueError(f"RMSNorm: casting_mode={casting_mode!r}; expected {known}")
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
         self.offset = offset
         self.casting_mode = casting_mode
         self.reset_parameters()
 
     @property
-    def options(self) -> RMSNormOptions:
-        """The settings of the norm, as keyword arguments of the ops."""
+    def options(self) -> dict[str, Any]:
+        """The settings of the norm, as keyword arguments of the ops that contain it."""
         return {"eps": self.eps, "offset": self.offset, "casting_mode": self.casting_mode}
 
     def reset_parameters(self) -> None:
