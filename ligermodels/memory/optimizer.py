@@ -42,9 +42,12 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
         options["fused"] = False
     if "foreach" in group and group["foreach"] is None:
         options["foreach"] = any(p.is_cuda for p in trained)
+    # A scheduler's step of the optimizer, and hooks, are not for the twin.
+    own = {name: x for name, x in vars(optimizer).items() if name != "step" and "hook" not in name}
     twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    twin.param_groups, twin.state = [options | {"params": parameters}], defaultdict(dict)
+    twin.__setstate__(
+        own | {"param_groups": [options | {"params": parameters}], "state": defaultdict(dict)}
+    )
     tracker = Tracker("cpu")
     tracker.hold([*parameters, *(each.grad for each in parameters)])
     try:

@@ -77,6 +77,16 @@ def test_an_optimizer_whose_step_cannot_be_simulated_counts_as_adam() -> None:
     assert memory_of(Other([parameter], {})) == (2 * parameter.nbytes, 0)
 
 
+def test_the_optimizer_itself_makes_no_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(8, 8))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], foreach=False)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it replaces the optimizer's step
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook has run"))
+    assert memory_of(optimizer) == (2 * parameter.nbytes, 2 * parameter.nbytes)
+    assert torch.equal(parameter, torch.ones(8, 8)) and not optimizer.state
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "make",
