@@ -81,7 +81,7 @@ def choose_backend(
         and softcap is None
         and not sinks
         and mask.mask is None
-        and _is_hopper(device)
+        and _generation(device) == 9  # it has been measured on no other
     ):
         return "wide"
     if is_plain and not sinks:
@@ -104,7 +104,8 @@ def choose_backend(
         and (mask.document_ids is None or mask.max_seqlen is not None)
     ):
         is_plain = is_plain or (last and mask.is_causal(window, mask.past))
-        return "raw" if is_plain and head_dim <= 128 and _prefers_cudnn(device) else "varlen"
+        # From Hopper on, scaled_dot_product_attention takes cuDNN's kernel.
+        return "raw" if is_plain and head_dim <= 128 and _generation(device) >= 9 else "varlen"
     if not torch.is_grad_enabled() and rows * mask.queries * mask.keys <= _DENSE_SCORES:
         return "dense"
     return "flex"
@@ -164,7 +165,8 @@ def attend(
     if backend == "varlen":
         return _varlen(q, k, v, sinks, mask, scale, window, causal)
     if backend == "wide":
-        return _wide(q, k, v, mask, scale, window, causal)
+        ranges = mask.key_ranges(window, q.shape[0], q.device, causal=causal)
+        return wide_attention(q, k, v, *ranges, scale=scale)
     if backend == "flex" and simulator is not None:
         return simulator.flex(q, k, v, sinks, mask, window, causal)
     if backend == "flex":
@@ -249,21 +251,11 @@ def prepare(
         mask.block_mask(window, batch, device, causal=causal)
 
 
-def _prefers_cudnn(device: torch.device) -> bool:
-    """Return whether scaled_dot_product_attention takes cuDNN's kernel, as it does from Hopper on.
-
-    Without a GPU, an H100 is simulated.
-    """
+def _generation(device: torch.device) -> int:
+    """Return the major compute capability of a GPU. Without a GPU, an H100 is simulated."""
     if not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_properties(real_device(device)).major >= 9
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """Return whether a GPU is of the generation on which wide attention has been measured."""
-    if not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_properties(real_device(device)).major == 9
+        return 9
+    return torch.cuda.get_device_properties(real_device(device)).major
 
 
 def heads_for_sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,19 +364,6 @@ def _varlen(
         out = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(reach, ahead), **options)
     assert isinstance(out, torch.Tensor)
     return out.unflatten(0, (batch, -1)).transpose(1, 2)
-
-
-def _wide(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    window: int | None,
-    causal: bool,
-) -> Tensor:
-    ranges = mask.key_ranges(window, q.shape[0], q.device, causal=causal)
-    return wide_attention(q, k, v, *ranges, scale=scale)
 
 
 _aten = torch.ops.aten

@@ -167,12 +167,18 @@ class DecoderModel(HFModel, PlannedModel):
         size = size or self.config.hidden_size
         return RMSNorm(size, self.config.rms_norm_eps, **self.norm_options)
 
-    def attention_of(self, layer_index: int, **options: Any) -> Attention:
+    def attention_of(
+        self, layer_index: int, *, head_norms: bool = False, **options: Any
+    ) -> Attention:
         """Return the attention of a layer, with the heads, window and bias that the config says.
 
-        Args: options: the other arguments of `Attention`.
+        Args:
+            head_norms: whether the heads of queries and keys have norms of `norm_of`.
+            options: the other arguments of `Attention`.
         """
         config = self.config
+        if head_norms:
+            options |= {name: self.norm_of(config.head_dim) for name in ("q_norm", "k_norm")}
         options.setdefault("bias", getattr(config, "attention_bias", False))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         options |= {"sliding_window": config.sliding_windows[layer_index]}

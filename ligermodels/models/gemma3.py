@@ -65,11 +65,6 @@ class LigerGemma3(GemmaModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + norm(attention(norm(x))), then h + norm(mlp(norm(h)))."""
-        config = self.config
-        attention = self.attention_of(
-            layer_index,
-            scale=config.query_pre_attn_scalar**-0.5,
-            q_norm=self.norm_of(config.head_dim),
-            k_norm=self.norm_of(config.head_dim),
-        )
+        scale = self.config.query_pre_attn_scalar**-0.5
+        attention = self.attention_of(layer_index, scale=scale, head_norms=True)
         return SandwichBlock(attention, self.mlp_of(), *(self.norm_of() for _ in range(4)))

@@ -50,12 +50,4 @@ class LigerQwen3(FamilyModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
-        config = self.config
-        return self.block_of(
-            self.attention_of(
-                layer_index,
-                q_norm=self.norm_of(config.head_dim),
-                k_norm=self.norm_of(config.head_dim),
-            ),
-            self.mlp_of(),
-        )
+        return self.block_of(self.attention_of(layer_index, head_norms=True), self.mlp_of())

@@ -11,7 +11,6 @@ from torch import nn
 from ligermodels.converters.weight_map import Towers
 from ligermodels.errors import ConfigError
 from ligermodels.layers import (
-    DecoderBlock,
     GatedMLP,
     LinearAttention,
     LinearBlock,
@@ -128,7 +127,7 @@ class HybridModel(FamilyModel):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + mixer(norm(x)), then h + mlp(norm(h))."""
         config, hidden = self.config, self.config.hidden_size
-        mlp, norms = self.make_mlp(), (self.norm_of(), self.norm_of())
+        mlp = self.make_mlp()
         if config.types[layer_index] == _LINEAR:
             mixer = LinearAttention(
                 hidden,
@@ -140,15 +139,9 @@ class HybridModel(FamilyModel):
                 eps=config.rms_norm_eps,
                 layer_index=layer_index,
             )
-            return LinearBlock(mixer, mlp, *norms)
-        attention = self.attention_of(
-            layer_index,
-            q_norm=self.norm_of(config.head_dim),
-            k_norm=self.norm_of(config.head_dim),
-            rotary_dim=config.rotary_dim,
-            output_gate=True,
-        )
-        return DecoderBlock(attention, mlp, *norms)
+            return LinearBlock(mixer, mlp, self.norm_of(), self.norm_of())
+        options: Any = {"rotary_dim": config.rotary_dim, "output_gate": True}
+        return self.block_of(self.attention_of(layer_index, head_norms=True, **options), mlp)
 
 
 @register

@@ -93,9 +93,4 @@ class LigerQwen3Moe(FamilyModel):
             mlp = Experts(router, hidden, config.moe_intermediate_size, config.activation)
         else:
             mlp = self.mlp_of()
-        attention = self.attention_of(
-            layer_index,
-            q_norm=self.norm_of(config.head_dim),
-            k_norm=self.norm_of(config.head_dim),
-        )
-        return self.block_of(attention, mlp)
+        return self.block_of(self.attention_of(layer_index, head_norms=True), mlp)
