@@ -1,1 +1,1 @@
-"""Checks that the author of a family runs. This room and `integrations` may import transformers."""
+"""Checks that the author of a family runs."""

@@ -30,29 +30,19 @@ from ligermodels.models.auto import check_weight_map, small_variants
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 
-# Each check, and the largest error that passes. Errors are relative, in float32: the norm of the
-# difference over the norm. "generation" counts tokens, and "export" tensors, keys and files.
-BOUNDS = {
-    "logits": 1e-5,
-    "loss": 1e-6,
-    "gradients": 1e-4,
-    "padding": 1e-5,
-    "generation": 0.0,
-    "export": 0.0,
-    "packing": 1e-5,
-    "recompute": 1e-6,
-    "compile": 1e-5,
-}
-MEANINGS = {
-    "logits": "beside those of transformers",
-    "loss": "beside that of transformers",
-    "gradients": "the worst parameter beside transformers",
-    "padding": "logits of rows with padding on the left, beside transformers",
-    "generation": "greedy tokens that differ from transformers, both with a cache",
-    "export": "what save_hf changes: tensors, config keys, files, their logits",
-    "packing": "logits of documents in one row, beside each document alone",
-    "recompute": "gradients if backward computes each layer again, beside plain ones",
-    "compile": "loss, gradients of torch.compile(fullgraph=True), beside eager",
+# Each check: the largest error that passes, and what is compared. Errors are relative, in float32:
+# the norm of the difference over the norm. "generation" counts tokens, and "export" tensors, keys
+# and files.
+CHECKS = {
+    "logits": (1e-5, "beside those of transformers"),
+    "loss": (1e-6, "beside that of transformers"),
+    "gradients": (1e-4, "the worst parameter beside transformers"),
+    "padding": (1e-5, "logits of rows with padding on the left, beside transformers"),
+    "generation": (0.0, "greedy tokens that differ from transformers, both with a cache"),
+    "export": (0.0, "what save_hf changes: tensors, config keys, files, their logits"),
+    "packing": (1e-5, "logits of documents in one row, beside each document alone"),
+    "recompute": (1e-6, "gradients if backward computes each layer again, beside plain ones"),
+    "compile": (1e-5, "loss, gradients of torch.compile(fullgraph=True), beside eager"),
 }
 # If two logits are nearer than this fraction of the largest one, either token may be chosen.
 _NEAR_TIE = 1e-4
@@ -103,7 +93,7 @@ class FamilyReport:
         table, worst = [[self.family, "worst", "bound", "config"]], self.worst()
         for check, cell in worst.items():
             where = next(name for name, row in self.rows.items() if row.get(check) is cell)
-            table.append([check, str(cell), f"{BOUNDS[check]:.0e}", where])
+            table.append([check, str(cell), f"{CHECKS[check][0]:.0e}", where])
         notes: dict[str, str] = {}  # One cause may fail many checks.
         for name, row in self.rows.items():
             for check, cell in row.items():
@@ -117,7 +107,7 @@ class FamilyReport:
         count, logits = counted(len(self.rows), "config"), worst.get("logits")
         verdict = f"passed: {count} within each bound; nothing was compared with transformers"
         if logits is not None and logits.error is not None:
-            near = f"logits {logits} of {BOUNDS['logits']:.0e}"
+            near = f"logits {logits} of {CHECKS['logits'][0]:.0e}"
             verdict = f"passed: {count} as in transformers within each bound ({near})"
         if failed := [check for check, cell in worst.items() if not cell.ok]:
             verdict = f"FAILED: {len(failed)} of {len(worst)} checks are not within their bounds"
@@ -141,7 +131,6 @@ def check_family(
     config: ModelConfig | None = None,
     *,
     compile: bool = True,
-    seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> FamilyReport:
     """Check a model class: its weight map, and tiny random models beside transformers.
@@ -152,7 +141,6 @@ def check_family(
             sizes. The default is `family.config_class.small()`. Each boolean field is also checked
             with its other value.
         compile: whether to compile a model, which takes a few seconds.
-        seed: the seed of the weights and inputs.
         device: where both models compute. The export is compared on the CPU.
     Raises:
         ConfigError: the weight map is wrong, or there is no small model.
@@ -161,11 +149,16 @@ def check_family(
     small = family.config_class.small() if config is None else shrunk(config)
     report = FamilyReport(family.config_class.model_type)
     for name, variant in small_variants(small).items():
-        with _quiet(), tempfile.TemporaryDirectory() as folder, torch.random.fork_rng([]):
-            torch.manual_seed(seed)
-            checks = _Checks(family, variant, Path(folder), seed, torch.device(device))
+        with (
+            warnings.catch_warnings(),
+            tempfile.TemporaryDirectory() as folder,
+            torch.random.fork_rng([]),
+        ):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            checks = _Checks(family, variant, Path(folder), torch.device(device))
             compiles = compile and variant is small
-            names = [check for check in BOUNDS if compiles or check != "compile"]
+            names = [check for check in CHECKS if compiles or check != "compile"]
             report.rows[name] = {check: checks.run(check) for check in names}
     return report
 
@@ -225,14 +218,9 @@ class _Checks:
     """The models of one config, and a method for each check."""
 
     def __init__(
-        self,
-        family: type[DecoderModel],
-        config: ModelConfig,
-        folder: Path,
-        seed: int,
-        device: torch.device,
+        self, family: type[DecoderModel], config: ModelConfig, folder: Path, device: torch.device
     ) -> None:
-        self.family, self.config, self.seed, self.device = family, config, seed, device
+        self.family, self.config, self.device = family, config, device
         self.folder, self.scratch = folder / "checkpoint", folder
         self.folder.mkdir()
         self.without = ""  # why transformers is left out
@@ -242,7 +230,7 @@ class _Checks:
         except _LeftOut as reason:
             self.without, self.theirs = str(reason), None
             model = family(config)
-            _randomize(model, seed)
+            _randomize(model)
             model.save_hf(self.folder)
         except Exception as error:
             self.fault = f"transformers: {type(error).__name__}: {first_line(error)}"
@@ -260,34 +248,28 @@ class _Checks:
             kind = "" if isinstance(fault, LigerError) else f"{type(fault).__name__}: "
             return Cell(None, f"{kind}{first_line(fault)}", False)
         error, name = found if isinstance(found, _Worst) else (found, "")
-        ok = error <= BOUNDS[check]
+        ok = error <= CHECKS[check][0]
         which = "the first that differs is" if check == "logits" else "the worst is"
         return Cell(float(error), "" if ok or not name else f"{which} {name}", ok)
 
     def _save_with_transformers(self) -> Any:
         """Let transformers make a random model from our config.json, and save it."""
         try:
-            import transformers
-        except ImportError:
-            raise _LeftOut("transformers is not installed") from None
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+            from ligermodels.integrations.hf_reference import new_model
+        except ImportError as error:
+            raise _LeftOut(first_line(error)) from None
         raw = hf_config.to_hf(self.config)
         (self.folder / CONFIG_NAME).write_text(json.dumps(raw, indent=2), encoding="utf-8")
-        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-        if self.config.model_type not in known:
+        model = new_model(self.folder, self.config.model_type)
+        if model is None:
             raise _LeftOut(f"transformers does not know {self.config.model_type!r}")
-        config = transformers.AutoConfig.from_pretrained(self.folder)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
-        _randomize(model, self.seed)
+        _randomize(model)
         model.save_pretrained(self.folder)
         return model.eval()
 
     def _inputs(self) -> tuple[Tensor, Tensor]:
         """Return ids (2, seq) with the padding token among them, and labels, some ignored."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.config.vocab_size, (2, _SEQ), generator=generator)
         if (pad := self.config.pad_token_id) is not None:
             ids[:, 3] = ids[-1, _SEQ // 2] = pad
@@ -320,7 +302,7 @@ class _Checks:
             for name, values in found.items()
             if name in expected
             and values.shape == expected[name].shape
-            and not _relative(values, expected[name]) <= BOUNDS["logits"]
+            and not _relative(values, expected[name]) <= CHECKS["logits"][0]
         )
         return _Worst(error, next(far, ""))
 
@@ -386,21 +368,18 @@ class _Checks:
             raise ConfigError(str(report.differences[0]))
         if self.theirs is None:
             return 0
-        import transformers
-
+        theirs = type(self.theirs)
         (name,) = hf_config.to_hf(type(self.config).small())["architectures"]
-        if name != type(self.theirs).__name__:
+        if name != theirs.__name__:
             raise ConfigError(
                 f"a new model is exported as {name!r}, but transformers' class is "
-                f"{type(self.theirs).__name__!r}; set architecture of the config class to that"
+                f"{theirs.__name__!r}; set architecture of the config class to that"
             )
-        opened = transformers.AutoModelForCausalLM.from_pretrained(
-            out, attn_implementation="eager", dtype=torch.float32
-        )
+        opened = theirs.from_pretrained(out, attn_implementation="eager", dtype=torch.float32)
         ids = self.ids.cpu()
         new = self.scratch / "new"
         self.family(self.config).save_hf(new)
-        _, info = transformers.AutoModelForCausalLM.from_pretrained(new, output_loading_info=True)
+        _, info = theirs.from_pretrained(new, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"a new model is exported without {missing[0]!r}, which transformers needs; give "
@@ -447,9 +426,9 @@ class _LeftOut(Exception):
     """The reason why a check is left out."""
 
 
-def _randomize(model: nn.Module, seed: int) -> None:
+def _randomize(model: nn.Module) -> None:
     """Draw weights that keep activations of order one, and norms and biases all different."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
         for weight in model.parameters():
@@ -539,10 +518,3 @@ def _differing(found: Tensor, expected: Tensor, logits: Tensor) -> int:
     best = logits[first].topk(2).values
     tie = best[0] - best[1] <= _NEAR_TIE * logits[first].abs().max()
     return 0 if tie else int(unequal.sum())
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -7,6 +7,7 @@ the answers are wrong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import textwrap
@@ -202,12 +203,12 @@ def _listed(lines: Iterable[str]) -> str:
 
 def _defaults(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the defaults of transformers' config class, or else the values of this config.json."""
-    try:
-        from transformers import CONFIG_MAPPING
+    known = None
+    with contextlib.suppress(ImportError):
+        from ligermodels.integrations.hf_reference import config_defaults
 
-        found, whose = CONFIG_MAPPING[raw["model_type"]]().to_dict(), "HF's"
-    except (ImportError, KeyError):
-        found, whose = dict(raw), "this checkpoint's"
+        known = config_defaults(str(raw.get("model_type")))
+    found, whose = (dict(raw), "this checkpoint's") if known is None else (known, "HF's")
     rope = found.get("rope_parameters") or {}
     theta = rope.get("rope_theta") if isinstance(rope, dict) else None
     found.setdefault("rope_theta", theta or raw.get("rope_theta", 10000.0))
