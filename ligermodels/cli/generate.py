@@ -52,8 +52,6 @@ class Arguments(LoadingOptions):
             that of generation_config.json, else 1)
         seed: sample; the same seed gives the same text
         stop: texts before which the new text ends
-        heads: use Medusa's heads, which a folder may hold and which make generation faster
-        stream: print the text while it is made
         device: cpu or cuda (default: cuda if there is a GPU)
     """
 
@@ -72,8 +70,6 @@ class Arguments(LoadingOptions):
     repetition_penalty: float | None = option(None, more_than=0)
     seed: int | None = option(None, at_least=0)
     stop: list[str] = option((), metavar="TEXT")
-    heads: bool = option(True)
-    stream: bool = option(True)
     device: str | None = option(None)
 
 
@@ -93,10 +89,7 @@ def run(given: Arguments) -> None:
     converses = given.chat and given.prompt is None and sys.stdin.isatty()
     prompt = given.prompt or ""
     if given.input is None and not converses and given.prompt in (None, "-"):
-        try:
-            prompt = sys.stdin.read().removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise LigerError(f"generate: the text on stdin is not UTF-8: {error}") from None
+        prompt = sys.stdin.read().removesuffix("\n")
     files = local_files([given.input] if given.input else [])
     device = pick_device(given.device)
     folder = resolve(given.model, revision=given.revision)
@@ -115,23 +108,22 @@ def run(given: Arguments) -> None:
 
     def load(real: Path) -> tuple[DecoderModel, MedusaHeads | None]:
         model = AutoLiger.from_hf(real, device=device, **given.loading())
-        return model, load_heads(model, real) if given.heads else None
+        return model, load_heads(model, real)
 
     model, heads = read_one_version(folder, load)
     model.eval()
     options = generate_options(given, model, heads)
 
     def print_text(ids: list[int], pieces: list[str]) -> None:
-        """Generate what follows `ids` into `pieces`, and print each of them, or all at once."""
+        """Generate what follows `ids` into `pieces`, and print each of them."""
         try:
             stream = stream_text(model, tokenizer, ids, **options)
         except (ValueError, IndexError) as error:  # the prompt is empty, or the model lacks an id
             raise LigerError(f"generate: {error}") from error
         for piece in stream:
             pieces.append(piece)
-            if given.stream:
-                print(piece, end="", flush=True)
-        print("" if given.stream else "".join(pieces))
+            print(piece, end="", flush=True)
+        print()
 
     if converses:
         with raise_on_interrupt():  # Ctrl-C ends an answer, not the conversation.

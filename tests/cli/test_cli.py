@@ -206,7 +206,7 @@ def test_a_family_is_inspected_converted_and_continued(call, tmp_path, family):
     ):
         assert words in output("convert", source, *arguments)
     assert (target / "model.safetensors.index.json").is_file()
-    prompt = ["the cat", "--device", "cpu", "--max-new-tokens", "9", "--no-stream"]
+    prompt = ["the cat", "--device", "cpu", "--max-new-tokens", "9"]
     output("generate", source, *prompt)
     output("generate", target, *prompt, warns=False)  # The export contains only the text model.
 
