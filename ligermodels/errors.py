@@ -88,7 +88,7 @@ _MEANINGS = {
 def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
     """Return "; did you mean 'x'?" with the known word that `word` stands for, or "".
 
-    It may be written otherwise, or be the initials of an option, such as --lr, or one of its parts.
+    It may be written otherwise, or be one of the word's parts.
 
     Args: others: names in other programs, and the known word that each means, with _ for -.
     """
@@ -99,7 +99,6 @@ def did_you_mean(word: str, known: Iterable[str], others: Mapping[str, str] | No
     parts = {name: re.split("[-_]", name) for name in words}
     theirs = {**_MEANINGS, **(others or {})}.get(word.replace("-", "_"))
     found = [name for name in words if name.replace("-", "_") == theirs]
-    found += [name for name in words if len(parts[name]) > 1 and _initials(parts[name]) == word]
     found += [name for name in words if word in parts[name]]
     near = difflib.get_close_matches(word, words, n=3, cutoff=0.75)
     found += [name for name in near if _is_misspelt(word, name)]
@@ -115,7 +114,3 @@ def _is_misspelt(word: str, name: str) -> bool:
         sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.7
         for a, b in zip(mine, theirs)
     )
-
-
-def _initials(parts: list[str]) -> str:
-    return "".join(part[:1] for part in parts)

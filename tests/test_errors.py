@@ -18,7 +18,7 @@ MODULES = ("layers.0.mlp", "layers.0.self_attn")
 @pytest.mark.parametrize(
     ("known", "given"),
     [
-        (OPTIONS, {"--lr": "--learning-rate", "--bs": "--batch-size", "-help": "--help"}),
+        (OPTIONS, {"--rate": "--learning-rate", "-help": "--help"}),
         (OPTIONS, {"--epochs": "--num-train-epochs", "--learnig-rate": "--learning-rate"}),
         (ARGUMENTS, {"max_length": "max_new_tokens", "input_embeds": "inputs_embeds"}),
         (MODULES, {"layers.0.mpl": "layers.0.mlp"}),

@@ -36,7 +36,7 @@ _OTHER_NAMES = {
     "block_size",
     "num_train_epochs": "max_epochs",
     "max_steps": "steps",
-    "batch_size": "per_device_train_batch_size micro_batch_size",
+    "batch_size": "bs per_device_train_batch_size micro_batch_size",
     "activation_checkpointing": "gradient_checkpointing",
     "eval_steps": "eval_strategy eval_every",
     "save_steps": "save_strategy",
