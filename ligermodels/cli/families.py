@@ -26,9 +26,10 @@ def run(given: Arguments) -> None:
     names: dict[Any, list[str]] = {}
     for name, cls in families().items():
         names.setdefault(cls, []).append(name)
-    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
+    width = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ")
+    wrapper.break_on_hyphens = False
     for cls, known in names.items():
         sizes = ", ".join(cls.config_class.presets) or "no size has a name"
-        width = shutil.get_terminal_size().columns
         print(f"{', '.join(known)}: {cls.__name__}")
-        print(textwrap.fill(sizes, width, break_on_hyphens=False, **indent))
+        print(wrapper.fill(sizes))
