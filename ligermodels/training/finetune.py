@@ -106,7 +106,7 @@ def finetune(
         # fork_rng restores the random generators of the caller.
         gpus = [device] if device.type == "cuda" else []
         try:
-            with run.run_dir.locked(), torch.random.fork_rng(gpus), processes.losing_ranks():
+            with run.run_dir.locked(), torch.random.fork_rng(gpus):
                 return run.run()
         except LigerError:
             raise

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from typing_extensions import Self
 
-from ligermodels.errors import ConfigError, LigerError, first_line
+from ligermodels.errors import ConfigError
 from ligermodels.float8 import Float8Linear
 from ligermodels.losses import Mean
 from ligermodels.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
@@ -31,13 +31,7 @@ Item = TypeVar("Item")
 # A wrapper may pass on a Ctrl-C that the terminal has sent to the run, too.
 _SAME_PRESS = 1.0  # seconds
 
-_host: Any = None  # the group of all ranks in which they meet
-_limit: timedelta | None = None  # how long they wait there
 _together: int = 1  # how many neighbouring ranks compute the same rows
-
-
-class RankError(LigerError):
-    """Another rank does not answer, or has failed."""
 
 
 def launch_id() -> str:
@@ -54,21 +48,16 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
     Raises:
         ConfigError: the ranks cannot be divided into groups of so many.
     """
-    global _host, _limit, _together
+    global _together
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     starts = launched and not dist.is_initialized()
-    limit = timedelta(seconds=timeout)
     if starts:
         backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
-        # NCCL ends a process that has waited for too long, without a word. `barrier` comes before.
-        dist.init_process_group(backend, timeout=limit * (2 if device.type == "cuda" else 1))
-    _limit, _together = limit, together
-    if is_distributed():
-        # Only a group of gloo alone can name a rank that does not come.
-        _host = dist.new_group(backend="gloo", timeout=limit)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    _together = together
     try:
         with error_on_all_ranks():
             if num_ranks() % together:
@@ -78,42 +67,17 @@ def process_group(device: torch.device, timeout: int, together: int = 1) -> Iter
                 )
         yield
     finally:
-        _host, _together = None, 1
+        _together = 1
         if starts:
             dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def losing_ranks() -> Iterator[None]:
-    """Raise RankError for the errors of torch.distributed that another rank's end causes."""
-    try:
-        yield
-    except RuntimeError as error:
-        text, signs = first_line(error), ("gloo", "monitoredBarrier")
-        if not is_distributed() or not (
-            isinstance(error, dist.DistError) or any(sign in text for sign in signs)
-        ):
-            raise
-        found = RankError(f"another process of the run has ended or hangs: {text}")
-        found.is_repeated = rank() != 0
-        if rank():
-            time.sleep(3)  # Rank 0 has said who is missing by then, unless it is missing itself.
-        raise found from error
-
-
 def barrier(signum: int | None) -> int | None:
-    """Wait until every rank is here. Return the first signal that any rank has got, or None.
+    """Wait until every rank is here. Return a signal that any rank has got, or None.
 
     Args: signum: the signal of this rank.
-    Raises:
-        RuntimeError: a rank does not come in time. On rank 0 the message names it.
     """
-    if not is_distributed():
-        return signum
-    dist.monitored_barrier(_host, timeout=_limit, wait_all_ranks=True)
-    first = torch.tensor(signum or 0)
-    dist.all_reduce(first, dist.ReduceOp.MAX, group=_host)
-    return int(first) or None
+    return max(each or 0 for each in gathered(signum)) or None
 
 
 def num_row_ranks() -> int:

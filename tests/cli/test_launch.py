@@ -135,26 +135,6 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_checkpoint_before_it(
             assert resumed() == expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "sent", "line"),
-    [
-        (1, signal.SIGKILL, "rank 1 was killed by SIGKILL"),
-        (1, signal.SIGSTOP, "hangs"),
-        (0, signal.SIGSTOP, "rank 0 was killed by SIGKILL"),
-    ],
-)
-def test_a_process_that_is_killed_or_hangs_is_named(
-    folder: Path, number: int, sent: signal.Signals, line: str
-) -> None:
-    process = start(folder, "--max-steps", "1000", "--quiet", "--rank-timeout", "8")
-    wait_until(lambda: any((folder / "run").glob("checkpoints/step-0000000?")))
-    os.kill(workers(process)[number], sent)
-    _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode > 0, err
-    assert err.splitlines()[-1].startswith("ligermodels: ") and line in err, err
-
-
 def test_a_process_alone_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert not launch.is_worker() and launch.is_rank0()

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,20 +20,14 @@ import torch.distributed as dist
 from ligermodels import AutoLiger, ConfigError, LigerError
 from ligermodels.ranks import rank
 from ligermodels.training import finetune as stages
-from ligermodels.training import processes
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.data import Document, Group
 from ligermodels.training.finetune import finetune
 from ligermodels.training.grpo import GRPOObjective, Sample
 from ligermodels.training.processes import (
     Interrupted,
-    RankError,
-    barrier,
-    losing_ranks,
-    process_group,
 )
 from ligermodels.training.trainer import Trainer
-from tests.limits import wait_until
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.rounding import ADAM_EPSILON
 from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
@@ -209,7 +202,6 @@ def cases(ranks: int, of_other_losses: bool = False) -> dict[str, Case]:
         "a resumed loss of pairs": resumed_pairs,
         "an interrupted plan": interrupted_plan,
         "an error on one rank": partial(error_on_a_rank, 1),
-        "a hung rank": hung_rank,
     }
 
 
@@ -425,36 +417,3 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
         assert "missing.txt" in str(error), error
         return {"reported": float(error.is_repeated == (number == failing))}
     raise AssertionError("a missing file is no error")
-
-
-def hung_rank(number: int, folder: Path) -> dict[str, float]:
-    with process_group(torch.device("cpu"), 3):
-        if number == 1:
-            wait_until((folder / "over").exists)
-            return {"hung": 0.0}
-        said = r"another process of the run has ended or hangs: .*Ranks 1 "
-        with pytest.raises(RankError, match=said) as caught, losing_ranks():
-            barrier(None)
-        (folder / "over").touch()
-    return {"reported": float(caught.value.is_repeated)}
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_lost_rank_is_named_by_rank_0(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others repeat what they know, and later."""
-    for holder, name, value in (
-        (processes.time, "sleep", slept := Mock()),
-        (processes, "rank", lambda: number),
-        (processes, "is_distributed", lambda: True),
-    ):
-        monkeypatch.setattr(holder, name, value)
-    for said in (
-        "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 9000 ms",
-        "gloo: connection closed by peer",
-    ):
-        with pytest.raises(RankError, match="ended or hangs: ") as caught, losing_ranks():
-            raise RuntimeError(said)
-        assert said in str(caught.value)
-        assert caught.value.is_repeated == slept.called == (number > 0)
-    with pytest.raises(RuntimeError, match="out of memory"), losing_ranks():
-        raise RuntimeError("out of memory")
