@@ -18,7 +18,7 @@ from ligermodels.memory.planner import Budget, Space, find_plan, largest
 from ligermodels.memory.rates import Rates, rates_of
 from ligermodels.memory.simulate import LONGEST, Simulation, Step, simulate
 from ligermodels.memory.torch_private import Sharding
-from ligermodels.ranks import Result, error_on_all_ranks, from_rank_0, gathered, rank
+from ligermodels.ranks import Result, from_rank_0, gathered, rank
 
 # The part of a budget that is not planned for. Predictions of reserved bytes err by up to 1%, and
 # by up to 1.3% where FSDP2 gathers parameters on its own streams. One row that was measured without
@@ -226,8 +226,14 @@ def _length(name: str, value: int) -> int:
 
 def _by_rank_0(compute: Callable[[], Result]) -> Result:
     """Return what rank 0 computes, or raise its error on every rank."""
-    made = None
-    with error_on_all_ranks(ConfigError):
-        if rank() == 0:
+    made: Any = None
+    fault: BaseException | None = None
+    if rank() == 0:
+        try:
             made = compute()
-    return from_rank_0(made)
+        except BaseException as error:  # Ctrl-C, too: the other ranks wait for an answer
+            fault = error
+    made, fault = from_rank_0((made, fault))
+    if fault is not None:
+        raise fault
+    return made
