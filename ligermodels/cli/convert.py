@@ -38,7 +38,7 @@ class Arguments(LoadingOptions):
         verify: compare tensors, config keys and tokenizer files
         max_shard_size: largest size of one weight file, such as 5GB
         overwrite: replace the checkpoint that TARGET holds
-        float8: write the weights of the layers' linears in float8, as transformers reads them
+        float8: write the weights of the layers' linears in float8, as compressed-tensors reads them
         mxfp4: write the experts that SOURCE holds in MXFP4 as they are, and not decoded
     """
 

@@ -159,7 +159,8 @@ def _cast_weights(tensors: dict[str, _HFTensor], names: Collection[str]) -> dict
         if len(tensor.shape) != 2 or not name.endswith(".weight"):
             continue
         if len(tensor.parts) != 1 or tensor.parts[0][0].name not in names:
-            plain.add(name.removesuffix(".weight"))
+            one = name.removesuffix(".weight")
+            plain.add(r"re:.*\.experts\..*" if ".experts." in one else one)
             continue
         tensors[name] = tensor._replace(
             dtype="F8_E4M3", nbytes=prod(tensor.shape), cast=lambda x: _float8(x)[0]
