@@ -30,7 +30,6 @@ from ligermodels.kernels.linear_cross_entropy.groups import (
     GroupLoss,
     checked_group_size,
     checked_loss,
-    group_loss,
     group_options,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
@@ -469,15 +468,17 @@ class LossHead(nn.Module):
         Args: hidden (batch, seq, hidden); targets (batch, seq) int64, aligned with hidden.
         Raises: as `linear_group_loss` and `log_probs`.
         """
-        checked = group_options(**self._with_defaults(".from_log_probs", options, GROUP_OPTIONS))
+        given = self._with_defaults(".from_log_probs", options, GROUP_OPTIONS)
         if self.is_linear:
             weight, bias = self.parameters_here(hidden)
-            return group_loss(
-                *(hidden, weight, targets, bias, checked, loss_function, group_size),
-                shard=self.vocab_shard,
+            return kernels.linear_group_loss(
+                *(hidden, weight, targets, loss_function, bias),
+                group_size=group_size,
+                vocab_shard=self.vocab_shard,
+                **given,
             )
         checked_group_size(hidden, group_size)
-        made = self._cross_entropy(hidden, targets, checked)
+        made = self._cross_entropy(hidden, targets, group_options(**given))
         return checked_loss(loss_function(made, slice(0, len(targets))))
 
     def logits(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:

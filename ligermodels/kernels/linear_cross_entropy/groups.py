@@ -53,6 +53,7 @@ def linear_group_loss(
     bias: Tensor | None = None,
     *,
     group_size: int = 1,
+    vocab_shard: VocabShard | None = None,
     **options: Unpack[LossKeywords],
 ) -> Tensor:
     """Sum a loss over groups of sequences, each computed from the log-probabilities of its tokens.
@@ -65,8 +66,8 @@ def linear_group_loss(
     tensors that it reads get no gradient.
 
     If whole groups fit into the budget or chunk_size, forward and backward take three matrix
-    products. Otherwise, with max_valid, for float16, and under torch.compile, loss_function is
-    called once for all sequences, and they take four, as `linear_log_probs`.
+    products. Otherwise, with max_valid or vocab_shard, for float16, and under torch.compile,
+    loss_function is called once for all sequences, and they take four, as `linear_log_probs`.
 
     Args:
         hidden: (batch, seq, in), floating point. Groups are group_size neighbours in the batch.
@@ -75,8 +76,8 @@ def linear_group_loss(
             `linear_cross_entropy`.
         skip_ignored: whether the matrix products skip ignored targets. It costs two host
             synchronisations.
-        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes, max_valid:
-            as in `linear_cross_entropy`.
+        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes, max_valid,
+            vocab_shard: as in `linear_cross_entropy`.
     Returns: the sum, a scalar.
     Raises:
         ValueError: a shape, dtype or option is wrong, or loss_function does not return a scalar.
@@ -84,36 +85,12 @@ def linear_group_loss(
     """
     check_known("linear_group_loss", options, GROUP_OPTIONS)
     given = group_options(**options)
-    return group_loss(hidden, weight, targets, bias, given, loss_function, group_size)
-
-
-def group_options(**options: Unpack[LossKeywords]) -> LossOptions:
-    """Return the options of `linear_group_loss`, as those of a loss."""
-    options.setdefault("return_token_stats", ("log_probs",))
-    options["reduction"] = "none"
-    return LossOptions.of(**options)
-
-
-def group_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    options: LossOptions,
-    loss_function: GroupLoss,
-    group_size: int,
-    shard: VocabShard | None = None,
-) -> Tensor:
-    """Compute `linear_group_loss` with options that are already checked.
-
-    If the vocabulary is split over ranks, loss_function is called once for all sequences.
-    """
     group_size = checked_group_size(hidden, group_size)
-    if torch.compiler.is_compiling() or options.max_valid is not None or shard is not None:
-        tokens = linear_loss(hidden, weight, targets, bias, options, shard)
+    if torch.compiler.is_compiling() or given.max_valid is not None or vocab_shard is not None:
+        tokens = linear_loss(hidden, weight, targets, bias, given, vocab_shard)
         return checked_loss(loss_function(tokens, slice(0, len(targets))))
     head = make_head(
-        *(hidden, weight, targets, bias, options), one_loss=True, may_save_logits_grad=False
+        *(hidden, weight, targets, bias, given), one_loss=True, may_save_logits_grad=False
     )
     pieces = None if head.hidden.dtype == torch.float16 else _pieces(head, targets, group_size)
     if pieces is None:
@@ -121,6 +98,13 @@ def group_loss(
         return checked_loss(loss_function(token_outputs(head, targets), everything))
     with without_autocast(head.hidden):
         return _GroupGradsInForward.apply(*head, targets, pieces, loss_function)
+
+
+def group_options(**options: Unpack[LossKeywords]) -> LossOptions:
+    """Return the options of `linear_group_loss`, as those of a loss."""
+    options.setdefault("return_token_stats", ("log_probs",))
+    options["reduction"] = "none"
+    return LossOptions.of(**options)
 
 
 def checked_group_size(hidden: Tensor, group_size: int) -> int:
