@@ -1,12 +1,14 @@
-"""Measure the gated delta rule: python -m benchmarks.gated_delta [--out FOLDER]
+"""Measure the gated delta rule: python -m benchmarks.gated_delta [--only NAME] [--out FOLDER]
 
-The op, its inputs, the gate of its output and the whole layer at the shape of Qwen3.5-9B and
+The op, the gate of its output and the whole layer at the shape of Qwen3.5-9B and
 35B-A3B (16 key heads and 32 value heads of 128), beside fla and transformers where they run, in
 bf16 on one GPU; and the error of each implementation of the op against the recurrence in float64.
-TFLOP/s count the products of the chunk form, 5 * 64 + 6 * 128 multiplications for each token, value
-head and column in forward, without the inverse of a chunk. For each kernel of the op there is its
-floor: the larger one of the times that its bytes and its products take at the peaks of an H100 or
-H200. The script writes gated_delta.json.
+TFLOP/s count the products of the chunk form for each token, value head and column, without the
+inverse of a chunk: those of 64 tokens, 4 in forward and 10 in backward, and those of 128 columns of
+a state, 3 and 8. For each kernel of the op there is its floor: the larger one of the times that its
+bytes and its products take at the peaks of an H100 or H200. The share of the op is that of the sum
+of these floors, also for the others. With --only, one implementation is measured, in a process of
+its own. The script writes gated_delta.json.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from benchmarks.common import (
     version,
     write,
 )
+from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.layers import GatedDeltaNet
 
 CHUNK, HEADS, DIM = 64, 32, 128
@@ -38,17 +41,25 @@ PEAK_BYTES, PEAK_FLOP = 3.35e12, 989e12  # per second, of an H100 SXM with 16-bi
 REPEATS = 10
 OPS_AND_NAMES = {
     "gated_delta": ("ligermodels", "transformers", "fla"),
-    "gated_delta_inputs": ("ligermodels", "torch.compile"),
     "output_gate": ("ligermodels", "torch.compile"),
 }
 RESULTS = ("out", "q", "k", "v", "g", "beta")
-COLUMNS = "op, batch x seq, implementation, forward ms, both ms, TFLOP/s, peak MiB, error"
+COLUMNS = (
+    "op, batch x seq, implementation, forward ms, forward TFLOP/s, forward share, both ms, "
+    "both TFLOP/s, both share, peak MiB, error"
+)
 
 
 def measure(
-    row: dict[str, Any], run: Callable[..., Any], leaves: list[Tensor], flop: float = 0.0
+    row: dict[str, Any],
+    run: Callable[..., Any],
+    leaves: list[Tensor],
+    most: dict[str, tuple[float, float]],
 ) -> dict[str, Any]:
-    """Return the row with the times of run(*leaves), forward alone and with backward."""
+    """Return the row with the times of run(*leaves), forward alone and with backward.
+
+    Args: most: the FLOP and the floor in us of "forward" and "both"; nothing if they are not known.
+    """
 
     def both() -> tuple[Tensor, ...]:
         outputs = run(*leaves)
@@ -59,12 +70,13 @@ def measure(
         with torch.no_grad():
             run(*leaves)
             row["forward ms"] = device_time(lambda: run(*leaves))["ms"]
-        if flop:
-            row["TFLOP/s"] = flop / row["forward ms"] / 1e9
         row["peak MiB"] = peak_bytes(both) / 2**20
         row["both ms"] = device_time(both)["ms"]
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    for name, (flop, floor) in most.items():
+        if ms := row.get(f"{name} ms"):
+            row |= {f"{name} TFLOP/s": flop / ms / 1e9, f"{name} share": floor / ms / 1e3}
     release_memory()
     return row
 
@@ -150,6 +162,19 @@ def floors(batch: int, seq: int, key_bytes: float, value_bytes: float) -> dict[s
     }
 
 
+def most(batch: int, seq: int, leaves: list[Tensor]) -> dict[str, tuple[float, float]]:
+    """Return the FLOP and the floor of the op, as `measure` takes them."""
+    kernels = floors(batch, seq, leaves[0].nbytes, leaves[2].nbytes)
+    per_column = 2.0 * batch * seq * HEADS * DIM
+    return {
+        "forward": (
+            per_column * (4 * CHUNK + 3 * DIM),
+            kernels["chunk"][0] + kernels["forward"][0],
+        ),
+        "both": (per_column * (14 * CHUNK + 11 * DIM), sum(map(sum, kernels.values()))),
+    }
+
+
 def kernel_rows(batch: int, seq: int) -> list[dict[str, Any]]:
     """Return the us of each kernel of the op in forward and backward, beside its floor."""
     case = OPS["gated_delta"].build(Random(), batch, seq, HEADS // 2, HEADS, DIM)
@@ -173,6 +198,25 @@ def kernel_rows(batch: int, seq: int) -> list[dict[str, Any]]:
             us = statistics.median(times)
             row = {"batch x seq": f"{batch} x {seq}", "kernel": name, "call": i + 1}
             rows.append({**row, "us": us, "floor us": floor, "share": floor / us})
+    return rows
+
+
+def decode_rows() -> list[dict[str, Any]]:
+    """Return the us of a generated token for several rows, beside the time of its bytes."""
+    rows = []
+    for batch in (1, 16, 64):
+        random, channels = Random(), 2 * HEADS * DIM
+        tokens = random.normal(batch, 1, channels + HEADS * (DIM + 2)).detach()
+        shapes = (channels, 4), (HEADS,), (HEADS,), (DIM,)
+        weights = tuple(random.normal(*shape).detach() for shape in shapes)
+        state = tokens.new_zeros(batch, HEADS, DIM, DIM, dtype=torch.float32)
+        memory = random.normal(batch, 3, channels).detach(), state
+        run = partial(gated_delta_decode, tokens, weights, memory, HEADS // 2, DIM)
+        run()
+        us = 1e3 * device_time(run)["ms"]
+        floor = 1e6 * sum(2 * x.nbytes for x in (tokens, *memory)) / PEAK_BYTES
+        rows.append({"rows": batch, "us": us, "floor us": floor, "share": floor / us})
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -210,27 +254,35 @@ def runs(batch: int, seq: int) -> Iterator[tuple[Any, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=OPS_AND_NAMES["gated_delta"], help="an implementation")
     parser.add_argument("--out", type=Path, help="folder for gated_delta.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
+    names = [arguments.only] if arguments.only else OPS_AND_NAMES["gated_delta"]
     small = OPS["gated_delta"].build(Random(), 1, 4097, 1, 2, DIM).implementations
     rows: list[dict[str, Any]] = []
     versions = environment() | {"fla-core": version("fla-core")}
     content: dict[str, Any] = {"environment": versions, "rows": rows}
-    content["kernels"] = kernel_rows(1, 8192) + kernel_rows(8, 2048)
-    print(table(content["kernels"], ["batch x seq", "kernel", "call", "us", "floor us", "share"]))
-    content["errors"] = errors({name: small[name] for name in OPS_AND_NAMES["gated_delta"]})
-    print(table(content["errors"], ["implementation", *RESULTS, "error"]))
-    write("gated_delta.json", content, arguments.out)
+    if "ligermodels" in names:
+        content["kernels"] = kernel_rows(1, 8192) + kernel_rows(8, 2048)
+        columns = ["batch x seq", "kernel", "call", "us", "floor us", "share"]
+        print(table(content["kernels"], columns))
+        content["decoding"] = decode_rows()
     found = [(size, *run) for size in ((1, 8192), (8, 2048)) for run in runs(*size)]
     order = ["gated_delta", "layer", *OPS_AND_NAMES]
     for (batch, seq), op, name, run, inputs in sorted(found, key=lambda x: order.index(x[1])):
+        if name not in names and arguments.only:
+            continue
         row = {"op": op, "batch x seq": f"{batch} x {seq}", "implementation": name}
-        flop = 2.0 * batch * seq * HEADS * DIM * (5 * CHUNK + 6 * DIM)
-        rows.append(measure(row, run, inputs(), flop if op == "gated_delta" else 0.0))
+        leaves = inputs()
+        known = most(batch, seq, leaves) if op == "gated_delta" else {}
+        rows.append(measure(row, run, leaves, known))
         write("gated_delta.json", content, arguments.out)
         print(rows[-1], flush=True)
+    content["errors"] = errors({name: small[name] for name in names})
+    print(table(content["errors"], ["implementation", *RESULTS, "error"]))
+    write("gated_delta.json", content, arguments.out)
     print(table(rows, COLUMNS.split(", ")))
 
 

@@ -11,7 +11,6 @@ from ligermodels import kernels
 from ligermodels.kernels.checks import DeltaRule
 from ligermodels.kernels.reference.gated_delta import gated_delta_forward
 
-Tensors = tuple[Tensor, ...]
 sys.modules["fla"] = None  # type: ignore[assignment]  # transformers would take its functions
 qwen = peer("transformers.models.qwen3_5.modeling_qwen3_5")
 del sys.modules["fla"]
@@ -54,40 +53,6 @@ def gated_delta(
         # Forward reads q, k, v and writes the output. Backward reads them and its gradient, and
         # writes three gradients.
         (2 * q + 2 * v, 6 * q + 5 * v),
-    )
-
-
-def gated_delta_inputs(
-    random: Random, batch: int, seq: int, key_heads: int, heads: int, head_dim: int
-) -> Case:
-    keys, channels = key_heads * head_dim, (2 * key_heads + heads) * head_dim
-
-    def eager(qkv: Tensor, b: Tensor, a: Tensor, weight: Tensor, *gates: Tensor) -> Tensors:
-        x = F.conv1d(qkv.mT, weight[:, None], padding=3, groups=channels)[..., :seq].mT.contiguous()
-        q, k, v = F.silu(x).split((keys, keys, channels - 2 * keys), -1)
-        q, k = (x.unflatten(-1, (key_heads, head_dim)).float() for x in (q, k))
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        g = -gates[0].float().exp() * F.softplus(a.float() + gates[1])
-        v = v.unflatten(-1, (heads, head_dim))
-        return q.to(v.dtype), k.to(v.dtype), v, g, b.sigmoid()
-
-    size = batch * seq * random.dtype.itemsize * channels
-    return Case(
-        lambda: [
-            random.normal(batch, seq, channels),
-            random.normal(batch, seq, heads),
-            random.normal(batch, seq, heads),
-            random.normal(channels, 4),
-            random.normal(heads),
-            random.normal(heads),
-        ],
-        {
-            "eager": eager,
-            "torch.compile": compiled(eager),
-            "ligermodels": lambda *inputs: kernels.gated_delta_inputs(*inputs, key_heads, head_dim),
-        },
-        # Forward reads and writes the channels. Backward reads them and a gradient, and writes one.
-        (2 * size, 5 * size),
     )
 
 
@@ -137,7 +102,6 @@ SIZES = sizes("batch seq key_heads heads head_dim", (1, 8192, 16, 32, 128), (8, 
 SMALL = {"batch": 1, "seq": 70, "key_heads": 1, "heads": 2, "head_dim": 16}
 OPS = {
     "gated_delta": Op("Gated delta rule", gated_delta, SMALL, SIZES, [], scratch=True),
-    "gated_delta_inputs": Op("Its inputs", gated_delta_inputs, SMALL, SIZES, []),
     "output_gate": Op(
         "Gate of heads",
         output_gate,

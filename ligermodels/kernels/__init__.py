@@ -9,7 +9,6 @@ from ligermodels.kernels.divergence import linear_divergence
 from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.fused_linear import gate_linear, glu_linear, norm_linear, norm_qkv_rope
 from ligermodels.kernels.gated_delta import gated_delta
-from ligermodels.kernels.gated_delta_inputs import gated_delta_inputs
 from ligermodels.kernels.gated_delta_layer import gated_delta_layer
 from ligermodels.kernels.glu import glu
 from ligermodels.kernels.linear_cross_entropy.functions import (
@@ -30,7 +29,6 @@ __all__ = [
     "expert_mlp",
     "gate_linear",
     "gated_delta",
-    "gated_delta_inputs",
     "gated_delta_layer",
     "glu",
     "glu_linear",

@@ -45,7 +45,7 @@ class Routing(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """The tensors of `gated_delta_inputs`, which explains them, with all rows joined."""
+    """The tensors of `gated_delta_layer`, which explains them, with all rows joined."""
 
     qkv: Tensor
     b: Tensor
@@ -287,25 +287,24 @@ def check_gated_delta(
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
 ) -> None:
-    """Raise if q, k, v, g and beta of the gated delta rule and the others do not fit each other."""
+    """Raise if the tensors of the gated delta rule do not fit each other."""
     q, k, v, g, beta = tensors
+    for name, tensor in zip(DeltaRule._fields, tensors, strict=False):
+        check_floating(op, name, tensor)
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2]
-    if not fits or not q.shape[2] or v.shape[2] % q.shape[2] or not q.dtype == k.dtype == v.dtype:
+    fits = fits and g.shape == beta.shape == v.shape[:3] and q.dtype == k.dtype == v.dtype
+    if not fits or not q.shape[2] or v.shape[2] % q.shape[2]:
         expected = (
             "(batch, seq, key heads, dk) twice and (batch, seq, value heads, dv), with a multiple "
-            "of the key heads, of one dtype"
+            "of the key heads, of one dtype, and (batch, seq, value heads) twice"
         )
-        raise misfit(op, expected, q=q, k=k, v=v)
-    if not g.shape == beta.shape == v.shape[:3]:
-        raise misfit(op, f"{tuple(v.shape[:3])} twice", g=g, beta=beta)
-    documents = len(v)
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise misfit(op, "(documents + 1,) int32 or int64", cu_seqlens=cu_seqlens)
-        documents = len(cu_seqlens) - 1
-    expected_state = (documents, v.shape[2], q.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != expected_state:
-        raise misfit(op, f"{expected_state}", initial_state=initial_state)
+        raise misfit(op, expected, q=q, k=k, v=v, g=g, beta=beta)
+    if initial_state is not None:
+        check_floating(op, "initial_state", initial_state)
+        documents = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+        expected_state = (documents, v.shape[2], q.shape[3], v.shape[3])
+        if initial_state.shape != expected_state:
+            raise misfit(op, f"{expected_state}", initial_state=initial_state)
 
 
 def check_activation(op: str, activation: str) -> None:

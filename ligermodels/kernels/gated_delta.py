@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import DeltaRule, check_floating, check_gated_delta
+from ligermodels.kernels.checks import DeltaRule, check_gated_delta
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
@@ -13,7 +13,6 @@ from ligermodels.kernels.dispatch import (
     refuse_double_backward,
     select,
 )
-from ligermodels.kernels.gated_delta_inputs import row_starts
 
 _OP = "gated_delta"
 
@@ -72,10 +71,6 @@ def gated_delta(
     Raises: ValueError if shapes or dtypes do not fit, or dk is more than 128 in the Triton kernels.
     Source: arXiv:2412.06464.
     """
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_floating(_OP, name, tensor)
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -88,3 +83,13 @@ def gated_delta(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, state = apply(_GatedDelta, scale, *rows, starts, initial_state)
     return out.view(v.shape), state
+
+
+def row_starts(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return where each document begins, by default each row of x (batch, seq, ...), and the end.
+
+    It is in int32, and counts the tokens of all rows joined.
+    """
+    if cu_seqlens is not None:
+        return cu_seqlens.int()
+    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]

@@ -1,6 +1,5 @@
 """A layer's gated delta rule for few new tokens of each row; it overwrites the layer's state."""
 
-import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import select
@@ -14,14 +13,14 @@ def gated_delta_decode(
     key_dim: int,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return what `gated_delta_inputs`, `gated_delta` and `output_gate` make of the next tokens.
+    """Return what `gated_delta_layer` and `output_gate` make of the next tokens.
 
     It overwrites the state with that after them, in one launch, which a CUDA graph can hold. It
     computes token by token and has no gradient.
 
     Args:
         projected: (batch, seq, channels + heads * dv + 2 * heads), in this order qkv, the gate of
-            the output, b and a; key_heads, key_dim: as in `gated_delta_inputs`.
+            the output, b and a; key_heads, key_dim: as in `gated_delta_layer`.
         weights: the convolution's (channels, taps), a_log and dt_bias (heads,), and that of the
             norm of the output (dv,).
         state: that before these tokens, contiguous: the last rows of qkv, (batch, taps - 1,
@@ -29,19 +28,8 @@ def gated_delta_decode(
             inputs).
         eps: of the norm of the output.
     Returns: (batch, seq, heads * dv) in its dtype.
-    Raises: ValueError if a shape or the dtype of a state does not fit.
     Source: arXiv:2412.06464.
     """
-    batch, dtype = len(projected), projected.dtype
-    heads, (channels, taps) = len(weights[1]), weights[0].shape
-    expected = (batch, taps - 1, channels), (batch, heads, key_dim, len(weights[3]))
-    dtypes = dtype, torch.promote_types(dtype, torch.float32)
-    for name, x, shape, dtype in zip(("rows", "memory"), state, expected, dtypes, strict=True):
-        if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(
-                f"gated_delta_decode: {name} is {tuple(x.shape)} {x.dtype}; expected "
-                f"{shape} {dtype}, contiguous"
-            )
     ops = select("gated_delta_decode", projected)
     return ops.gated_delta_decode_forward(  # type: ignore[no-any-return]
         projected, weights, state, key_heads, key_dim, eps

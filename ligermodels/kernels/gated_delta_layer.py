@@ -5,34 +5,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import DeltaInputs, DeltaRule
-from ligermodels.kernels.dispatch import apply, autocast_dtype, refuse_double_backward, select
-from ligermodels.kernels.gated_delta_inputs import join_inputs
+from ligermodels.kernels.checks import DeltaInputs, DeltaRule, check_floating, misfit
+from ligermodels.kernels.dispatch import (
+    apply,
+    autocast_dtype,
+    compute_dtype,
+    refuse_double_backward,
+    select,
+)
+from ligermodels.kernels.gated_delta import row_starts
+
+_OP = "gated_delta_layer"
 
 
 class _GatedDeltaLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, key_heads: int, key_dim: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.ops = select("gated_delta_inputs", inputs[0]), select("gated_delta", inputs[0])
+    def forward(ctx: Any, key_heads: int, key_dim: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.ops = select("gated_delta_inputs", tensors[0]), select("gated_delta", tensors[0])
         ctx.sizes = key_heads, key_dim
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+        *inputs, initial_state = tensors
         made = ctx.ops[0].gated_delta_inputs_forward(DeltaInputs(*inputs), key_heads, key_dim)
-        rule = DeltaRule(*(*made, inputs[-1], None))
+        rule = DeltaRule(*(*made, inputs[-1], initial_state))
         return ctx.ops[1].gated_delta_forward(rule, key_dim**-0.5)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("gated_delta_layer")
-        inputs, scale = DeltaInputs(*ctx.saved_tensors), ctx.sizes[1] ** -0.5
+        refuse_double_backward(_OP)
+        *tensors, initial_state = ctx.saved_tensors
+        inputs, scale = DeltaInputs(*tensors), ctx.sizes[1] ** -0.5
         made = ctx.ops[0].gated_delta_inputs_forward(inputs, *ctx.sizes)
         grad_out = torch.zeros_like(made[2]) if grad_out is None else grad_out
-        rule = DeltaRule(*(*made, inputs.cu_seqlens, None))
-        grads = ctx.ops[1].gated_delta_backward(rule, scale, grad_out, grad_final)
+        rule = DeltaRule(*(*made, inputs.cu_seqlens, initial_state))
+        *grads, grad_initial = ctx.ops[1].gated_delta_backward(rule, scale, grad_out, grad_final)
         del made, rule
-        return None, None, *ctx.ops[0].gated_delta_inputs_backward(inputs, grads[:5]), None
+        grads = ctx.ops[0].gated_delta_inputs_backward(inputs, grads)
+        return None, None, *grads, None, grad_initial if ctx.needs_input_grad[9] else None
 
 
 def gated_delta_layer(
@@ -45,19 +56,45 @@ def gated_delta_layer(
     key_heads: int,
     key_dim: int,
     cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `gated_delta` of `gated_delta_inputs`; save only the arguments for backward.
+    """Return `gated_delta` of what a layer's projections make; save only the arguments.
 
-    Backward computes q, k, v and the gates again, which is one launch.
+    q, k and v are silu(conv(qkv)), where each channel has its own causal convolution over the last
+    tokens of its document. Each head of q and k is divided by sqrt(sum of squares + 1e-6).
+    g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b). This is one launch, which
+    computes in float32 and rounds once; backward computes it again.
 
-    Args: as in `gated_delta_inputs`. Under autocast, qkv is cast.
+    Args:
+        qkv: (batch, seq, 2 * key_heads * key_dim + heads * dv), q first. Autocast casts it.
+        b, a: (batch, seq, heads).
+        weight: (channels, taps) of the convolution, the tap of the token itself last.
+        a_log, dt_bias: (heads,).
+        key_heads, key_dim: the heads of q and k, and their size.
+        cu_seqlens, initial_state: as in `gated_delta`.
     Returns: (batch, seq, heads, dv) in qkv's dtype, and the state after each document, (documents,
         heads, key_dim, dv) in float32 (float64 for float64 inputs).
-    Raises: ValueError as these two.
+    Raises: ValueError if a shape does not fit.
+    Source: arXiv:2412.06464.
     """
+    tensors = qkv, b, a, weight, a_log, dt_bias
+    for name, tensor in zip(DeltaInputs._fields, tensors, strict=False):
+        check_floating(_OP, name, tensor)
+    keys, heads = key_heads * key_dim, len(a_log)
+    fits = qkv.dim() == 3 and b.shape == a.shape == (*qkv.shape[:2], heads)
+    fits = fits and a_log.shape == dt_bias.shape and weight.dim() == 2
+    fits = fits and qkv.shape[-1] == len(weight) and len(weight) > 2 * keys
+    if not fits or (len(weight) - 2 * keys) % heads:
+        expected = (
+            "(batch, seq, channels), (batch, seq, heads) twice, (channels, taps) and (heads,) "
+            f"twice, with channels = 2 * {key_heads} * {key_dim} + a multiple of heads"
+        )
+        raise misfit(_OP, expected, **dict(zip(DeltaInputs._fields, tensors, strict=False)))
     dtype = autocast_dtype(qkv)
     qkv = qkv if dtype is None else qkv.to(dtype)
-    tensors = qkv, b, a, weight, a_log, dt_bias
-    inputs = join_inputs("gated_delta_layer", tensors, key_heads, key_dim, cu_seqlens)
-    out, state = apply(_GatedDeltaLayer, key_heads, key_dim, *inputs)
+    if initial_state is not None:
+        initial_state = initial_state.to(compute_dtype(qkv))
+    rows, starts = (x.flatten(0, 1) for x in (qkv, b, a)), row_starts(qkv, cu_seqlens)
+    given = *rows, weight, a_log, dt_bias, starts, initial_state
+    out, state = apply(_GatedDeltaLayer, key_heads, key_dim, *given)
     return out.unflatten(0, qkv.shape[:2]), state

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.checks import misfit
 from ligermodels.kernels.dispatch import refuse_double_backward, select
 
 LARGEST = 512  # elements of a head
@@ -56,15 +57,11 @@ def wide_attention(
     Source: arXiv:2205.14135, arXiv:2305.13245.
     """
     heads, head_dim = q.shape[1], q.shape[3]
-    if k.shape != v.shape or k.shape[::3] != q.shape[::3] or heads % k.shape[1]:
-        raise ValueError(
-            f"wide_attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; "
-            "expected (batch, heads, queries, head_dim) and (batch, kv heads, keys, head_dim)"
+    fits = k.shape == v.shape and k.shape[::3] == q.shape[::3] and q.dtype == k.dtype == v.dtype
+    if not fits or heads % k.shape[1] or head_dim > LARGEST:
+        expected = (
+            "(batch, heads, queries, head_dim) and (batch, kv heads, keys, head_dim) twice, of one "
+            f"dtype, with heads of {LARGEST} at most"
         )
-    if head_dim > LARGEST:
-        raise ValueError(f"wide_attention: head_dim {head_dim}; expected at most {LARGEST}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"wide_attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype"
-        )
+        raise misfit("wide_attention", expected, q=q, k=k, v=v)
     return _WideAttention.apply(q, k, v, scale, *ranges, *((None, None) if ids is None else ids))

@@ -143,30 +143,28 @@ class GatedDeltaNet(Planned, nn.Module):
         if cu_seqlens is not None and state is not None:
             raise ValueError("GatedDeltaNet: a state continues rows; expected no cu_seqlens")
         projected, total = norm_then_linear(x, self.in_proj)
-        seq = projected.shape[1]
         qkv, z, b, a = projected.split(self.widths, -1)
         weights = self._weights()
-        sizes = self.num_key_heads, self.key_dim, cu_seqlens
+        sizes = self.num_key_heads, self.key_dim
+        before = None if state is None else state.memory
         memory: Tensor | None = None
+        if state is not None:
+            # The rows before are convolved again. Their gates forget and write nothing.
+            qkv = torch.cat((state.rows, qkv), 1)
+            b, a = (F.pad(x, (0, 0, self.taps - 1, 0), value=-torch.inf) for x in (b, a))
 
         def run(qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
             nonlocal memory
-            out, memory = kernels.gated_delta_layer(qkv, b, a, *weights, *sizes)
+            out, memory = kernels.gated_delta_layer(qkv, b, a, *weights, *sizes, cu_seqlens, before)
             return out
 
-        if state is not None:  # the rows before are convolved again, and then left out
-            qkv = torch.cat((state.rows, qkv), 1)
-            b, a = (F.pad(gate, (0, 0, self.taps - 1, 0)) for gate in (b, a))
-            made = kernels.gated_delta_inputs(qkv, b, a, *weights, *sizes)
-            q, k, v, g, beta = (part[:, -seq:] for part in made)
-            out, memory = kernels.gated_delta(q, k, v, g, beta, None, state.memory)
-        elif self.keeps_output and not returns_state:
-            out = attend_once(run, qkv, b, a)
-        else:
-            out = run(qkv, b, a)
+        returns_state = returns_state or state is not None
+        attends_once = self.keeps_output and not returns_state
+        out = attend_once(run, qkv, b, a) if attends_once else run(qkv, b, a)
+        out = out if state is None else out[:, self.taps - 1 :]
         z = z.unflatten(-1, (self.num_value_heads, self.value_dim))
         out = gate_then_linear(out, z, self.norm.weight, self.out_proj, "silu", self.eps)
-        if state is None and not returns_state:
+        if not returns_state:
             return out, total, None
         assert memory is not None
         return out, total, DeltaState(self._last_rows(qkv, cu_seqlens), memory)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.checks import ClampedSwiGLU
+from ligermodels.kernels.dispatch import autocast_dtype
 
 
 def widened(x: Tensor) -> Tensor:
@@ -359,3 +360,16 @@ def gated_delta_inputs(
     b, a, a_log, dt_bias = map(widened, (b, a, a_log, dt_bias))
     g = -a_log.exp() * F.softplus(a + dt_bias)
     return *(x.to(qkv.dtype) for x in (q, k, v)), g, b.sigmoid()
+
+
+def gated_delta_layer(
+    qkv: Tensor,
+    *inputs: Tensor | int,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    **more: Tensor | int,
+) -> tuple[Tensor, Tensor]:
+    dtype = autocast_dtype(qkv)
+    qkv = qkv if dtype is None else qkv.to(dtype)
+    made = gated_delta_inputs(qkv, *inputs, **more, cu_seqlens=cu_seqlens)
+    return gated_delta(*made, cu_seqlens, initial_state)

@@ -62,9 +62,7 @@ KERNELS = sorted({name for module in modules() for name in kernels_of(module)})
 # Every NVIDIA GPU from sm_80 on gives a block at least this much; sm_86 gives 99 KiB.
 NVIDIA_SHARED = 99 * 1024
 # The kernels that run on no other NVIDIA GPU, and what a block may have there.
-HOPPER_KERNELS = tuple(
-    f"wide_attention_{x}_kernel" for x in ("forward", "scores", "queries", "keys")
-)
+HOPPER_KERNELS = tuple(f"wide_attention_{x}_kernel" for x in ("forward", "scores", "sums"))
 HOPPER_SHARED = 227 * 1024
 # Sums of 128 registers a thread leave few. The launch configs are the fastest ones, and those that
 # spill nothing take longer.

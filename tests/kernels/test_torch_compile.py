@@ -31,7 +31,7 @@ ELSEWHERE |= {
     "linear_cross_entropy",
     "linear_log_probs",
     "gated_delta",
-    "gated_delta_inputs",
+    "gated_delta_layer",
     "output_gate",
     "gate_linear",
 }

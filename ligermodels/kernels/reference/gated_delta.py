@@ -148,7 +148,7 @@ def gated_delta_backward(
         return *(torch.empty_like(x) for x in (q, k, v, g, beta)), initial_state
     slots = _slots(cu_seqlens, len(v))
     chunks = _chunks(slots, rule, scale)
-    states, changes, ends = _walk(slots, chunks, initial_state)
+    states, changes, _ = _walk(slots, chunks, initial_state)
     q_, k_, v_, beta_, total, rest, whole, decay, key_scores, scores, inverse = chunks
     grad = slots.gather(grad_out, v.shape[1], v_.dtype)
 
@@ -178,7 +178,9 @@ def gated_delta_backward(
     grad_total = (read * q_).sum(-1) + (grad_scores.tril(-1) * (q_ @ k_.mT)).sum(-1)
     own = scores.diagonal(dim1=-2, dim2=-1)[..., None]
     grad_total = grad_total - beta_[..., 0] * (u * (v_ - error) + error * (u - own * grad)).sum(-1)
-    grad_total[..., -1] += (ends * after).sum((-1, -2))
+    # The state after a slot, from which the gradients of g are differences, in the same products.
+    grad_total[..., -1] += (whole * states * after).sum((-1, -2))
+    grad_total[..., -1] += (rest * changes * (k_ @ after)).sum((-1, -2))
     return (
         slots.scatter(grad_q, q),
         slots.scatter(grad_k, k),

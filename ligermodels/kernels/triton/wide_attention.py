@@ -14,8 +14,8 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch,
 
 # `rows` and `block` are the sizes of a program's tile, of scores or of a gradient; `depth` is how
 # much of the summed dimension a product reads at once. In forward 64 rows of 512 float32 sums take
-# half of the registers of 8 warps. The rows of QUERIES divide those of SCORES, and the rows of KEYS
-# its block, so that a program reads only tiles that have been written.
+# half of the registers of 8 warps. The rows and the depth of SUMS divide the rows and the block of
+# SCORES, so that a program reads only tiles that have been written.
 _AMD = ((None, Launch(32, 4, num_stages=1, rows=32, depth=32)),)
 FORWARD = Launches(
     nvidia=((None, Launch(64, 8, num_stages=1, rows=64)),),
@@ -23,13 +23,10 @@ FORWARD = Launches(
 )
 DELTA = Launches(nvidia=((None, Launch(0, 4, rows=8)),), amd=((None, Launch(0, 4, rows=8)),))
 SCORES = Launches(nvidia=((None, Launch(128, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
-QUERIES = Launches(nvidia=((None, Launch(256, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
-KEYS = Launches(nvidia=((None, Launch(256, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
+SUMS = Launches(nvidia=((None, Launch(256, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
 
 TILE = 128  # the rows and the block of SCORES divide it
-SCRATCH = (
-    2**29
-)  # bytes that backward takes for weights and slopes, if TILE queries do not need more
+SCRATCH = 2**29  # bytes that backward takes for scores, if TILE queries do not need more
 
 Ranges = tuple[Tensor, Tensor, Tensor, Tensor]
 Ids = tuple[Tensor | None, Tensor | None]
@@ -296,76 +293,26 @@ def wide_attention_scores_kernel(
 
 
 @triton.jit
-def wide_attention_queries_kernel(
-    slopes_ptr,
+def wide_attention_sums_kernel(
+    scratch_ptr,
     scratch_head,
     scratch_token,
-    k_ptr,
-    k_row,
-    k_head,
-    k_token,
-    dq_ptr,
+    x_ptr,
+    x_row,
+    x_head,
+    x_token,
+    out_ptr,
     first_ptr,
     end_ptr,
     range_row,
     begin,
-    queries,
-    keys,
+    stop,
+    other_begin,
+    other_stop,
+    tokens,
     heads,
     scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program computes BLOCK columns of the gradients of ROWS queries, from `begin` on."""
-    row = tl.program_id(2).to(tl.int64)
-    head, row = row % heads, row // heads
-    own_start = _start(1, ROWS)
-    start = begin + own_start
-    if start >= queries:
-        return
-    scale = tl.cast(scale, tl.float32)
-    column = _start(0, BLOCK) + tl.arange(0, BLOCK)
-    wide = column < HEAD_DIM
-    lowest = tl.load(first_ptr + row * range_row + start) // DEPTH * DEPTH
-    highest = tl.load(end_ptr + row * range_row + tl.minimum(start + ROWS, queries) - 1)
-    own = own_start + tl.arange(0, ROWS)
-    slopes_ptr += (row * heads + head) * scratch_head
-    slopes_ptr += own.to(tl.int64)[:, None] * scratch_token + tl.arange(0, DEPTH)[None, :]
-    k_ptr += row * k_row + head // GROUP * k_head
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for at in range(lowest, highest, DEPTH):
-        key = at + tl.arange(0, DEPTH)
-        slopes = tl.load(slopes_ptr + at)
-        k_at = k_ptr + key.to(tl.int64)[:, None] * k_token + column[None, :]
-        k = tl.load(k_at, mask=(key < keys)[:, None] & wide[None, :], other=0.0)
-        total = tl.dot(slopes, k, total, input_precision="ieee")
-    query = begin + own
-    at = ((row * queries + query.to(tl.int64)) * heads + head)[:, None] * HEAD_DIM + column[None, :]
-    shown = (query < queries)[:, None] & wide[None, :]
-    tl.store(dq_ptr + at, (total * scale).to(dq_ptr.dtype.element_ty), mask=shown)
-
-
-@triton.jit
-def wide_attention_keys_kernel(
-    slopes_ptr,
-    scratch_head,
-    scratch_token,
-    q_ptr,
-    q_row,
-    q_head,
-    q_token,
-    dk_ptr,
-    first_query_ptr,
-    end_query_ptr,
-    range_row,
-    begin,
-    stop,
-    keys,
-    kv_heads,
-    scale,
+    TURNED: tl.constexpr,
     ADD: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -373,46 +320,60 @@ def wide_attention_keys_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program computes BLOCK columns of the gradients of ROWS keys, or of their values.
+    """Each program computes BLOCK columns of the gradients of ROWS tokens, from `begin` to `stop`.
 
-    These are sums over the queries from `begin` to `stop` of the GROUP heads that share the keys.
-    With ADD, they are added to what is there, without the scale.
+    The tokens are queries, and sum what they have of the keys; or TURNED, keys or their values, and
+    sum what the GROUP heads of queries that share them have. Of the others, those from other_begin
+    to other_stop count. With ADD, the sums are added to what is there, without the scale.
     """
     row = tl.program_id(2).to(tl.int64)
-    head, row = row % kv_heads, row // kv_heads
-    start = _start(1, ROWS)
+    head, row = row % heads, row // heads
+    own_start = _start(1, ROWS)
+    start, last = begin + own_start, tl.minimum(begin + own_start + ROWS, stop) - 1
     scale = tl.cast(scale, tl.float32)
-    column = _start(0, BLOCK) + tl.arange(0, BLOCK)
+    column, depth = _start(0, BLOCK) + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
     wide = column < HEAD_DIM
-    key = start + tl.arange(0, ROWS)
-    last = tl.minimum(start + ROWS, keys) - 1
-    lowest = tl.maximum(tl.load(first_query_ptr + row * range_row + start), begin)
-    highest = tl.minimum(tl.load(end_query_ptr + row * range_row + last), stop)
-    lowest = begin + (lowest - begin) // DEPTH * DEPTH
+    lowest = tl.maximum(tl.load(first_ptr + row * range_row + start) - other_begin, 0)
+    lowest = lowest // DEPTH * DEPTH
+    highest = tl.minimum(tl.load(end_ptr + row * range_row + last), other_stop) - other_begin
     blocks = tl.cdiv(tl.maximum(highest - lowest, 0), DEPTH)
     if ADD and blocks == 0:
         return
-    slopes_ptr += (row * kv_heads + head) * GROUP * scratch_head + key[None, :]
-    q_ptr += row * q_row + head * GROUP * q_head + column[None, :]
-    at = ((row * keys + key.to(tl.int64)) * kv_heads + head)[:, None] * HEAD_DIM + column[None, :]
-    shown = (key < keys)[:, None] & wide[None, :]
+    own, token = own_start + tl.arange(0, ROWS), start + tl.arange(0, ROWS)
+    members: tl.constexpr = GROUP if TURNED else 1
+    scratch_ptr += (row * heads + head) * members * scratch_head
+    if TURNED:
+        scratch_ptr += depth.to(tl.int64)[:, None] * scratch_token + own[None, :]
+        x_ptr += head * GROUP * x_head
+    else:
+        scratch_ptr += own.to(tl.int64)[:, None] * scratch_token + depth[None, :]
+        x_ptr += head // GROUP * x_head
+    x_ptr += row * x_row + column[None, :]
+    at = ((row * tokens + token.to(tl.int64)) * heads + head)[:, None] * HEAD_DIM + column[None, :]
+    shown = (token < stop)[:, None] & wide[None, :]
     if ADD:
-        total = tl.load(dk_ptr + at, mask=shown, other=0.0)
+        total = tl.load(out_ptr + at, mask=shown, other=0.0)
     else:
         total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for index in range(GROUP * blocks):
-        member = (index // blocks).to(tl.int64)
-        query = lowest + index % blocks * DEPTH + tl.arange(0, DEPTH)
-        own = (query - begin).to(tl.int64)[:, None]
-        there = (query < stop)[:, None]
-        slopes_at = slopes_ptr + member * scratch_head + own * scratch_token
-        slopes = tl.load(slopes_at, mask=there, other=0.0)
-        q_at = q_ptr + member * q_head + query.to(tl.int64)[:, None] * q_token
-        q = tl.load(q_at, mask=there & wide[None, :], other=0.0)
-        total = tl.dot(tl.trans(slopes), q, total, input_precision="ieee")
+    for index in range(members * blocks):
+        if TURNED:
+            member, block = (index // blocks).to(tl.int64), index % blocks
+            first = lowest + block * DEPTH
+            at_block = member * scratch_head + first.to(tl.int64) * scratch_token
+            weights = tl.load(scratch_ptr + at_block)
+            weights = tl.trans(weights)
+            x_at = x_ptr + member * x_head
+        else:
+            first = lowest + index * DEPTH
+            weights = tl.load(scratch_ptr + first)
+            x_at = x_ptr
+        other = other_begin + first + depth
+        x_at += other.to(tl.int64)[:, None] * x_token
+        x = tl.load(x_at, mask=(other < other_stop)[:, None] & wide[None, :], other=0.0)
+        total = tl.dot(weights, x, total, input_precision="ieee")
     if not ADD:
         total *= scale
-    tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=shown)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=shown)
 
 
 def _rows_apart(x: Tensor) -> int:
@@ -461,8 +422,7 @@ def wide_attention_backward(
     if dq.numel() == 0 or keys == 0:
         return dq.zero_().transpose(1, 2), torch.zeros_like(k), torch.zeros_like(v)
     delta = torch.empty_like(lse)
-    settings = [launch(table, head_dim) for table in (DELTA, SCORES, QUERIES, KEYS)]
-    of_delta, of_scores, of_q, of_k = settings
+    of_delta, of_scores, of_sums = (launch(table, head_dim) for table in (DELTA, SCORES, SUMS))
     wide_attention_delta_kernel[(cdiv(queries, of_delta.rows), batch * heads)](
         *(*strided(grad), out, delta, queries, heads),
         ROWS=of_delta.rows,
@@ -480,34 +440,37 @@ def wide_attention_backward(
     make, dtype = (torch.empty, q.dtype) if whole else (torch.zeros, torch.float32)
     shape = batch, keys, kv_heads, head_dim
     dk, dv = (make(shape, dtype=dtype, device=q.device) for _ in range(2))
-    strides, of_row, of_key_row = slopes.stride()[:2], *map(_rows_apart, ranges[::2])
+    strides = slopes.stride()[:2]
 
     def options(setting: Launch) -> dict[str, int]:
         common = {"GROUP": heads // kv_heads, "HEAD_DIM": head_dim}
         return {**common, "ROWS": setting.rows, "DEPTH": setting.depth, **keywords(setting)}
 
+    def add_up(read: Tensor, x: Tensor, total: Tensor, factor: float, turned: bool) -> None:
+        """Sum x, weighted with what has been written, over the keys of each query, or turned."""
+        seen = ranges[2:] if turned else ranges[:2]
+        own, other = ((0, keys), panel_tokens) if turned else (panel_tokens, (0, keys))
+        tokens, count = total.shape[1:3]
+        tiles = cdiv(head_dim, of_sums.block), cdiv(own[1] - own[0], of_sums.rows)
+        wide_attention_sums_kernel[tiles + (batch * count,)](
+            *(read, *strides, *strided(x), total, *seen, _rows_apart(seen[0])),
+            *(*own, *other, tokens, count, factor),
+            TURNED=turned,
+            ADD=turned and not whole,
+            **options(of_sums),
+        )
+
     for begin in range(0, queries, panel):
-        stop = min(queries, begin + panel)
-        tiles = cdiv(keys, of_scores.block), cdiv(stop - begin, of_scores.rows)
+        panel_tokens = begin, min(queries, begin + panel)
+        tiles = cdiv(keys, of_scores.block), cdiv(panel_tokens[1] - begin, of_scores.rows)
         wide_attention_scores_kernel[tiles + (batch * heads,)](
             *(*strided(grad, q, k, v), lse, delta, weights, slopes, *strides),
-            *(*ranges[:2], of_row, *ids, begin, queries, keys, heads, scale),
+            *(*ranges[:2], _rows_apart(ranges[0]), *ids, begin, queries, keys, heads, scale),
             **options(of_scores),
         )
-        tiles = cdiv(head_dim, of_q.block), cdiv(stop - begin, of_q.rows)
-        wide_attention_queries_kernel[tiles + (batch * heads,)](
-            *(slopes, *strides, *strided(k), dq, *ranges[:2], of_row),
-            *(begin, queries, keys, heads, scale),
-            **options(of_q),
-        )
-        tiles = cdiv(head_dim, of_k.block), cdiv(keys, of_k.rows)
-        for read, x, total, factor in ((slopes, q, dk, scale), (weights, grad, dv, 1.0)):
-            wide_attention_keys_kernel[tiles + (batch * kv_heads,)](
-                *(read, *strides, *strided(x), total, *ranges[2:], of_key_row),
-                *(begin, stop, keys, kv_heads, factor),
-                ADD=not whole,
-                **options(of_k),
-            )
+        add_up(slopes, k, dq, scale, False)
+        add_up(slopes, q, dk, scale, True)
+        add_up(weights, grad, dv, 1.0, True)
     dk = dk if whole else dk.mul_(scale)
     dk, dv = (x.to(q.dtype).transpose(1, 2) for x in (dk, dv))
     return dq.transpose(1, 2), dk, dv
