@@ -12,8 +12,6 @@ from ligermodels.errors import ConfigError
 from ligermodels.float8.delayed import follow_optimizers
 from ligermodels.float8.linear import Float8Linear, obstacle
 from ligermodels.kernels.float8_linear import RECIPES, Recipe
-from ligermodels.layers.attention import Attention
-from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.fusion import is_plain
 
 SMALL = 1024  # features; the casts of a smaller linear take as long as its products save
@@ -48,11 +46,6 @@ def convert(
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise ConfigError(f"float8: recipe={recipe!r}; expected one of {known}")
-    kept_outs = {
-        module.o_proj
-        for module in model.modules()
-        if isinstance(module, (Attention, CrossAttention))
-    }
     converted: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for name, linear in _linears(model):
@@ -73,11 +66,11 @@ def convert(
             "float8: no plain linear of the model's layers can run in float8 "
             f"({'; '.join(reasons) or 'there is none that has not been converted'})"
         )
-    for linear in converted.values():  # nothing can fail from here on
+    for name, linear in converted.items():  # nothing can fail from here on
         linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names
         assert isinstance(linear, Float8Linear)
         linear.use(RECIPES[recipe])
-        linear.input_is_kept = linear in kept_outs
+        linear.input_is_kept = name.endswith("o_proj")  # attention saves its output
     if RECIPES[recipe].delayed:
         follow_optimizers()
     return [*converted]
