@@ -124,10 +124,13 @@ def stored_documents(documents: Callable[[], Iterator[Document]], key: str) -> S
     def rows() -> Iterator[dict[str, Any]]:
         for each in track(documents(), "storing the tokens of documents"):
             mask: np.ndarray = each.loss_mask.view(np.uint8)
-            yield {"ids": each.ids, "loss_mask": mask, "divisible": [each.divisible]}
+            yield {"ids": each.ids, "loss_mask": mask, "divisible": each.divisible}
 
-    kinds = {"ids": "int32", "loss_mask": "uint8", "divisible": "uint8"}
-    features = {name: datasets.LargeList(datasets.Value(kind)) for name, kind in kinds.items()}
+    features: dict[str, Any] = {
+        "ids": datasets.LargeList(datasets.Value("int32")),
+        "loss_mask": datasets.LargeList(datasets.Value("uint8")),
+        "divisible": datasets.Value("bool"),
+    }
     folder = Path(constants.HF_HOME) / "ligermodels" / "tokens"
     with _bars(False):
         try:
@@ -146,24 +149,12 @@ class _StoredDocuments(Sequence[Document]):
     """Documents in Arrow files. Their arrays are views of the files, read when they are used."""
 
     def __init__(self, found: Any) -> None:
-        self._chunks = []
-        for chunk in found.data.to_batches():
-            columns = [chunk.column(name) for name in ("ids", "loss_mask", "divisible")]
-            self._chunks.append(
-                [(each.offsets.to_numpy(), each.values.to_numpy()) for each in columns]
-            )
-        sizes = [len(chunk[0][0]) - 1 for chunk in self._chunks]
-        self._ends: np.ndarray = np.cumsum(sizes, dtype=np.int64)
+        self._columns = [found.data.column(name) for name in ("ids", "loss_mask", "divisible")]
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return len(self._columns[0])
 
     def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        at = int(np.searchsorted(self._ends, number, side="right"))
-        row = number - (int(self._ends[at - 1]) if at else 0)
-        ids, mask, divisible = (
-            values[offsets[row] : offsets[row + 1]] for offsets, values in self._chunks[at]
-        )
-        return Document(ids, mask.view(np.bool_), bool(divisible[0]))
+        ids, mask, divisible = (column[number] for column in self._columns)
+        is_target = mask.values.to_numpy().view(np.bool_)
+        return Document(ids.values.to_numpy(), is_target, divisible.as_py())

@@ -47,7 +47,7 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; a split may be train[:1000].
 _DATASET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]]*\])?))?")
 _TABLES = (".parquet", ".csv")
-_STORED_FORMAT = 1  # of the tokens on the disk; another one where this module makes other tokens
+_STORED_FORMAT = 2  # of the tokens on the disk; another one where this module makes other tokens
 
 ROLES = {
     "system": "system",
