@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import Trainer
 
-from ligermodels.integrations.hf_trainer import LigerTrainer
 from ligermodels.integrations.peft_adapters import get_peft_model
 from tests.integrations import test_trl_trainers
 from tests.integrations.matrix_cells import NATIVE, SHELL, adapter, cut, tokens
@@ -43,13 +42,6 @@ def argument(name: str, value: Any = True) -> Callable[[Path, Path], Any]:
 
 def trained(load: Any, rows: list[Any], **options: Any) -> Callable[[Path, Path], Any]:
     return lambda folder, place: train(load(folder), place, rows, **options)
-
-
-def liger_trainer(arguments: dict[str, Any], **options: Any) -> Callable[[Path, Path], Any]:
-    def attempt(folder: Path, place: Path) -> Any:
-        return LigerTrainer(NATIVE(folder), quiet(place, **arguments), **options).predict(rows())
-
-    return attempt
 
 
 def predicted_without_labels(folder: Path, place: Path) -> Any:
@@ -91,7 +83,6 @@ def given_an_adapter(wrapper: Any, place: Path) -> Any:
     return get_peft_model(wrapper, adapter())
 
 
-NEEDS_SHELL = "Trainer needs the logits or the interface of transformers' models"
 CANNOT = "the model cannot honour this argument"
 SAVED, SPLIT = "cannot be saved under HF's names", "whose rows cannot be taken out"
 REFUSALS = [
@@ -149,15 +140,6 @@ REFUSALS = [
         "`predict` without labels, native model",
         "a native model returns hidden states, which are no predictions",
         predicted_without_labels,
-    ),
-    *(
-        Refusal("LigerTrainer", f"`{name}`, native model", f"{name}: {NEEDS_SHELL}", attempt)
-        for name, attempt in {
-            "compute_metrics": liger_trainer({}, compute_metrics=len),
-            "predict": liger_trainer({}),
-            "neftune_noise_alpha": liger_trainer({"neftune_noise_alpha": 5.0}),
-            "label_smoothing_factor": liger_trainer({"label_smoothing_factor": 0.1}),
-        }.items()
     ),
     Refusal(
         "PEFT",
