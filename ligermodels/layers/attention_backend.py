@@ -464,8 +464,9 @@ class _VarlenWithSinks(torch.autograd.Function):
         out, lse, *state, _ = _aten._flash_attention_forward(
             q, k, v, queries, keys, *ctx.sizes, 0.0, False, False, **ctx.options
         )
-        logits = sinks.to(lse.dtype)[:, None]
-        out = _scaled(out, torch.sigmoid(lse - logits).t().unsqueeze(-1))
+        shape, lse = lse.shape, lse.flatten()
+        logits = sinks.to(lse.dtype)[:, None].expand(shape).flatten()
+        out = _scaled(out, torch.sigmoid(lse - logits).view(shape).t().unsqueeze(-1))
         lse = torch.logaddexp(lse, logits)
         ctx.save_for_backward(q, k, v, sinks, queries, keys, out, lse, *state)
         return out
@@ -473,6 +474,7 @@ class _VarlenWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, sinks, queries, keys, out, lse, *state = ctx.saved_tensors
+        lse = lse.view(out.shape[1], -1)
         dq, dk, dv = _aten._flash_attention_backward(
             *(grad, q, k, v, out, lse, queries, keys, *ctx.sizes, 0.0, False, *state), **ctx.options
         )
@@ -508,16 +510,18 @@ class _RawAttention(torch.autograd.Function):
     ) -> Tensor:
         past = k.shape[2] - q.shape[2] if causal else 0
         out, lse, *state = _attend(q, k[:, :, past:], v[:, :, past:], causal, scale)
+        # In one dimension, because inductor would pad strides, which the kernels' backward ignores.
+        shape, lse = lse.shape, lse.flatten()
         if past:
             before, lse_before, *more = _attend(q, k[:, :, :past], v[:, :, :past], False, scale)
             # out = own + share * (before - own), in one float32 buffer
-            share = torch.sigmoid(lse_before - lse)
+            share = torch.sigmoid(lse_before.flatten() - lse).view(shape)
             out = before.to(share.dtype).sub_(out).mul_(share).add_(out).to(q.dtype)
-            lse = torch.logaddexp(lse_before, lse)
+            lse = torch.logaddexp(lse_before.flatten(), lse)
             state += more
         if sinks is not None:
-            logits = sinks.to(lse.dtype)[:, None, None]
-            out = _scaled(out, torch.sigmoid(lse - logits))
+            logits = sinks.to(lse.dtype)[:, None, None].expand(shape).flatten()
+            out = _scaled(out, torch.sigmoid(lse - logits).view(shape))
             lse = torch.logaddexp(lse, logits)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *state)
         ctx.options, ctx.past = (causal, scale), past
@@ -527,6 +531,7 @@ class _RawAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, sinks, out, lse, *state = ctx.saved_tensors
         past, (causal, scale) = ctx.past, ctx.options
+        lse = lse.view(*out.shape[:-1], 1)
         whole = (out, lse)
         if not past:
             dq, dk, dv = _attend_backward(grad, q, k, v, *whole, causal, scale, state)

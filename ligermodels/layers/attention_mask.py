@@ -300,6 +300,8 @@ class AttentionMask:
             first = torch.full((), max(self.past, 0), device=device)
             position = torch.arange(self.keys, device=device)
             position = position if key_positions is None else key_positions
+            if torch.compiler.is_compiling():
+                reach, first, position = map(_in_memory, (reach, first, position))
             ids, padding, prefix = self.document_ids, self.padding_mask, self.prefix_lengths
             rows = 1 if all(x is None for x in (ids, padding, prefix)) else batch
             if ids is None:
@@ -546,6 +548,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     FlexAttention and its masks must be compiled, because uncompiled they materialise all scores.
     """
     return function if torch.compiler.is_compiling() else _compiled(function)
+
+
+# Inductor computes inside of FlexAttention's kernel what depends on no input. Triton 3.6 compiled
+# such kernels to wrong numbers on an H100, and right ones where the mask reads its numbers as it
+# does in eager mode. So inductor sees an op.
+@torch.library.custom_op("ligermodels::in_memory", mutates_args=())
+def _in_memory(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_in_memory.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 @cache
