@@ -89,15 +89,10 @@ def rank_of(config: Mapping[str, Any], module: str) -> int:
     return rank
 
 
-def alpha_of(config: Mapping[str, Any], module: str) -> float:
-    """Return the alpha of a module's LoRA."""
-    alpha: float = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
-    return alpha
-
-
 def scaling_of(config: Mapping[str, Any], module: str) -> float:
     """Return the factor of the product B A of a module."""
-    alpha, rank = alpha_of(config, module), rank_of(config, module)
+    alpha: float = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha", 8))
+    rank = rank_of(config, module)
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 

@@ -1,7 +1,7 @@
 """A mixture of experts: a router, and gated MLPs of which each token gets a few."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,19 +141,6 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]}, {self.num_experts}, top_k={self.top_k}, {self.score}"
 
 
-class ExpertExchange(Protocol):
-    """How tokens get to the ranks that have their experts; `ligermodels.parallel` makes it."""
-
-    def __call__(
-        self, mlps: Callable[..., Tensor], x: Tensor, weights: Tensor, experts: Tensor
-    ) -> Tensor:
-        """Return `mlps(x, weights, experts)` of all experts, where `mlps` has those of this rank.
-
-        Args: x (tokens, hidden); weights and experts (tokens, top_k).
-        """
-        ...
-
-
 class Experts(Planned, nn.Module):
     """Each token's weighted sum of the gated MLPs of its experts. `kernels.expert_mlp` computes it.
 
@@ -170,7 +157,9 @@ class Experts(Planned, nn.Module):
 
     Attributes:
         num_experts: how many experts have their parameters here.
-        exchange: how tokens get to the experts of other ranks, or None if all are here.
+        exchange: how tokens get to the experts of other ranks, or None if all are here. With x
+            (tokens, hidden), weights and experts (tokens, top_k), exchange(mlps, x, weights,
+            experts) is mlps(x, weights, experts) of all experts, where mlps has those of this rank.
 
     Raises:
         ValueError: a size is not a positive integer, the router is none, or the activation is
@@ -204,7 +193,7 @@ class Experts(Planned, nn.Module):
         nn.init.normal_(self.gate_up_proj, std=_STD)
         nn.init.normal_(self.down_proj, std=_STD)
 
-    exchange: ExpertExchange | None
+    exchange: Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor] | None
 
     def forward(
         self,

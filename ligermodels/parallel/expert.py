@@ -82,7 +82,7 @@ def expert_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The way of tokens to the experts of a layer and back; see `ExpertExchange`.
+    """The way of tokens to the experts of a layer and back; see `Experts.exchange`.
 
     Attributes:
         group: the ranks that have all experts together.
@@ -98,7 +98,7 @@ class Exchange:
     def __call__(
         self, mlps: Callable[..., Tensor], x: Tensor, weights: Tensor, experts: Tensor
     ) -> Tensor:
-        """Return the weighted sum of the MLPs of each token's experts, as `ExpertExchange` says."""
+        """Return the weighted sum of the MLPs of each token's experts, as `Experts` says."""
         x = x.to(autocast_dtype(x) or x.dtype)
         journey, expert, weight = self._plan(weights.detach(), experts)
         rows, weight = _Send.apply(x, weights, weight, journey)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ligermodels.errors import CheckpointError, ConfigError
@@ -48,17 +48,13 @@ EXPERT = "ep"
 DIMENSIONS = (REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR)
 
 
-def data_mesh_of(model: nn.Module) -> DeviceMesh:
+def data_mesh_of(model: DecoderModel) -> DeviceMesh:
     """Return the mesh of the ranks that gradients of a sharded model are averaged over."""
     reshard(model)  # after a forward without backward, no parameter may be a sharded one
-    layout = getattr(model, "layout", None)
-    if layout is not None and layout.data is not None:
-        data: DeviceMesh = layout.data
-        return data
-    parameter = next(filter(is_sharded, model.parameters()), None)
-    if parameter is None:
+    data: DeviceMesh | None = ModelLayout.of(model).data
+    if data is None:
         raise ConfigError("this model is not sharded; call ligermodels.shard(model) first")
-    return parameter.device_mesh  # type: ignore[attr-defined]
+    return data
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -273,7 +269,7 @@ def clip_grad_norm_(model: DecoderModel, max_norm: float) -> Tensor:
     return norm
 
 
-def mean_over_ranks(model: nn.Module, count: int | Tensor) -> float:
+def mean_over_ranks(model: DecoderModel, count: int | Tensor) -> float:
     """Return the average of a number over the ranks that gradients are averaged over.
 
     With the number of targets of a step's rows as `count`, this is the `normalizer` with which the
