@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ from ligermodels.training.config import FinetuneConfig, read_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RECIPES = EXAMPLES / "recipes"
-STEPS, WARMUP = 12, 4
+STEPS, WARMUP = 10, 4
 
 
 def preset_of(hub_id: str) -> tuple[type[DecoderModel], ModelConfig]:
@@ -70,8 +69,8 @@ def write_data(folder: Path, loss: str) -> Path:
     return file
 
 
-def run_one(recipe: str, tokenizer: str, device: str) -> dict[str, Any]:
-    """Run a recipe, and return its median step and its peak."""
+def run_one(recipe: str, tokenizer: str, device: str, result: Any = None) -> dict[str, Any]:
+    """Run a recipe, and return its median step and its peak, or send them to another process."""
     options = read_config(RECIPES / f"{recipe}.yaml")
     family, sizes = preset_of(options["model"])
     options.pop("from_scratch", None)
@@ -133,7 +132,10 @@ def run_one(recipe: str, tokenizer: str, device: str) -> dict[str, Any]:
                 module.finetune(config)
             except Done:
                 pass
-    return measured | {"seconds in all": time.perf_counter() - began}
+    measured["seconds in all"] = time.perf_counter() - began
+    if result is not None:
+        result.send(measured)
+    return measured
 
 
 class Done(BaseException):
@@ -149,24 +151,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for recipes.json")
     parser.add_argument("--limit", type=int, default=120, help="seconds of a recipe")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one:
-        print(json.dumps(run_one(given.recipes[0], given.tokenizer, given.device)))
-        return
     rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("forkserver")  # which imports everything once
+    context.set_forkserver_preload(["benchmarks.recipes"])
     for recipe in given.recipes:
-        command = [sys.executable, "-m", "benchmarks.recipes", recipe, "--one"]
-        command += ["--tokenizer", given.tokenizer, "--device", given.device]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
-        except subprocess.TimeoutExpired:
-            rows.append({"recipe": recipe, "error": f"stopped after {given.limit} s"})
+        result, sends = context.Pipe(duplex=False)
+        process = context.Process(
+            target=run_one, args=(recipe, given.tokenizer, given.device, sends)
+        )
+        process.start()
+        process.join(given.limit)
+        if result.poll():
+            rows.append(result.recv())
         else:
-            if done.returncode:
-                rows.append({"recipe": recipe, "error": done.stderr.strip()[-600:]})
-            else:
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
+            process.kill()
+            code = process.exitcode
+            why = f"stopped after {given.limit} s" if code is None else f"exit code {code}"
+            rows.append({"recipe": recipe, "error": why})
         print(rows[-1], flush=True)
         write("recipes.json", {"environment": environment(), "rows": rows}, given.out)
     print(table(rows, ["recipe", "ms", "tokens/s", "peak GiB", "plan", "error"]))
