@@ -57,7 +57,7 @@ PROFILES = {"--profile": "kernels", "--step-profile": "step_kernels"}
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "cudnn", "attention"),
     "casts": ("float8_cast", "absmax"),
-    "loss": ("cross_entropy", "mean_loss", "scaled_kernel"),
+    "loss": ("cross_entropy", "scaled_kernel"),
     "optimizer": ("adam", "multi_tensor"),
     "products": ("gemm", "nvjet", "cutlass", "scaled_mm", "addmm", "::mm", "linear"),
     "norms, rope, activation": ("norm_", "rope", "glu", "column_sums"),
