@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ligermodels import __version__, float8
@@ -111,6 +112,9 @@ def finetune(
         except LigerError:
             raise
         except BaseException as error:
+            if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+                said = f"another process of the run has ended or hangs: {first_line(error)}"
+                raise LigerError(said) from error
             # An interrupted library may raise something else than KeyboardInterrupt.
             if interrupts.signum is None and not isinstance(error, KeyboardInterrupt):
                 raise

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -417,3 +418,12 @@ def error_on_a_rank(failing: int, number: int, folder: Path) -> dict[str, float]
         assert "missing.txt" in str(error), error
         return {"reported": float(error.is_repeated == (number == failing))}
     raise AssertionError("a missing file is no error")
+
+
+def test_the_end_of_another_process_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "[/pytorch/third_party/gloo/pair.cc:537] Connection reset by peer"
+    monkeypatch.setattr(stages.Run, "run", Mock(side_effect=RuntimeError(said)))
+    with pytest.raises(LigerError, match=r"has ended or hangs: .*reset by peer"):
+        finetune(options(tmp_path, "run"), progress=False)
