@@ -4,7 +4,7 @@
     python -m examples.gallery build/smollm2 --output-dir runs/gallery --only lora  one of them
 
 The run of an entry is a command that you can type yourself. With `--publish 1`, its picture and its
-numbers are then copied into the documentation, where `docs/site/hooks.py` makes a page of them.
+numbers are then copied into the documentation; `python docs/site/hooks.py` writes the page of them.
 """
 
 from __future__ import annotations
