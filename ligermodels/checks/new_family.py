@@ -129,37 +129,34 @@ def skeleton(name: str, folder: Path) -> str:
     if layer["self_attn.q_proj.weight"][0] != head * both["num_attention_heads"]:
         questions.append("What are the rows of q_proj beside queries? An output_gate, perhaps.")
     template = Path(__file__).with_name("family.py.jinja").read_text("utf-8")
-    rules: dict[str, Any] = {
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "keep_trailing_newline": True,
-    }
-    return (
-        jinja2.Environment(undefined=jinja2.StrictUndefined, **rules)
-        .from_string(template)
-        .render(
-            title="".join(word.capitalize() for word in re.split(r"[_\W]+", name)),
-            source=folder.name,
-            model_type=raw.get("model_type"),
-            architecture="" if own == usual else own,
-            activation=activation,
-            epsilon=epsilon,
-            whose=whose,
-            fields=_fields(raw, defaults, (activation, *used)),
-            used=used,
-            norm=norm,
-            norms=norms,
-            _PRE=_PRE,
-            over_heads=q_norm is not None and q_norm != (head,),
-            head_norms=q_norm == (head,),
-            qkv_bias=bias("attention_bias", "q_proj"),
-            out_bias=bias("attention_bias", "o_proj"),
-            mlp_bias=bias("mlp_bias", "down_proj"),
-            of_attention=[x for key, x in _OF_ATTENTION.items() if key in used],
-            of_build=[x for key, x in _OF_BUILD.items() if key in used],
-            answers=_listed(answers),
-            questions=_listed(questions),
-        )
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(template).render(
+        title="".join(word.capitalize() for word in re.split(r"[_\W]+", name)),
+        source=folder.name,
+        model_type=raw.get("model_type"),
+        architecture="" if own == usual else own,
+        activation=activation,
+        epsilon=epsilon,
+        whose=whose,
+        fields=_fields(raw, defaults, (activation, *used)),
+        used=used,
+        norm=norm,
+        norms=norms,
+        _PRE=_PRE,
+        over_heads=q_norm is not None and q_norm != (head,),
+        head_norms=q_norm == (head,),
+        qkv_bias=bias("attention_bias", "q_proj"),
+        out_bias=bias("attention_bias", "o_proj"),
+        mlp_bias=bias("mlp_bias", "down_proj"),
+        of_attention=[x for key, x in _OF_ATTENTION.items() if key in used],
+        of_build=[x for key, x in _OF_BUILD.items() if key in used],
+        answers=_listed(answers),
+        questions=_listed(questions),
     )
 
 
