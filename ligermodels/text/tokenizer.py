@@ -20,7 +20,7 @@ from ligermodels.text.chat_template import (
     written_template,
 )
 from ligermodels.text.tokenizer_config import TokenizerFiles
-from ligermodels.text.tokenizers_backend import TokenizersBackend
+from ligermodels.text.tokenizer_json import NAME, call, read_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class Tokenizer:
     The `tokenizers` package reads its tokenizer.json.
 
     Attributes:
-        backend: what reads the tokenizer.json.
+        backend: the tokenizer.json, as a tokenizer of that package.
         special_tokens: name, such as "bos_token" -> text of the special token.
         chat_template: a template, a dict of named templates, or None.
         source: the folder, for messages.
@@ -72,10 +72,10 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self.source = str(files.folder)
         self.source_files = files.contents
-        if "tokenizer.json" not in files.contents:
+        if NAME not in files.contents:
             raise CheckpointError(_nothing_usable(files.folder))
-        self.backend = TokenizersBackend(files)
-        self.special_tokens = self.backend.special_tokens
+        self._files, self.backend = files, read_tokenizer(files)
+        self.special_tokens = files.special_tokens()
         self.chat_template = read_chat_template(files)
         self._as_read = copy.copy(self.special_tokens), copy.copy(self.chat_template)
         self.config = config = files.config
@@ -185,7 +185,8 @@ class Tokenizer:
                 f"the text is not valid Unicode: character {error.start} is {text[error.start]!r}, "
                 "half of a surrogate pair or a byte that was not UTF-8"
             ) from None
-        return self.backend.encode(text, add_special_tokens)
+        special = {"add_special_tokens": add_special_tokens}
+        return call(self._files, self.backend.encode, text, **special).ids
 
     def decode(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = True) -> str:
         """Return the text of several ids, of a 1-D tensor or of one id.
@@ -194,7 +195,9 @@ class Tokenizer:
         """
         found: Any = ids.tolist() if hasattr(ids, "tolist") else ids
         found = [found] if isinstance(found, int) else map(int, found)
-        return self.backend.decode([i for i in found if 0 <= i < 2**31], skip_special_tokens)
+        known = [i for i in found if 0 <= i < 2**31]
+        special = {"skip_special_tokens": skip_special_tokens}
+        return call(self._files, self.backend.decode, known, **special)
 
     def batch_decode(
         self, rows: "Iterable[Iterable[int]] | Tensor", skip_special_tokens: bool = True
@@ -211,7 +214,9 @@ class Tokenizer:
         return self.backend.id_to_token(index) if 0 <= index < 2**31 else None
 
     def __len__(self) -> int:
-        return self.backend.size()
+        # The ids may have gaps, so this uses the highest id and not only the number of tokens.
+        added = self.backend.get_added_tokens_decoder()
+        return max(self.backend.get_vocab_size(), max(added, default=-1) + 1)
 
     vocab_size = property(__len__)
 
@@ -263,8 +268,8 @@ class Tokenizer:
         new = [token for token in dict.fromkeys(tokens) if self.token_to_id(token) is None]
         if not new:
             return 0
-        files = self.backend.files
-        content = files.read_json("tokenizer.json")
+        files = self._files
+        content = files.read_json(NAME)
         flags = {"lstrip": False, "rstrip": False, "normalized": not special, "special": special}
         made = {
             index: {"content": token, "single_word": False, **flags}
@@ -272,12 +277,12 @@ class Tokenizer:
         }
         old = content.get("added_tokens") or []
         content["added_tokens"] = [*old, *({"id": i, **each} for i, each in made.items())]
-        files.contents["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
+        files.contents[NAME] = json.dumps(content, ensure_ascii=False).encode()
         if "tokenizer_config.json" in files.contents and "added_tokens_decoder" in self.config:
             self.config["added_tokens_decoder"] |= {str(i): each for i, each in made.items()}
             text = json.dumps(self.config, indent=2) + "\n"
             files.contents["tokenizer_config.json"] = text.encode()
-        self.backend = TokenizersBackend(files)
+        self.backend = read_tokenizer(files)
         return len(new)
 
     def apply_chat_template(
