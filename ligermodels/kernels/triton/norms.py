@@ -34,12 +34,6 @@ AMD_BACKWARD: Table = (
     (4096, Launch(0, 8, 1, programs=4)),
     (None, Launch(0, 16, 1, programs=4)),
 )
-AMD_FORWARD: Table = (
-    (1024, Launch(0, 2)),
-    (4096, Launch(0, 4)),
-    (8192, Launch(0, 8)),
-    (None, Launch(0, 16)),
-)
 FORWARD = Launches(
     nvidia=(
         (768, Launch(0, 2, rows=2)),
@@ -48,30 +42,24 @@ FORWARD = Launches(
         (8192, Launch(0, 4)),
         (None, Launch(0, 8)),
     ),
-    amd=AMD_FORWARD,
-)
-_LONGER: Table = (
-    (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
-    (4096, Launch(0, 8, programs=2, prefetch=True)),
-    (8192, Launch(0, 16, prefetch=True)),
-    (None, Launch(0, 16, 1, reload=True)),
+    amd=(
+        (1024, Launch(0, 2)),
+        (4096, Launch(0, 4)),
+        (8192, Launch(0, 8)),
+        (None, Launch(0, 16)),
+    ),
 )
 BACKWARD = Launches(
-    nvidia=((1024, Launch(0, 4, rows=4, programs=3, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
-)
-# Configs of the same kernel, if there is also an upstream gradient of the sum.
-ADD_BACKWARD = Launches(
-    nvidia=((1024, Launch(0, 4, rows=2, programs=4, prefetch=True)), *_LONGER), amd=AMD_BACKWARD
-)
-CENTRED_FORWARD = Launches(
     nvidia=(
-        (768, Launch(0, 1, rows=2)),
-        (2048, Launch(0, 2)),
-        (8192, Launch(0, 4)),
-        (None, Launch(0, 8)),
+        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
+        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
+        (8192, Launch(0, 16, prefetch=True)),
+        (None, Launch(0, 16, 1, reload=True)),
     ),
-    amd=AMD_FORWARD,
+    amd=AMD_BACKWARD,
 )
+# Configs of the same kernel for a LayerNorm, without and with an upstream gradient of the sum.
 CENTRED_BACKWARD = Launches(
     nvidia=(
         (1024, Launch(0, 4, 1, rows=4, programs=4)),
@@ -359,7 +347,7 @@ def norm_forward(
             f"{'layer' if centre else 'rms'}_norm: rows of {columns} elements are too long; the "
             f"kernel keeps a whole row in registers and supports at most {MAX_WIDTH} elements"
         )
-    setting = launch(CENTRED_FORWARD if centre else FORWARD, columns)
+    setting = launch(FORWARD, columns)
     norm_forward_kernel[(cdiv(rows, setting.rows),)](
         x,
         residual,
@@ -405,10 +393,8 @@ def norm_backward(
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
     y = reusable(grad_y) if recompute_y else None
-    if mean is None:
-        setting = launch(BACKWARD if grad_s is None else ADD_BACKWARD, columns)
-    else:
-        setting = launch(CENTRED_BACKWARD if grad_s is None else CENTRED_ADD_BACKWARD, columns)
+    centred = CENTRED_BACKWARD if grad_s is None else CENTRED_ADD_BACKWARD
+    setting = launch(BACKWARD if mean is None else centred, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
     partial = s.new_empty((programs, len(dtypes) * columns), dtype=torch.float32)
