@@ -63,7 +63,6 @@ from ligermodels.training.run_dir import (
     START,
     Metrics,
     RunDir,
-    file_hash,
     fingerprint,
     plot_losses,
 )
@@ -475,7 +474,7 @@ class Run:
             model.activation_checkpointing_enable()
             return
         if saved and (saved["settings"]["memory"], saved["ranks"]) == (budget, num_row_ranks()):
-            plan, self.casts_once = saved["memory_plan"], saved.get("casts_once", True)
+            plan, self.casts_once = saved["memory_plan"], saved["casts_once"]
             model.set_memory_plan(None if plan is None else MemoryPlan.from_dict(plan))
             return
         # A step on a GPU is simulated with the Triton kernels.
@@ -514,7 +513,6 @@ class Run:
         Everything has loaded by now. A load that fails therefore leaves an older run unchanged.
         """
         settings, plan = self._settings(), self.model.memory_plan
-        files = [] if rank() else [*self.train_files, *self.eval_files]  # one rank hashes them
         inputs = {"base": base, "others": others, "rows": rows.fingerprint()}
         fixed = {name: x for name, x in settings.items() if name not in FREE_ON_RESUME}
         facts: dict[str, Any] = {
@@ -523,7 +521,6 @@ class Run:
             "ligermodels": __version__,
             "settings": settings,
             **inputs,
-            "files": {os.path.realpath(file): file_hash(file) for file in files},
             "memory_plan": None if plan is None else plan.to_dict(),
             "casts_once": self.casts_once,
             "ranks": self.ranks,
@@ -536,13 +533,11 @@ class Run:
                 then = {name: saved["others"].get(name)}
                 check_same(settings[name], path, then, {name: digest})
             if saved["rows"] != facts["rows"]:
-                before, after = saved["files"], facts["files"]
-                same = {*before.values()} & {*after.values()}
-                odd = [x for x, digest in {**before, **after}.items() if digest not in same]
+                files = ", ".join(map(str, self.train_files))
                 raise LigerError(
-                    f"{path}: the training data or the part that is held out is not what the run "
-                    f"was started with (changed, new or missing: {', '.join(odd) or 'no file'}); "
-                    "restore the files and their order, or start another run"
+                    f"{path}: the training data ({files}) or the part that is held out is not what "
+                    "the run was started with; restore the files and their order, or start another "
+                    "run"
                 )
         self.checkpoints.run_id = facts["id"]
         ranks = self.ranks * self.config.parallel.context_parallel
