@@ -17,7 +17,7 @@ from ligermodels.layers.fusion import (
     has_plain_call,
     norm_then_linear,
 )
-from ligermodels.layers.kv_cache import CachedLayer, KVCache
+from ligermodels.layers.kv_cache import CachedLayer
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.recompute import Planned, attend_once
 
@@ -44,8 +44,7 @@ class GatedDeltaNet(Planned, nn.Module):
         eps: of the norm of the output.
 
     Raises:
-        ValueError: a size is not a positive integer, num_value_heads is no multiple of
-            num_key_heads, or eps is negative.
+        ValueError: a size is not a positive integer, or eps is negative.
     Source: arXiv:2412.06464.
     """
 
@@ -67,11 +66,6 @@ class GatedDeltaNet(Planned, nn.Module):
         names = "hidden_size num_key_heads num_value_heads key_dim value_dim taps".split()
         for name, size in zip(names, sizes, strict=True):
             check_count("GatedDeltaNet", name, size, 1)
-        if num_value_heads % num_key_heads:
-            raise ValueError(
-                f"GatedDeltaNet: {num_value_heads} value heads; expected a multiple of the "
-                f"{num_key_heads} key heads"
-            )
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_dim, self.value_dim, self.taps = key_dim, value_dim, taps
         self.eps = check_number("GatedDeltaNet", "eps", eps)
@@ -212,8 +206,7 @@ class LinearAttention(CachedLayer, GatedDeltaNet):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return what `Attention.forward` does for the same arguments.
 
-        Raises: ValueError if a token is to see later ones, as those of a prefix do, or the cache is
-            no `KVCache`.
+        Raises: ValueError if a token is to see later ones, as those of a prefix do.
         """
         mask, cache = context.mask, context.cache
         if mask.prefix_lengths is not None or mask.mask is not None:
@@ -221,48 +214,30 @@ class LinearAttention(CachedLayer, GatedDeltaNet):
                 "LinearAttention: a token sees the tokens before it and no others; call the model "
                 "without prefix_lengths, and without a mask of pairs"
             )
+        kept = None if cache is None else cache.state(self.layer_index)
+        state = None if kept is None else DeltaState(*kept)
         if cache is None:
             rows = x if isinstance(x, Tensor) else x[0]
             starts = mask.document_starts(len(rows), rows.device)
             out, total, _ = GatedDeltaNet.forward(self, x, starts)
-        elif not isinstance(cache, KVCache):
-            raise ValueError(
-                f"LinearAttention: the cache is a {type(cache).__name__}, which holds no states; "
-                "use ligermodels.KVCache.of(model, batch, max_length)"
-            )
-        elif getattr(cache, "step", None) is not None:
-            state = cache.state(self.layer_index)
+        elif cache.step is not None:
             assert state is not None, "a pass has written the prompt"
-            out, total = self.decode(x, DeltaState(*state))
+            out, total = self.decode(x, state)
         else:
-            out, total = self._continue(x, context)
+            given = x
+            if mask.padding_mask is not None:
+                # A token of zeros leaves a state of zeros as it is.
+                output, before = (x, x) if isinstance(x, Tensor) else x.apply()
+                output = output * mask.padding_mask[:, -mask.queries :, None]
+                given = output if isinstance(x, Tensor) else AppliedNorm(output, before)
+            out, total, after = GatedDeltaNet.forward(
+                self, given, mask.cu_seqlens, state, returns_state=True
+            )
+            assert after is not None
+            cache.keep_state(self.layer_index, after)
         return out if isinstance(x, Tensor) else (out, total)
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a row's state, whose convolution's rows have elements of a size."""
         rows = (self.taps - 1) * self.widths[0]
         return itemsize * rows + 4 * self.num_value_heads * self.key_dim * self.value_dim
-
-    def _continue(
-        self, x: Tensor | PreNormed, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute tokens after those in the cache, and keep the state after them."""
-        mask, cache = context.mask, context.cache
-        assert cache is not None
-        if mask.padding_mask is not None:
-            # A token of zeros leaves a state of zeros as it is.
-            given = (x, x) if isinstance(x, Tensor) else x.apply()
-            real = mask.padding_mask[:, -mask.queries :, None]
-            masked = AppliedNorm(given[0] * real, given[1])
-            x = masked.output if isinstance(x, Tensor) else masked
-        state = cache.state(self.layer_index)
-        out, total, after = GatedDeltaNet.forward(
-            self,
-            x,
-            mask.cu_seqlens,
-            None if state is None else DeltaState(*state),
-            returns_state=True,
-        )
-        assert after is not None
-        cache.keep_state(self.layer_index, after)
-        return out, total

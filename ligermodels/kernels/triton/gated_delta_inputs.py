@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.checks import DeltaInputs
-from ligermodels.kernels.launch import Launch, Launches, cdiv, launch
+from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, strided
 from ligermodels.kernels.triton.column_sums import column_sums
 
 # `rows` is the tokens of a tile, which has the columns of one head.
@@ -205,7 +205,7 @@ def _launch(
     qkv, *tensors = inputs
     (key_heads, key_dim), (heads, value_dim) = made[0].shape[1:], made[2].shape[1:]
     gated_delta_inputs_kernel[(parts * (2 * key_heads + heads + 1),)](
-        *(qkv, qkv.stride(0), *(x.contiguous() for x in tensors)),
+        *(*strided(qkv), *(x.contiguous() for x in tensors)),
         *(*made, *grads, len(qkv), len(inputs.cu_seqlens) - 1, parts),
         KEY_HEADS=key_heads,
         KEY_DIM=key_dim,
@@ -227,15 +227,13 @@ def gated_delta_inputs_forward(
     """Launch the kernel for `reference.gated_delta_inputs_forward`."""
     qkv, heads = inputs.qkv, len(inputs.a_log)
     tokens, values = len(qkv), len(inputs.weight) - 2 * key_heads * key_dim
-    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
     q, k = (qkv.new_empty(tokens, key_heads, key_dim) for _ in "qk")
     v = qkv.new_empty(tokens, heads, values // heads)
     g, beta = (qkv.new_empty(tokens, heads, dtype=torch.float32) for _ in range(2))
     made = q, k, v, g, beta
     if tokens:
         setting = launch(INPUTS, key_dim)
-        rows = DeltaInputs(qkv, *inputs[1:])
-        _launch(setting, cdiv(tokens, setting.rows), rows, made, (None,) * 5)
+        _launch(setting, cdiv(tokens, setting.rows), inputs, made, (None,) * 5)
     return made
 
 
@@ -247,13 +245,12 @@ def gated_delta_inputs_backward(
     tokens, heads = len(qkv), len(a_log)
     setting = launch(INPUTS_BACKWARD, grads[0].shape[2])
     parts = min(cdiv(tokens, setting.rows - weight.shape[1] + 1), MOST_PARTS)
-    qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
     made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (qkv, b, a)]
     grad_weight = weight.new_empty(parts, weight.numel(), dtype=torch.float32)
     grad_gates = weight.new_empty(parts, 2 * heads, dtype=torch.float32)
     if parts:
-        rows, given = DeltaInputs(qkv, *inputs[1:]), tuple(x.contiguous() for x in grads)
-        _launch(setting, parts, rows, given, (*made, grad_weight, grad_gates))
+        given = tuple(x.contiguous() for x in grads)
+        _launch(setting, parts, inputs, given, (*made, grad_weight, grad_gates))
     (weights,) = column_sums(grad_weight, [weight.dtype])
     grad_a_log, grad_dt_bias = column_sums(grad_gates, [a_log.dtype, dt_bias.dtype])
     return *made, weights.view(weight.shape), grad_a_log, grad_dt_bias
