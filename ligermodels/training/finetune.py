@@ -228,41 +228,51 @@ class Run:
         with self.interrupts.held():
             with error_on_all_ranks():
                 self._start(source, base, others, rows, saved)
-
-            hours, started = config.schedule.max_hours, time.monotonic()
-
-            def check() -> None:
-                is_over = hours is not None and time.monotonic() - started > 3600 * hours
-                if is_over and trainer.done < trainer.total_steps:
-                    self.interrupts.signum = self.interrupts.signum or signal.SIGALRM
-                self.interrupts.signum = processes.barrier(self.interrupts.signum)
-                self.interrupts.check()
-
-            def sample(step: int) -> Metrics:
-                sampler(self.model, trainer.autocast, step)
-                return reports.task_scores(self.model, source, config.data, trainer.autocast)
-
-            pushes = output.hub_strategy == "every_save"
             try:
-                folder = self.run_dir.path / "reference"
-                with stage("preparing the loss", shows=self.progress):
-                    self.objective.prepare(self.model, trainer.call, every, folder)
-                first = trainer.restore()
-                if self.show is not None:
-                    self.show(reports.beginning(trainer, self.model))
-                with reports.logged(self.run_dir, openers, self._settings(), first):
-                    trainer.train(
-                        check=check,
-                        sample=sample,
-                        after_save=self._push_save if pushes else lambda step: None,
-                        progress=self.progress,
-                    )
-                check()
-                return self._finish(trainer)
+                return self._train(trainer, source, openers, sampler, every)
             except KeyboardInterrupt:
                 if not self.exported:
                     trainer.save()
                 raise
+
+    def _train(
+        self,
+        trainer: Trainer,
+        source: Path,
+        openers: list[Any],
+        sampler: reports.Sampler,
+        rows: Sequence[Rows],
+    ) -> FinetuneResult:
+        """Run the steps that are left, and export the model."""
+        config, started = self.config, time.monotonic()
+        hours, pushes = config.schedule.max_hours, config.output.hub_strategy == "every_save"
+
+        def check() -> None:
+            is_over = hours is not None and time.monotonic() - started > 3600 * hours
+            if is_over and trainer.done < trainer.total_steps:
+                self.interrupts.signum = self.interrupts.signum or signal.SIGALRM
+            self.interrupts.signum = processes.barrier(self.interrupts.signum)
+            self.interrupts.check()
+
+        def sample(step: int) -> Metrics:
+            sampler(self.model, trainer.autocast, step)
+            return reports.task_scores(self.model, source, config.data, trainer.autocast)
+
+        with stage("preparing the loss", shows=self.progress):
+            folder = self.run_dir.path / "reference"
+            self.objective.prepare(self.model, trainer.call, rows, folder)
+        first = trainer.restore()
+        if self.show is not None:
+            self.show(reports.beginning(trainer, self.model))
+        with reports.logged(self.run_dir, openers, self._settings(), first):
+            trainer.train(
+                check=check,
+                sample=sample,
+                after_save=self._push_save if pushes else lambda step: None,
+                progress=self.progress,
+            )
+        check()
+        return self._finish(trainer)
 
     def what_is_saved(self) -> str:
         """Say what an interrupted run has left in its folder, and how to go on."""
