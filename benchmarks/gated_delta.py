@@ -156,7 +156,7 @@ def floors(batch: int, seq: int, key_bytes: float, value_bytes: float) -> dict[s
             )
         ],
         "gradients": [
-            floor(3 * keys + 3 * values, gates + 8 * wide + 4 * state, 2 * states + 7 * pairs),
+            floor(3 * keys + 3 * values, gates + 8 * wide + 4 * state, 3 * states + 7 * pairs),
             floor(3 * keys + values, gates + 4 * wide + 2 * state, states + 5 * pairs),
         ],
     }

@@ -54,13 +54,23 @@ def test_heads_of_128(dtype, lengths, heads, given) -> None:
     exact = list(reference.gated_delta_forward(rule, 128**-0.5))
     upstream = grads[0].double().flatten(0, 1), grads[1].double() if given else None
     exact += reference.gated_delta_backward(rule, 128**-0.5, *upstream)[: len(leaves)]
+    # The gradient of g at a first token is the sum of S dS, where both have 16 bits: an error of
+    # sqrt(2) roundings of each product, of which three standard deviations are allowed. The sum
+    # itself may be near zero.
+    of_sums = 0.0
+    if given:
+        relative = (wide[5].to(dtype) - wide[5]).norm() / wide[5].norm()
+        of_sums = 3 * 2**0.5 * relative * (wide[5] * exact[-1]).norm()
     for name, ours, theirs in zip(NAMES, found, exact):
         theirs = theirs.view(ours.shape)
         rounding = (theirs.to(dtype) - theirs).norm() if theirs.dtype else 0
         error = (ours.double() - theirs).norm()
         # A state that is given, and what comes out of one, has its own rounding.
         most = MOST.get(name, 6.0) + (0.6 if given else 0.0)
-        assert error <= most * rounding + 1e-6, f"{name}: {error / rounding} of its rounding"
+        if name == "g" and not given:
+            most = 2.0
+        bound = most * rounding + 1e-6 + (of_sums if name == "g" else 0.0)
+        assert error <= bound, f"{name}: {error / rounding} of its rounding"
 
 
 @pytest.mark.parametrize("batch", [1, 16])

@@ -9,7 +9,8 @@ Sums, and the states between chunks, are in float32. What a token gets from thos
 decides how exact the results are, so less is rounded there:
 
 - Forward rounds states, T, and what T and k^T multiply to the dtype of q. The products that make T
-  and T', and that of P and beta E, have the precision of the launch config: TF32, or all digits.
+  and T', and that of P and beta E, have the precision of the launch config: TF32 for bfloat16. It
+  has no more digits than float16, which so takes three products of TF32, or all digits.
 - The walk of backward rounds states, T', and what T', k^T and q^T multiply to this dtype. P^T is
   split into two parts of it (`_dot`), and u is stored in float32.
 - The gradients of q, k and g split E, and the product of the gradient of the output and E, too. All
@@ -60,7 +61,7 @@ BACKWARD = Launches(
 )
 GRADIENTS = Launches(
     nvidia=((0, Launch(16, 4, 2)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
-    amd=((None, Launch(16, 4, 1)),),
+    amd=((None, Launch(16, 4, 1, reload=True)),),
 )
 TUNED_DIM = 128
 INTEGERS = ["documents", "heads", "group"]  # one compiled kernel serves all
@@ -68,7 +69,7 @@ INTEGERS = ["documents", "heads", "group"]  # one compiled kernel serves all
 
 @triton.jit
 def _find_slot(cu_seqlens_ptr, slot, documents, CHUNK: tl.constexpr):
-    """Return the document of a slot, its first token, and the end of the document."""
+    """Return the first token of a slot, and the end of its document."""
     found = 0
     for start in range(0, documents, 128):
         document = start + tl.arange(0, 128)
@@ -78,7 +79,7 @@ def _find_slot(cu_seqlens_ptr, slot, documents, CHUNK: tl.constexpr):
     document = found - 1
     begin = tl.load(cu_seqlens_ptr + document)
     end = tl.load(cu_seqlens_ptr + document + 1)
-    return document, begin + (slot - begin // CHUNK - document) * CHUNK, end
+    return begin + (slot - begin // CHUNK - document) * CHUNK, end
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def gated_delta_chunk_kernel(
     """Each program writes the gates, T and P of one slot and head; with turned_ptr T' and P^T."""
     index = tl.program_id(0).to(tl.int64)
     slot, head = (index // heads).to(tl.int32), index % heads
-    _, first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
     if first < end:
         token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
         at = (first + token).to(tl.int64) * heads + head
@@ -372,7 +373,6 @@ def gated_delta_gradients_kernel(
     cu_seqlens_ptr,
     states_ptr,
     changes_ptr,
-    final_ptr,
     after_ptr,
     u_ptr,
     grad_q_ptr,
@@ -391,15 +391,17 @@ def gated_delta_gradients_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     OF_KEYS: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """Each program handles a slot of one key head: its value heads, and blocks of their values.
 
     The first launch, OF_KEYS, writes the gradients of k, v and beta, and its part of that of g. The
-    second one adds the part of the queries, and writes the gradients of q and g.
+    second one adds the part of the queries, and writes the gradients of q and g. With RELOAD, what
+    is the same for all value heads is computed for each, because AMD has too few scalar registers.
     """
     key_heads = heads // group
     slot, key_head = tl.program_id(0) // key_heads, (tl.program_id(0) % key_heads).to(tl.int64)
-    document, first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    first, end = _find_slot(cu_seqlens_ptr, slot, documents, CHUNK)
     scale = tl.cast(scale, tl.float32)  # torch.compile passes Python floats as float64
     if first < end:
         token, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
@@ -409,7 +411,7 @@ def gated_delta_gradients_kernel(
         dtype: tl.constexpr = k.dtype
         sums = tl.zeros((CHUNK, WIDTH), tl.float32)
         none = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for member in range(group):
+        for member in tl.range(0, group, disable_licm=RELOAD):
             head = key_head * group + member
             index = slot.to(tl.int64) * heads + head
             total, beta, last = _load_gates(gates_ptr, index, CHUNK)
@@ -419,9 +421,9 @@ def gated_delta_gradients_kernel(
                 forgotten = (tl.exp(total) * -beta)[:, None]
                 kept = (tl.exp(last - total) * beta)[:, None]
                 turned, from_out = none, none
-                of_total = tl.zeros((CHUNK, BLOCK), tl.float32)
-                of_beta, at_end = of_total, tl.zeros((WIDTH, BLOCK), tl.float32)
-                goes_on = first + CHUNK < end
+                of_total = tl.zeros((CHUNK,), tl.float32)
+                of_beta, written = of_total, of_total
+                at_end = tl.zeros((WIDTH,), tl.float32)
                 for start in range(0, VALUES, BLOCK):
                     value = start + tl.arange(0, BLOCK)
                     u = _load_rows(u_ptr, first, head, end, value, heads, VALUES, CHUNK)
@@ -431,17 +433,15 @@ def gated_delta_gradients_kernel(
                     at, inside = _state_at(index, column, value, KEYS, VALUES)
                     state = tl.load(states_ptr + at, mask=inside, other=0.0)
                     after = tl.load(after_ptr + at, mask=inside, other=0.0)
-                    # The state after the slot is the next one, or the last of the document.
-                    at += heads * KEYS * VALUES
-                    next_state = tl.load(states_ptr + at, mask=inside & goes_on, other=0.0)
-                    ended = document.to(tl.int64) * heads + head
-                    at, inside = _state_at(ended, column, value, KEYS, VALUES)
-                    final = tl.load(final_ptr + at, mask=inside & (not goes_on), other=0.0)
-                    at_end += (next_state.to(tl.float32) + final) * after.to(tl.float32)
+                    # The state after the slot is what is left of it and what the tokens write. Both
+                    # are multiplied here, because the next state has been rounded: the gradients of
+                    # g are differences of such sums.
+                    at_end += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
+                    written += tl.sum(change * tl.dot(k, after, input_precision="ieee"), 1)
                     # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. The
                     # products of u and E are in both, and cancel out.
-                    of_total += u * v.to(tl.float32)
-                    of_beta += u * change
+                    of_total += tl.sum(u * v.to(tl.float32), 1)
+                    of_beta += tl.sum(u * change, 1)
                     part = u * beta[:, None]
                     _store_rows(grad_v_ptr, part, first, head, end, value, heads, VALUES, CHUNK)
                     part = (u * forgotten).to(dtype)
@@ -462,10 +462,11 @@ def gated_delta_gradients_kernel(
                 pairs *= -beta[:, None] * beta[None, :]
                 sums = tl.dot(pairs.to(dtype), k, sums, input_precision="ieee")
                 sums = _dot(from_out * ahead * (beta * scale)[:, None], q, sums)
-                grad_beta = tl.sum(of_beta, 1).to(grad_beta_ptr.dtype.element_ty)
-                tl.store(grad_beta_ptr + of_tokens, grad_beta, mask=there)
-                grad_total = tl.sum(of_total, 1) * -beta
-                grad_total += tl.where(token == CHUNK - 1, tl.sum(tl.sum(at_end, 1), 0), 0.0)
+                of_beta = of_beta.to(grad_beta_ptr.dtype.element_ty)
+                tl.store(grad_beta_ptr + of_tokens, of_beta, mask=there)
+                ended = tl.sum(at_end, 0) * tl.exp(last)
+                ended += tl.sum(written * tl.exp(last - total) * beta, 0)
+                grad_total = tl.where(token == CHUNK - 1, ended, 0.0) - of_total * beta
                 tl.store(totals_ptr + index * CHUNK + token, grad_total)
             else:
                 read = tl.zeros((CHUNK, WIDTH), tl.float32)
@@ -502,6 +503,11 @@ def _key(rule: DeltaRule) -> int:
     return 0 if tuned and v.element_size() == 2 else v.element_size()
 
 
+def _precision(rule: DeltaRule) -> str:
+    precision = launch(CHUNKS, _key(rule)).precision
+    return "tf32x3" if precision == "tf32" and rule.q.dtype == torch.float16 else precision
+
+
 def _sizes(rule: DeltaRule) -> dict[str, int]:
     heads, (key_heads, keys) = rule.v.shape[1], rule.k.shape[1:]
     if keys > MAX_DELTA_KEY_DIM:
@@ -536,7 +542,7 @@ def _chunks(rule: DeltaRule, scale: float, for_backward: bool) -> tuple[Tensor |
     gated_delta_chunk_kernel[(slots * heads,)](
         *(q, k, g, beta, cu_seqlens, gates, inverse, scores, turned, documents, scale),
         **sizes,
-        PRECISION=setting.precision,
+        PRECISION=_precision(rule),
         num_warps=setting.num_warps,
         num_stages=setting.num_stages,
     )
@@ -556,7 +562,7 @@ def _walk(
     options = _options(FORWARD, rule)
     gated_delta_forward_kernel[(documents * heads * cdiv(dv, options["BLOCK"]),)](
         *(q, k, v, *chunks[:3], cu_seqlens, initial_state, out, final, states, scale),
-        PRECISION=launch(CHUNKS, _key(rule)).precision,
+        PRECISION=_precision(rule),
         **options,
     )
     return out, final, states
@@ -587,10 +593,10 @@ def gated_delta_backward(
     q, k, v, _, _, cu_seqlens, initial_state = rule
     documents = len(cu_seqlens) - 1
     chunks = gates, _, scores, turned = _chunks(rule, scale, True)
-    changes, final, states = _walk(rule, chunks, scale, True)
+    changes, _, states = _walk(rule, chunks, scale, True)
     assert states is not None
     after, u = torch.empty_like(states), torch.empty_like(changes)
-    grad_initial = None if initial_state is None else torch.empty_like(final)
+    grad_initial = None if initial_state is None else torch.empty_like(initial_state)
     options = _options(BACKWARD, rule)
     gated_delta_backward_kernel[(documents * v.shape[1] * cdiv(v.shape[2], options["BLOCK"]),)](
         *(q, k, grad_out, gates, turned, scores, cu_seqlens, grad_final, grad_initial, after, u),
@@ -601,9 +607,10 @@ def gated_delta_backward(
     totals = u.new_empty(len(states), v.shape[1], options["CHUNK"])
     for of_keys in (True, False):
         gated_delta_gradients_kernel[(len(states) * k.shape[1],)](
-            *(q, k, v, grad_out, gates, cu_seqlens, states, changes, final, after, u, *grads),
+            *(q, k, v, grad_out, gates, cu_seqlens, states, changes, after, u, *grads),
             *(totals, documents, scale),
             OF_KEYS=of_keys,
+            RELOAD=launch(GRADIENTS, _key(rule)).reload,
             **_options(GRADIENTS, rule),
         )
     return *grads, grad_initial
