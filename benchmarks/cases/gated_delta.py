@@ -56,6 +56,36 @@ def gated_delta(
     )
 
 
+def gated_delta_layer(
+    random: Random, batch: int, seq: int, key_heads: int, heads: int, head_dim: int
+) -> Case:
+    keys, channels = key_heads * head_dim, (2 * key_heads + heads) * head_dim
+    rule = gated_delta(random, batch, seq, key_heads, heads, head_dim)
+
+    def eager(qkv: Tensor, b: Tensor, a: Tensor, weight: Tensor, *gates: Tensor) -> Tensor:
+        x = F.conv1d(qkv.mT, weight[:, None], padding=3, groups=channels)[..., :seq].mT.contiguous()
+        q, k, v = F.silu(x).split((keys, keys, channels - 2 * keys), -1)
+        q, k = (x.unflatten(-1, (key_heads, head_dim)).float() for x in (q, k))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        g = -gates[0].float().exp() * F.softplus(a.float() + gates[1])
+        v = v.unflatten(-1, (heads, head_dim))
+        run = rule.implementation("eager").function
+        return run(q.to(v.dtype), k.to(v.dtype), v, g, b.sigmoid())  # type: ignore[no-any-return]
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return kernels.gated_delta_layer(*inputs, key_heads, head_dim)[0]
+
+    size = batch * seq * random.dtype.itemsize * head_dim
+    made, values = size * (2 * key_heads + heads), size * heads
+    shapes = (batch, seq, channels), *[(batch, seq, heads)] * 2, (channels, 4), *[(heads,)] * 2
+    return Case(
+        lambda: [random.normal(*shape) for shape in shapes],
+        {"eager": eager, "ligermodels": ours},
+        # Forward reads the channels and writes the output. Backward reads both and writes one.
+        (made + values, 3 * made + 2 * values),
+    )
+
+
 def output_gate(random: Random, rows: int, heads: int, head_dim: int, normed: bool) -> Case:
     def eager(x: Tensor, gate: Tensor, weight: Tensor | None = None) -> Tensor:
         if weight is None:
@@ -102,6 +132,7 @@ SIZES = sizes("batch seq key_heads heads head_dim", (1, 8192, 16, 32, 128), (8, 
 SMALL = {"batch": 1, "seq": 70, "key_heads": 1, "heads": 2, "head_dim": 16}
 OPS = {
     "gated_delta": Op("Gated delta rule", gated_delta, SMALL, SIZES, [], scratch=True),
+    "gated_delta_layer": Op("Its layer", gated_delta_layer, SMALL, SIZES, []),
     "output_gate": Op(
         "Gate of heads",
         output_gate,
