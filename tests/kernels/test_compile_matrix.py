@@ -238,8 +238,9 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         scales = torch.empty(len(codes), columns // 32 if bits == 4 else 1, device="meta")
         weight = codes, scales, torch.empty(16, device="meta") if bits == 4 else None
         width = 2 * columns if bits == 4 else columns
-        of_experts.quantized_expert_linear(x[:, :width], *weight, starts, True)
-        of_experts.quantized_expert_linear(x[:, :1536], *weight, starts, False)
+        for rows in (x, x[:128]):  # few rows convert the weight in the tiles of the product
+            of_experts.quantized_expert_linear(rows[:, :width], *weight, starts, True)
+            of_experts.quantized_expert_linear(rows[:, :1536], *weight, starts, False)
     thin = torch.empty(128, 1536, 32, dtype=dtype, device="meta")
     for each in (thin, thin.mT):
         of_experts.expert_linear_add(x[:, : each.shape[2]], x[:, : each.shape[1]], each, starts)
