@@ -18,12 +18,19 @@ FOLDER = Path(integrations.__file__).parent
 
 
 def installed_by() -> dict[str, set[str]]:
-    """Return the extras that install each library, by the name with which it is imported."""
+    """Return the extras that install each library, by the name with which it is imported.
+
+    A library that is installed without an extra has none, also where an extra asks for a newer one.
+    """
     found: dict[str, set[str]] = {}
+    always = set()
     for line in metadata.requires("ligermodels") or ():
         name = re.split(r"[^\w-]", line)[0].replace("-", "_")
-        found.setdefault(name, set()).update(re.findall(r"extra == .(\w+).", line))
-    return found
+        extras = re.findall(r"extra == .(\w+).", line)
+        found.setdefault(name, set()).update(extras)
+        if not extras:
+            always.add(name)
+    return {name: extras for name, extras in found.items() if name not in always}
 
 
 def imported(file: Path) -> set[str]:

@@ -69,9 +69,10 @@ def test_what_is_traced_equals_eager(monkeypatch) -> None:
 
 
 def registered() -> set[str]:
-    """Return the operators of the kernels; those of attention with sinks are tested with it."""
+    """Return the operators of the kernels; those of attention are tested with it."""
     names = torch._C._dispatch_get_all_op_names()
-    return {x for x in names if x.startswith("ligermodels::") and "::sunk" not in x}
+    of_attention = "ligermodels::sunk", "ligermodels::in_memory"
+    return {x for x in names if x.startswith("ligermodels::") and not x.startswith(of_attention)}
 
 
 class Recorder(TorchDispatchMode):

@@ -342,3 +342,4 @@ def test_the_compiled_output_with_sinks_is_the_eager_one() -> None:
     torch.testing.assert_close(*made)
     torch.testing.assert_close(*(torch.autograd.grad(x, inputs, upstream) for x in made))
     torch.library.opcheck(torch.ops.ligermodels.sunk, inputs)
+    torch.library.opcheck(torch.ops.ligermodels.in_memory, (torch.arange(5),))

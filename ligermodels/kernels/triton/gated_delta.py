@@ -464,8 +464,9 @@ def gated_delta_gradients_kernel(
                 sums = _dot(from_out * ahead * (beta * scale)[:, None], q, sums)
                 of_beta = of_beta.to(grad_beta_ptr.dtype.element_ty)
                 tl.store(grad_beta_ptr + of_tokens, of_beta, mask=there)
-                ended = tl.sum(at_end, 0) * tl.exp(last)
-                ended += tl.sum(written * tl.exp(last - total) * beta, 0)
+                # A second tl.sum of what a product made does not compile for sm_100 (triton 3.7).
+                ended = tl.cumsum(written * tl.exp(last - total) * beta, 0)
+                ended += tl.sum(at_end, 0) * tl.exp(last)
                 grad_total = tl.where(token == CHUNK - 1, ended, 0.0) - of_total * beta
                 tl.store(totals_ptr + index * CHUNK + token, grad_total)
             else:
