@@ -188,8 +188,8 @@ def _cast_weights(tensors: dict[str, _HFTensor], names: Collection[str]) -> dict
 def _float8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight in e4m3, and the scale of each row in the weight's dtype."""
     largest, x = torch.finfo(torch.float8_e4m3fn).max, weight.float()
-    amax = x.abs().amax(1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny * largest)
-    scale = (amax / largest).to(weight.dtype)
+    amax = x.abs().amax(1, keepdim=True)
+    scale = (amax / largest).to(weight.dtype).clamp(min=torch.finfo(weight.dtype).tiny)
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 

@@ -165,7 +165,11 @@ def _fetch(
             wanted |= {*weight_files(repo, names, read_index)[0], *ADDED_WEIGHTS}
             wanted |= {SAFE_WEIGHTS_INDEX_NAME}
         found = [name for name in names if name in wanted or _TEMPLATE.fullmatch(name)]
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=found, **options))
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=found, **options))
+        # Without a connection, snapshot_download returns what is cached, also when files lack.
+        if missing := [name for name in found if not (folder / name).exists()]:
+            raise ConnectionError(f"{', '.join(missing)} did not arrive")
+        return folder
     except CheckpointError:
         raise
     except errors.GatedRepoError as fault:

@@ -44,20 +44,23 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
         options["foreach"] = any(p.is_cuda for p in trained)
     # A scheduler's step of the optimizer, and hooks, are not for the twin.
     own = {name: x for name, x in vars(optimizer).items() if name != "step" and "hook" not in name}
+    adam = sum(_ADAM * p.nbytes for p in parameters), 0
+    if any(isinstance(x, torch.optim.Optimizer) for x in own.values()):
+        return adam  # the twin's step would be one of the optimizer inside, on its parameters
     twin = object.__new__(type(optimizer))
-    twin.__setstate__(
-        own | {"param_groups": [options | {"params": parameters}], "state": defaultdict(dict)}
-    )
     tracker = Tracker("cpu")
     tracker.hold([*parameters, *(each.grad for each in parameters)])
     try:
+        twin.__setstate__(
+            own | {"param_groups": [options | {"params": parameters}], "state": defaultdict(dict)}
+        )
         with torch.compiler.set_stance("force_eager"), _Ones(), tracker:
             twin.step()
             before = tracker.bytes
             tracker.enter("second step")
             twin.step()
     except Exception:  # of any kind: the step of another library, or one that needs its GPU
-        return sum(_ADAM * p.nbytes for p in parameters), 0
+        return adam
     kept = plain(*(value for state in twin.state.values() for value in state.values()))
     states = sum(x.nbytes for x in kept if x.is_meta)  # some keep a count of steps on the CPU
     if group.get("fused"):

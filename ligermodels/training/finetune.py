@@ -215,6 +215,7 @@ class Run:
         with error_on_all_ranks():
             hashes = {} if rank() else self.objective.hashes()
         base, others = from_rank_0((files, hashes))
+        self.base = source, base
         every = [each for each in (rows, eval_rows) if each is not None]
         with stage("planning the memory", shows=self.progress):
             self._plan_memory(trained, every, saved, held)
@@ -637,7 +638,11 @@ class Run:
             return self.model
         found = adapter_of(self.model)  # of which ranks may have a part each
         with error_on_all_ranks():
-            return self.model if rank() else merged(self.model, found)
+            if rank():
+                return self.model
+            source, then = self.base
+            check_same(source, self.run_dir.path, then, file_hashes(source))
+            return merged(self.model, found)
 
     def _push_save(self, step: int) -> None:
         """Export the model after a checkpoint, and push it; without a connection, only say so."""

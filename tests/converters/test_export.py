@@ -193,3 +193,11 @@ def test_an_adapter_that_cannot_be_saved_leaves_the_old_folder(tmp_path, monkeyp
     with pytest.raises(SaveError, match="could not be saved: the path is a file, not a folder"):
         save_adapter(target / "adapter_config.json", {"a": torch.ones(2)}, {"r": 2})
     assert contents(target) == before and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_float8_holds_rows_of_any_size(dtype):
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    weight = (weight * torch.tensor([[0.0], [1e-3], [1.0], [50.0]])).to(dtype)
+    stored, scale = export._float8(weight)
+    torch.testing.assert_close(stored.float() * scale.float(), weight.float(), rtol=0.07, atol=1e-6)

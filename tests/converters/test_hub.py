@@ -198,6 +198,14 @@ def test_unreadable_weights_are_refused_before_any_download(hub):
     assert not hub.sent
 
 
+def test_files_that_did_not_arrive_are_named(hub, monkeypatch):
+    folder = resolve(REPO)
+    (folder / "tokenizer.json").unlink()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json did not arrive; try again"):
+        resolve(REPO)
+
+
 @pytest.mark.parametrize("status", [401, 503])
 def test_an_answer_of_the_hub_is_told(hub, monkeypatch, caplog, status):
     resolve(REPO)

@@ -117,3 +117,24 @@ def test_what_a_step_allocates(
     most = tracker.peak_now - before if tracker.peak_now else 0
     _, expected = memory_of(optimizer)
     assert 0.99 * expected <= most <= 1.01 * expected
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, as accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_inside_makes_no_step() -> None:
+    trained = model()
+    inner = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=1.0)
+    for p in trained.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    before = [p.clone() for p in trained.parameters()]
+    assert memory_of(Around(inner))[0] == adam_bytes(trained)
+    assert all(map(torch.equal, before, trained.parameters()))

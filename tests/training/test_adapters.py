@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger, LigerLlama
 from ligermodels.adapters import LoraLinear, QuantizedLinear
@@ -247,6 +247,19 @@ def test_adapters_that_overflow_are_not_exported(checkpoint, tmp_path):
     with pytest.raises(SaveError, match=r"layers.1.mlp.down_proj.lora_B.weight .*torch.float16"):
         export_adapter(model, tmp_path, "base", torch.float16)
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_adapters_are_not_added_to_weights_that_were_replaced(text, tmp_path, monkeypatch):
+    base = make_checkpoint(tmp_path / "base")
+
+    def replaced(model):
+        file = base / "model.safetensors"
+        save_file({name: -x if "norm" in name else x for name, x in load_file(file).items()}, file)
+        return adapter_of(model)
+
+    monkeypatch.setattr("ligermodels.training.finetune.adapter_of", replaced)
+    with pytest.raises(CheckpointError, match="safetensors changed; restore it"):
+        run(base, text, tmp_path / "run", max_steps=1, load_in="4bit", **LORA)
 
 
 @pytest.mark.parametrize("family", sampled(families()))
