@@ -162,13 +162,11 @@ def _cast_weights(tensors: dict[str, _HFTensor], names: Collection[str]) -> dict
             one = name.removesuffix(".weight")
             plain.add(r"re:.*\.experts\..*" if ".experts." in one else one)
             continue
-        tensors[name] = tensor._replace(
-            dtype="F8_E4M3", nbytes=prod(tensor.shape), cast=lambda x: _float8(x)[0]
-        )
+        tensors[name] = tensor._replace(dtype="F8_E4M3", nbytes=prod(tensor.shape), cast=_float8)
         tensors[f"{name}_scale"] = tensor._replace(
             shape=(tensor.shape[0], 1),
             nbytes=tensor.nbytes // tensor.shape[1],
-            cast=lambda x: _float8(x)[1],
+            cast=_row_scales,
         )
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
@@ -185,12 +183,16 @@ def _cast_weights(tensors: dict[str, _HFTensor], names: Collection[str]) -> dict
     }
 
 
-def _float8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight in e4m3, and the scale of each row in the weight's dtype."""
-    largest, x = torch.finfo(torch.float8_e4m3fn).max, weight.float()
-    amax = x.abs().amax(1, keepdim=True)
-    scale = (amax / largest).to(weight.dtype).clamp(min=torch.finfo(weight.dtype).tiny)
-    return (x / scale).to(torch.float8_e4m3fn), scale
+def _row_scales(weight: Tensor) -> Tensor:
+    """Return the scale of each row of a weight in e4m3, in the weight's dtype."""
+    amax = weight.float().abs().amax(1, keepdim=True)
+    scale = (amax / torch.finfo(torch.float8_e4m3fn).max).to(weight.dtype)
+    return scale.clamp(min=torch.finfo(weight.dtype).tiny)  # a row of zeros needs one, too
+
+
+def _float8(weight: Tensor) -> Tensor:
+    """Return a weight in e4m3, with each row divided by its scale."""
+    return (weight.float() / _row_scales(weight)).to(torch.float8_e4m3fn)
 
 
 def save_adapter(
