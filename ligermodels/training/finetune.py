@@ -111,7 +111,8 @@ def finetune(
         except LigerError:
             raise
         except BaseException as error:
-            if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            of_gloo = type(error) is RuntimeError and "/gloo/" in str(error)
+            if of_gloo or isinstance(error, dist.DistError):
                 said = f"another process of the run has ended or hangs: {first_line(error)}"
                 raise LigerError(said) from error
             # An interrupted library may raise something else than KeyboardInterrupt.
