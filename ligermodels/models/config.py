@@ -34,8 +34,10 @@ _LONGEST_WINDOW = 2**40
 class ModelConfig(hf_config.HFConfig):
     """Sizes and settings of a decoder, under HF's field names.
 
-    The dataclass is not frozen: fields may be assigned before a model is built from it. `extra`
-    holds the whole config.json of the checkpoint, so that an export writes every key again.
+    The dataclass is not frozen: fields may be assigned before a model is built from it. Without a
+    value, head_dim and num_key_value_heads get theirs when the config is made, and do not follow
+    what is assigned later. `extra` holds the whole config.json of the checkpoint, so that an export
+    writes every key again.
 
     Raises:
         ConfigError: a field has a value that no model can have.
