@@ -2,7 +2,8 @@
 
 The op, the gate of its output and the whole layer at the shape of Qwen3.5-9B and
 35B-A3B (16 key heads and 32 value heads of 128), beside fla and transformers where they run, in
-bf16 on one GPU; and the error of each implementation of the op against the recurrence in float64.
+bf16 on one GPU; and the error of each implementation of the op against the recurrence in float64,
+beside those of rounding and of the recurrence in bf16, where every result of PyTorch is rounded.
 TFLOP/s count the products of the chunk form for each token, value head and column, without the
 inverse of a chunk: those of 64 tokens, 4 in forward and 10 in backward, and those of 128 columns of
 a state, 3 and 8. For each kernel of the op there is its floor: the larger one of the times that its
@@ -82,12 +83,12 @@ def measure(
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute the op token by token."""
+    """Compute the op token by token, in the dtype of v."""
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     state = torch.zeros(*v.shape[::2], k.shape[3], v.shape[3], dtype=v.dtype, device=v.device)
     outs = []
     for i in range(v.shape[1]):
-        state = state * g[:, i, :, None, None].exp()
+        state = state * g[:, i, :, None, None].exp().to(state.dtype)
         old = (k[:, i, :, None] @ state)[..., 0, :]
         change = beta[:, i, :, None] * (v[:, i] - old)
         state = state + k[:, i, :, :, None] * change[..., None, :]
@@ -107,7 +108,8 @@ def errors(implementations: dict[str, Callable[..., Tensor]]) -> list[dict[str, 
     exact = results(recurrence, [x.detach().double().requires_grad_() for x in leaves])
     rows: list[dict[str, Any]] = []
     rounded = [x.to(y.dtype) for x, y in zip(exact, [leaves[2], *leaves], strict=True)]
-    for name, run in {"rounding": None, **implementations}.items():
+    runs = {"rounding": None, "recurrence in bf16": recurrence, **implementations}
+    for name, run in runs.items():
         try:
             found = rounded if run is None else results(run, leaves)
         except Exception as error:

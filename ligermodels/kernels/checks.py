@@ -281,30 +281,45 @@ def check_expert_mlp(
             raise IndexError(f"{op}: expert {int(outside[0])} is none of {count} experts")
 
 
-def check_gated_delta(
-    op: str,
-    tensors: tuple[Tensor, ...],
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-) -> None:
+def check_gated_delta(op: str, tensors: tuple[Tensor, ...]) -> None:
     """Raise if the tensors of the gated delta rule do not fit each other."""
     q, k, v, g, beta = tensors
     for name, tensor in zip(DeltaRule._fields, tensors, strict=False):
         check_floating(op, name, tensor)
     fits = q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2]
     fits = fits and g.shape == beta.shape == v.shape[:3] and q.dtype == k.dtype == v.dtype
-    if not fits or not q.shape[2] or v.shape[2] % q.shape[2]:
+    if not fits or 0 in q.shape[2:] or v.shape[2] % q.shape[2]:
         expected = (
             "(batch, seq, key heads, dk) twice and (batch, seq, value heads, dv), with a multiple "
             "of the key heads, of one dtype, and (batch, seq, value heads) twice"
         )
         raise misfit(op, expected, q=q, k=k, v=v, g=g, beta=beta)
-    if initial_state is not None:
-        check_floating(op, "initial_state", initial_state)
-        documents = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-        expected_state = (documents, v.shape[2], q.shape[3], v.shape[3])
-        if initial_state.shape != expected_state:
-            raise misfit(op, f"{expected_state}", initial_state=initial_state)
+
+
+def check_documents(
+    op: str, x: Tensor, cu_seqlens: Tensor | None, state: Tensor | None, sizes: tuple[int, ...]
+) -> None:
+    """Raise if documents do not fill x (batch, seq, ...), or a state does not fit them.
+
+    The values of cu_seqlens are looked at only on a CPU in eager mode: a GPU would have to wait.
+
+    Args: sizes: the shape of the state of a document.
+    """
+    documents, tokens = len(x), x.shape[0] * x.shape[1]
+    if cu_seqlens is not None:
+        fits = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
+        fits = fits and cu_seqlens.dim() == 1 and cu_seqlens.device == x.device
+        if fits and type(cu_seqlens) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
+            ends = cu_seqlens.tolist()
+            fits = ends == sorted(ends) and [*ends[:1], *ends[-1:]] == [0, tokens]
+        if not fits:
+            expected = f"(documents + 1,) int32 or int64 on {x.device}, rising from 0 to {tokens}"
+            raise misfit(op, f"{expected}, the tokens of all rows", cu_seqlens=cu_seqlens)
+        documents = len(cu_seqlens) - 1
+    if state is not None:
+        check_floating(op, "initial_state", state)
+        if state.shape != (documents, *sizes) or state.device != x.device:
+            raise misfit(op, f"{(documents, *sizes)} on {x.device}", initial_state=state)
 
 
 def check_activation(op: str, activation: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import DeltaRule, check_gated_delta
+from ligermodels.kernels.checks import DeltaRule, check_documents, check_gated_delta
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
@@ -60,10 +60,10 @@ def gated_delta(
         q, k: (batch, seq, key heads, dk). The rule is stable if each k has a length of at most 1.
         v: (batch, seq, value heads, dv), in q's dtype. Under autocast, all three are cast. Value
             head h reads key head h // (value heads / key heads).
-        g, beta: (batch, seq, value heads) floating point, the logarithm of the decay, at most 0,
-            and the strength of the correction, from 0 to 1.
+        g, beta: (batch, seq, value heads) floating point, the logarithm of the decay, finite and at
+            most 0, and the strength of the correction, from 0 to 1.
         cu_seqlens: (documents + 1,) int32 or int64, where each document begins in all rows joined,
-            and their end. By default each row is a document.
+            and their end. By default each row is a document. Some may be empty.
         initial_state: (documents, value heads, dk, dv), the state before each document.
         scale: by default dk^-0.5.
     Returns: (batch, seq, value heads, dv) in q's dtype, and (documents, value heads, dk, dv) in
@@ -75,7 +75,8 @@ def gated_delta(
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     tensors = q, k, v, g, beta
-    check_gated_delta(_OP, tensors, cu_seqlens, initial_state)
+    check_gated_delta(_OP, tensors)
+    check_documents(_OP, q, cu_seqlens, initial_state, (v.shape[2], q.shape[3], v.shape[3]))
     starts = row_starts(q, cu_seqlens)
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q))

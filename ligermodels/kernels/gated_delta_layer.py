@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import DeltaInputs, DeltaRule, check_floating, misfit
+from ligermodels.kernels.checks import (
+    DeltaInputs,
+    DeltaRule,
+    check_documents,
+    check_floating,
+    misfit,
+)
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
@@ -90,6 +96,8 @@ def gated_delta_layer(
             f"twice, with channels = 2 * {key_heads} * {key_dim} + a multiple of heads"
         )
         raise misfit(_OP, expected, **dict(zip(DeltaInputs._fields, tensors, strict=False)))
+    sizes = heads, key_dim, (len(weight) - 2 * keys) // heads
+    check_documents(_OP, qkv, cu_seqlens, initial_state, sizes)
     dtype = autocast_dtype(qkv)
     qkv = qkv if dtype is None else qkv.to(dtype)
     if initial_state is not None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels import kernels
-from ligermodels.kernels.checks import check_count, check_number
+from ligermodels.kernels.checks import check_count, check_number, misfit
 from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.layers.attention import AttentionContext
 from ligermodels.layers.fusion import (
@@ -44,7 +44,8 @@ class GatedDeltaNet(Planned, nn.Module):
         eps: of the norm of the output.
 
     Raises:
-        ValueError: a size is not a positive integer, or eps is negative.
+        ValueError: a size is not a positive integer, eps is negative, or the value heads cannot be
+            shared out among the key heads.
     Source: arXiv:2412.06464.
     """
 
@@ -66,6 +67,9 @@ class GatedDeltaNet(Planned, nn.Module):
         names = "hidden_size num_key_heads num_value_heads key_dim value_dim taps".split()
         for name, size in zip(names, sizes, strict=True):
             check_count("GatedDeltaNet", name, size, 1)
+        if num_value_heads % num_key_heads:
+            expected = f"a multiple of num_key_heads {num_key_heads}"
+            raise misfit("GatedDeltaNet", expected, num_value_heads=num_value_heads)
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_dim, self.value_dim, self.taps = key_dim, value_dim, taps
         self.eps = check_number("GatedDeltaNet", "eps", eps)
@@ -112,6 +116,18 @@ class GatedDeltaNet(Planned, nn.Module):
                 )
         return self.conv1d.weight[:, 0], self.A_log, self.dt_bias
 
+    def _check_state(self, x: Tensor, state: DeltaState) -> None:
+        """Raise ValueError unless a state is that of each row of x (batch, ...)."""
+        rows = len(x), self.taps - 1, self.widths[0]
+        memory = len(x), self.num_value_heads, self.key_dim, self.value_dim
+        fits = isinstance(state, DeltaState) and all(
+            x.shape == shape and x.is_contiguous()
+            for x, shape in zip(state, (rows, memory), strict=True)
+        )
+        if not fits:
+            given = dict(zip(DeltaState._fields, state, strict=False))
+            raise misfit("GatedDeltaNet", f"DeltaState of contiguous {rows} and {memory}", **given)
+
     def forward(
         self,
         x: Tensor | PreNormed,
@@ -140,9 +156,10 @@ class GatedDeltaNet(Planned, nn.Module):
         qkv, z, b, a = projected.split(self.widths, -1)
         weights = self._weights()
         sizes = self.num_key_heads, self.key_dim
-        before = None if state is None else state.memory
-        memory: Tensor | None = None
+        before = memory = None
         if state is not None:
+            self._check_state(qkv, state)
+            before = state.memory
             # The rows before are convolved again. Their gates forget and write nothing.
             qkv = torch.cat((state.rows, qkv), 1)
             b, a = (F.pad(x, (0, 0, self.taps - 1, 0), value=-torch.inf) for x in (b, a))
@@ -182,6 +199,7 @@ class GatedDeltaNet(Planned, nn.Module):
         Returns: the first two of what `forward` returns.
         """
         projected, total = norm_then_linear(x, self.in_proj)
+        self._check_state(projected, state)
         weights = *self._weights(), self.norm.weight
         sizes = self.num_key_heads, self.key_dim, self.eps
         out = gated_delta_decode(projected, weights, state, *sizes)

@@ -124,6 +124,12 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="expected \\("):
             gated_delta(**{**made, **wrong})
     rows = inputs_of_a_layer((1, 5), 24)
+    for wrong in ([0.0, 5.0], [0, 4], [0, 6], [1, 5], [0, 3, 2, 5], []):
+        for op, given in ((gated_delta, made), (gated_delta_layer, rows)):
+            with pytest.raises(ValueError, match="cu_seqlens .* rising from 0 to 5, the tokens"):
+                op(**{**given, "cu_seqlens": torch.tensor(wrong)})
     for wrong in ({"a": rows["a"][:, 1:]}, {"key_heads": 3}, {"weight": rows["weight"][1:]}):
         with pytest.raises(ValueError, match="expected \\(batch, seq, channels\\)"):
             gated_delta_layer(**{**rows, **wrong})
+    with pytest.raises(ValueError, match=r"initial_state .* expected \("):
+        gated_delta_layer(**{**rows, "initial_state": v})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.gated_delta import DeltaState, GatedDeltaNet
 
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 qwen_config = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
@@ -57,3 +57,19 @@ def test_equals_transformers() -> None:
         (ours.out_proj.weight.grad, theirs.out_proj.weight.grad),
     ):
         assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
+    layer, x = GatedDeltaNet(24, 2, 4, 16, 8), torch.randn(2, 5, 24)
+    rows, memory = layer(x, returns_state=True)[2]
+    for wrong in (
+        DeltaState(rows[:1], memory[:1]),
+        DeltaState(rows[:, 1:], memory),
+        DeltaState(rows, memory.mT.contiguous().mT),
+        (rows, memory),
+    ):
+        for run in (layer.decode, lambda x, state: layer(x, state=state)):
+            with pytest.raises(ValueError, match=r"expected DeltaState of contiguous \(2, 3, 96\)"):
+                run(x, wrong)
+    with pytest.raises(ValueError, match="num_value_heads=3; expected a multiple"):
+        GatedDeltaNet(24, 2, 3, 16, 8)
