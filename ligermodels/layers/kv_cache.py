@@ -177,11 +177,7 @@ class KVCache:
                 "a step of decoding; generate without drafts"
             )
         end = self.end_of(k.shape[2])
-        if k.shape[0] != self.batch:
-            raise ValueError(
-                f"KVCache: cannot put keys of batch {k.shape[0]} in a cache made for {self.batch} "
-                "rows"
-            )
+        self._check_rows("keys", k)
         slot = layer_index + self.use * self._layers
         if slot >= len(self.sizes) or self._written[slot] > self.length:
             raise ValueError(
@@ -193,6 +189,13 @@ class KVCache:
         self._written[slot] = end
         return self._append(self.keys, slot, k), self._append(self.values, slot, v)
 
+    def _check_rows(self, what: str, x: Tensor) -> None:
+        if len(x) != self.batch:
+            raise ValueError(
+                f"KVCache: cannot put {what} of batch {len(x)} in a cache made for {self.batch} "
+                "rows"
+            )
+
     def state(self, layer_index: int) -> tuple[Tensor, ...] | None:
         """Return the state of a recurrent layer after the tokens so far; None if there are none.
 
@@ -202,7 +205,11 @@ class KVCache:
         return self.states[slot] if self.length or self.step is not None else None
 
     def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
-        """Copy the state after the new tokens into buffers, which stay where they are."""
+        """Copy the state after the new tokens into buffers, which stay where they are.
+
+        Raises: ValueError if its rows are not those of the cache.
+        """
+        self._check_rows("states", state[0])
         slot = layer_index + self.use * self._layers
         for buffer, x in zip(self._state_buffers(slot, state), state, strict=True):
             buffer.copy_(x.detach())

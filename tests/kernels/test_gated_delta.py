@@ -126,7 +126,7 @@ def test_refusals() -> None:
     rows = inputs_of_a_layer((1, 5), 24)
     for wrong in ([0.0, 5.0], [0, 4], [0, 6], [1, 5], [0, 3, 2, 5], []):
         for op, given in ((gated_delta, made), (gated_delta_layer, rows)):
-            with pytest.raises(ValueError, match="cu_seqlens .* rising from 0 to 5, the tokens"):
+            with pytest.raises(ValueError, match=r"cu_seqlens .* rising from 0 to 5, the tokens"):
                 op(**{**given, "cu_seqlens": torch.tensor(wrong)})
     for wrong in ({"a": rows["a"][:, 1:]}, {"key_heads": 3}, {"weight": rows["weight"][1:]}):
         with pytest.raises(ValueError, match="expected \\(batch, seq, channels\\)"):

@@ -158,6 +158,8 @@ def test_what_a_state_cannot_do() -> None:
     model, ids = random_model("qwen3_5"), torch.tensor(PROMPTS[2:])
     with pytest.raises(ValueError, match="sees the tokens before it and no others"):
         model(ids, prefix_lengths=torch.tensor([3]))
+    with pytest.raises(ValueError, match="cannot put states of batch 1 in a cache made for 3"):
+        model(ids, cache=KVCache.of(model, 3, 16))
     with pytest.raises(ValueError, match="wrong drafts cannot be removed"):
         model.generate(ids, draft_model=random_model("llama"), max_new_tokens=3)
     with pytest.raises(ConfigError, match="LinearAttention, which mixes the tokens"):
