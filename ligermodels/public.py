@@ -8,7 +8,6 @@ Each import has the form `X as X`, which tells type checkers that the name is ex
 from ligermodels.adapters.reference import adapters_off as adapters_off
 from ligermodels.adapters.reference import frozen_copy as frozen_copy
 from ligermodels.adapters.reference import token_log_probs as token_log_probs
-from ligermodels.converters.load_pretrained import LoadReport as LoadReport
 from ligermodels.converters.weight_map import Entry as Entry
 from ligermodels.converters.weight_map import Span as Span
 from ligermodels.converters.weight_map import Towers as Towers
@@ -29,7 +28,6 @@ from ligermodels.memory.plan import LayerPlan as LayerPlan
 from ligermodels.memory.plan import MemoryPlan as MemoryPlan
 from ligermodels.models.auto import AutoLiger as AutoLiger
 from ligermodels.models.auto import families as families
-from ligermodels.models.auto import load_pretrained as load_pretrained
 from ligermodels.models.auto import register as register
 from ligermodels.models.base import DecoderModel as DecoderModel
 from ligermodels.models.config import ModelConfig as ModelConfig
@@ -51,6 +49,8 @@ from ligermodels.models.granite4 import Granite4Config as Granite4Config
 from ligermodels.models.granite4 import LigerGranite4 as LigerGranite4
 from ligermodels.models.llama import LigerLlama as LigerLlama
 from ligermodels.models.llama import LlamaConfig as LlamaConfig
+from ligermodels.models.load_pretrained import LoadReport as LoadReport
+from ligermodels.models.load_pretrained import load_pretrained as load_pretrained
 from ligermodels.models.ministral3 import LigerMinistral3 as LigerMinistral3
 from ligermodels.models.ministral3 import Ministral3Config as Ministral3Config
 from ligermodels.models.mistral import LigerMistral as LigerMistral

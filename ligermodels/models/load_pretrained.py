@@ -1,5 +1,6 @@
 """Load the matching parameters of a checkpoint into any module, and report the others."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,11 +8,20 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from ligermodels.converters import hub
 from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.hub import HubOptions
 from ligermodels.converters.safetensors_file import empty_in_huge_pages
-from ligermodels.converters.weight_map import Entry, WeightMap
+from ligermodels.converters.save_dir import read_one_version
+from ligermodels.converters.weight_map import Entry
 from ligermodels.errors import CheckpointError, listing
+from ligermodels.layers import Attention
+from ligermodels.layers.fusion import pre_norm_names
+from ligermodels.models.auto import family_of
+from ligermodels.models.base import DecoderModel
+from ligermodels.models.config import ModelConfig
 from ligermodels.progress import track
 
 
@@ -61,42 +71,67 @@ class LoadReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Source:
-    """An open checkpoint, whose names were compared, and the model that it belongs to.
-
-    Attributes:
-        folder: the checkpoint's.
-        model: on the meta device.
-        weight_map: from the model's parameters to the checkpoint's tensors.
-        meaning: returns the properties of the module of a parameter, by the parameter's name, that
-            decide what its values mean.
-    """
-
-    folder: Path
-    checkpoint: Checkpoint
-    model: nn.Module
-    weight_map: WeightMap
-    meaning: Callable[[nn.Module, str], Mapping[str, str]]
-
-
-def load_into(
+def load_pretrained(
     module: nn.Module,
-    source: Source,
+    path: str | os.PathLike[str],
     *,
     rename: Callable[[str], str | None] | None = None,
     ignore_mismatched_sizes: bool = False,
+    allow_nonfinite: bool = False,
+    revision: str | None = None,
+    **hub_options: Unpack[HubOptions],
 ) -> LoadReport:
-    """Copy the matching parameters of a checkpoint into a module, as `load_pretrained` says.
+    """Copy the parameters of a checkpoint into any module that has them, by name and shape.
 
-    The arguments, the report and the errors are those of `ligermodels.load_pretrained`.
+    The names are those of ligermodels' own models, with packed q, k, v and packed gate, up:
+    `AutoLiger.from_hf(path).named_parameters()` lists them. The module keeps its dtypes and
+    devices. All values are read and checked before the module is changed, so an error leaves it
+    unchanged. Until then the values are in host memory, in the module's dtypes.
+
+    Values are copied without arithmetic. Two parameters with the same name and shape do not match
+    if they mean different things: weights of norms with different `offset` (Gemma's is 1), of
+    embeddings with different `scale`, of `Attention` layers with different heads, and of norms in
+    different places. For example, Llama's post_attention_layernorm comes before the MLP. In a block
+    with norms around its sub-layers (Gemma 2) the norm before the MLP is pre_feedforward_layernorm,
+    so rename it. Activations, rope and windows are not compared with the checkpoint's.
+
+    If the checkpoint ties the head to its embedding, it stores no head, so an untied head of the
+    module is new. A parameter that the module has under two names is loaded under both.
+
+    Args:
+        module: a module with parameters. They must not be sharded or on the meta device.
+        path: a local folder, or a hub id, of any supported family.
+        rename: a function from a name in the checkpoint to the name in the module. If it returns
+            None, that parameter is not loaded.
+        ignore_mismatched_sizes: whether to leave parameters that do not match unchanged and report
+            them. By default they raise CheckpointError.
+        allow_nonfinite: whether to accept NaN and infinite weights.
+        revision: branch, tag or commit of a hub id.
+        hub_options: token, cache_dir and local_files_only: see `HubOptions`.
+    Returns: a report of the parameters that were loaded, are new, do not match or are not used.
+    Raises:
+        ConfigError: config.json is damaged, belongs to no supported family, or needs a feature that
+            is not implemented.
+        CheckpointError: `from_hf` would raise it; a parameter does not match (the message has the
+            file, the key and both shapes); the module and the checkpoint have no name in common;
+            two parameters have the same target; or a target cannot be written to.
     """
-    folder, checkpoint, weight_map = source.folder, source.checkpoint, source.weight_map
+    folder = hub.resolve(path, revision=revision, **hub_options)
+
+    def read(real: Path) -> tuple[type[DecoderModel], ModelConfig, Checkpoint]:
+        family = family_of(real)
+        checkpoint = Checkpoint(real, allow_nonfinite=allow_nonfinite)
+        return family, family.config_class.from_hf(real), checkpoint
+
+    family, config, checkpoint = read_one_version(folder, read)
+    model, weight_map = family.on_meta(config)
+    checkpoint.plan(weight_map)
+    checkpoint.check_aliases(weight_map)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     entries, unused = _match(parameters, weight_map.entries, rename, folder)
     mismatched = {}
     for name, entry in entries.items():
-        if why := _difference(module, name, parameters[name], source, entry):
+        if why := _difference(module, name, parameters[name], model, entry):
             mismatched[name] = why
     if mismatched and not ignore_mismatched_sizes:
         raise CheckpointError(_describe(mismatched, entries, checkpoint))
@@ -153,7 +188,7 @@ def _match(
 
 
 def _difference(
-    module: nn.Module, name: str, parameter: nn.Parameter, source: Source, entry: Entry
+    module: nn.Module, name: str, parameter: nn.Parameter, model: nn.Module, entry: Entry
 ) -> str | None:
     """Return why the parameter cannot take the entry's values, or None if it can."""
     if tuple(parameter.shape) != entry.shape:
@@ -161,7 +196,7 @@ def _difference(
             f"has shape {list(entry.shape)} in the checkpoint, {list(parameter.shape)} in the "
             "module"
         )
-    here, there = source.meaning(module, name), source.meaning(source.model, entry.name)
+    here, there = _meaning(module, name), _meaning(model, entry.name)
     for what in here:
         if here[what] != there.get(what, here[what]):
             return (
@@ -169,6 +204,25 @@ def _difference(
                 f"{here[what]} in the module"
             )
     return None
+
+
+def _meaning(module: nn.Module, name: str) -> dict[str, str]:
+    """Return the properties of a parameter's module that decide what its values mean."""
+    path, _, child = name.rpartition(".")[0].rpartition(".")
+    parent = module.get_submodule(path)
+    owner = parent.get_submodule(child)
+    meaning = {}
+    if isinstance(offset := getattr(owner, "offset", 0.0), (int, float)):
+        meaning["offset"] = f"{offset:g}"
+    if isinstance(owner, nn.Embedding):
+        meaning["scale"] = f"{getattr(owner, 'scale', 1.0):g}"
+    if isinstance(parent, Attention) and child in ("qkv_proj", "o_proj"):
+        heads = f"{parent.num_heads} and {parent.num_kv_heads} of size {parent.head_dim}"
+        meaning["heads (of queries, of keys)"] = heads
+    if child in ("post_attention_layernorm", "pre_feedforward_layernorm"):
+        before_mlp = child in pre_norm_names(parent)
+        meaning["its place"] = "before the MLP" if before_mlp else "after attention"
+    return meaning
 
 
 def _check_writable(
