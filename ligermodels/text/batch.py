@@ -1,6 +1,5 @@
 """The ids of one text or of several, with the names that models and data collators ask for."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,46 +45,6 @@ def check_options(
             f"max_length={max_length}: this has no effect; pass truncation=True to cut longer "
             "texts, or padding='max_length' to fill shorter ones"
         )
-
-
-def cut(whole: list[int], plain: list[int], length: int, side: str) -> list[int]:
-    """Return the ids of a text, cut to a length. The tokens around the text (bos, eos) stay.
-
-    Args:
-        whole: the ids with the tokens around the text; plain: without them.
-        side: the side of the text that is cut off.
-    Raises:
-        ValueError: there is no room for the text.
-    """
-    around = len(whole) - len(plain)
-    if length <= around:
-        raise ValueError(
-            f"max_length={length}: this has no room for a text beside {around} special tokens"
-        )
-    start = next(at for at in range(around + 1) if whole[at : at + len(plain)] == plain)
-    kept = plain[: length - around] if side == "right" else plain[around - length :]
-    return whole[:start] + kept + whole[start + len(plain) :]
-
-
-def padded(rows: Sequence[list[int]], length: int, pad: int | None, side: str) -> Encoding:
-    """Return rows and their masks, filled to a length.
-
-    Args: pad: the token that fills, if there is one.
-    Raises:
-        ValueError: something has to be filled, and there is no such token.
-    """
-    if pad is None and any(len(row) < length for row in rows):
-        raise ValueError(
-            "the tokenizer has no pad_token; set one, such as "
-            "tokenizer.pad_token = tokenizer.eos_token"
-        )
-
-    def filled(row: list[int], value: int | None) -> list[Any]:
-        more = [value] * (length - len(row))
-        return more + row if side == "left" else row + more
-
-    masks = [filled([1] * len(row), 0) for row in rows]
-    return Encoding(input_ids=[filled(row, pad) for row in rows], attention_mask=masks)
 
 
 def as_tensors(encoding: Encoding) -> Encoding:

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from ligermodels.converters.hub import HubOptions, resolve
 from ligermodels.errors import CheckpointError, DataError, LigerError, first_line, short_repr
-from ligermodels.text.batch import Encoding, as_tensors, check_options, cut, padded
+from ligermodels.text.batch import Encoding, as_tensors, check_options
 from ligermodels.text.chat_template import (
     choose_template,
     read_chat_template,
@@ -23,6 +23,7 @@ from ligermodels.text.tokenizer_config import TokenizerFiles
 from ligermodels.text.tokenizer_json import NAME, call, read_tokenizer
 
 if TYPE_CHECKING:
+    import tokenizers
     from torch import Tensor
 
 
@@ -150,17 +151,20 @@ class Tokenizer:
         if not length and (truncation or padding == "max_length"):
             raise ValueError(f"{self.source}: no model_max_length is known; pass max_length")
         texts = [text] if isinstance(text, str) else text
-        rows = [self.encode(each, add_special_tokens) for each in texts]
-        if truncation:
-            rows = [
-                cut(row, self.encode(each, False), length, self.truncation_side)
-                if len(row) > length
-                else row
-                for row, each in zip(rows, texts)
-            ]
-        if padding != "max_length":
-            length = max(map(len, rows), default=0) if padding in (True, "longest") else 0
-        encoding = padded(rows, length, self.pad_token_id, side)
+        rows = [self._encode(t, add_special_tokens, length if truncation else 0) for t in texts]
+        if padding in (True, "longest", "max_length"):
+            length = length if padding == "max_length" else max(map(len, rows), default=0)
+            if self.pad_token is None and any(len(row) < length for row in rows):
+                raise ValueError(
+                    "the tokenizer has no pad_token; set one, such as "
+                    "tokenizer.pad_token = tokenizer.eos_token"
+                )
+            for row in rows:
+                row.pad(length, direction=side, pad_id=self.pad_token_id or 0)
+        encoding = Encoding(
+            input_ids=[row.ids for row in rows],
+            attention_mask=[row.attention_mask for row in rows],
+        )
         if return_tensors is not None:
             return as_tensors(encoding)
         if isinstance(text, str):
@@ -176,6 +180,10 @@ class Tokenizer:
             CheckpointError: the tokenizer fails, for example because it has no token for a
                 character and no unk token.
         """
+        return self._encode(text, add_special_tokens).ids
+
+    def _encode(self, text: str, special: bool, length: int = 0) -> "tokenizers.Encoding":
+        """Do what `encode` does. A length other than 0 cuts the text, not the tokens around it."""
         if not isinstance(text, str):
             raise TypeError(f"a text to encode must be a str, got {type(text).__name__}")
         try:
@@ -185,8 +193,17 @@ class Tokenizer:
                 f"the text is not valid Unicode: character {error.start} is {text[error.start]!r}, "
                 "half of a surrogate pair or a byte that was not UTF-8"
             ) from None
-        special = {"add_special_tokens": add_special_tokens}
-        return call(self._files, self.backend.encode, text, **special).ids
+        encode = self.backend.encode
+        if not length:
+            return call(self._files, encode, text, add_special_tokens=special)
+        row = call(self._files, encode, text, add_special_tokens=False)
+        around = self.backend.num_special_tokens_to_add(False) if special else 0
+        if length <= around:
+            raise ValueError(
+                f"max_length={length}: this has no room for a text beside {around} special tokens"
+            )
+        row.truncate(length - around, direction=self.truncation_side)
+        return self.backend.post_process(row, add_special_tokens=special)
 
     def decode(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = True) -> str:
         """Return the text of several ids, of a 1-D tensor or of one id.
