@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli import console
@@ -60,6 +61,8 @@ def run(given: Arguments) -> None:
     """Print a checkpoint's description."""
     from dataclasses import asdict
 
+    from rich.filesize import decimal
+
     from ligermodels.converters.hub import resolve
     from ligermodels.converters.inspect import describe
     from ligermodels.models.auto import family_of
@@ -79,6 +82,7 @@ def run(given: Arguments) -> None:
         print(json.dumps(found, indent=2, default=str))
         return
     print(f"{found['folder']}: {found['family']}, {found['parameters']:,} parameters")
+    size = partial(decimal, precision=2)
     stored = "stored bytes by dtype"
     if found["left_out"] or found["kept"]:
         stored += " (of the tensors that are loaded)"
@@ -87,9 +91,9 @@ def run(given: Arguments) -> None:
         UNUSED: (found["unknown_keys"], json.dumps),
         OTHER_TOWERS: (found["left_out"], str),
         KEPT_TOWERS: (found["kept"], str),
-        stored: (found["dtype_bytes"], _bytes),
-        "files": (found["files"], _bytes),
-        "estimated memory": (found["memory"], _bytes),
+        stored: (found["dtype_bytes"], size),
+        "files": (found["files"], size),
+        "estimated memory": (found["memory"], size),
     }
     for title, (entries, text) in sections.items():
         rows = {f"  {printable(name)}": text(value) for name, value in entries.items()}
@@ -107,10 +111,3 @@ def run(given: Arguments) -> None:
         limit = found["config"]["max_position_embeddings"]
         beyond = f" (max_position_embeddings is {limit})" if outlook.largest_seq > limit else ""
         print(f"  longest rows with batch {given.batch}: {outlook.largest_seq} tokens{beyond}")
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} bytes"

@@ -10,7 +10,6 @@ import pytest
 from safetensors import safe_open
 
 from ligermodels import LigerLlama
-from ligermodels.cli import inspect
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.inspect import describe
 from ligermodels.training import model
@@ -63,11 +62,6 @@ def test_keys_that_nothing_reads_are_listed_apart(call, tmp_path):
     unread = sections(out)["config keys that the model does not use (an export keeps them)"]
     assert unread["mine"] == '{"a": [1]}' and unread[r"'\x1b[2Jred'"] == "1"
     assert unread["long"] == '"' + "x" * 499 + " ..."
-
-
-def test_bytes_are_shown_in_the_largest_unit():
-    for number, text in ((999, "999 bytes"), (1000, "1.00 kB"), (10**12, "1000.00 GB")):
-        assert inspect._bytes(number) == text
 
 
 def test_a_memory_plan_is_shown_and_is_in_the_json(call, checkpoint, monkeypatch):
