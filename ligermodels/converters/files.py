@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ligermodels.errors import CheckpointError, LigerError, listing, printable, short_repr
+
+T = TypeVar("T")
 
 
 def open_regular(path: Path, error: type[LigerError]) -> FileIO:
@@ -37,11 +39,7 @@ def open_if_present(path: Path, error: type[LigerError]) -> FileIO | None:
     Raises:
         error: the path is a link that leads nowhere, or a folder, or it cannot be opened.
     """
-    try:
-        return FileIO(path, "rb")
-    except (OSError, ValueError) as fault:
-        _raise_unless_absent(path, "file", fault, error)
-        return None
+    return _if_present(path, "file", lambda: FileIO(path, "rb"), error)
 
 
 def read_if_present(path: Path, error: type[LigerError]) -> bytes | None:
@@ -50,14 +48,7 @@ def read_if_present(path: Path, error: type[LigerError]) -> bytes | None:
     Raises:
         error: something is there, but it cannot be read.
     """
-    file = open_if_present(path, error)
-    if file is None:
-        return None
-    try:
-        with file:
-            return file.readall()
-    except OSError as fault:
-        raise error(f"{path}: the file cannot be read: {fault.strerror}") from None
+    return _if_present(path, "file", path.read_bytes, error)
 
 
 def names_if_present(folder: Path, error: type[LigerError]) -> list[str] | None:
@@ -66,29 +57,25 @@ def names_if_present(folder: Path, error: type[LigerError]) -> list[str] | None:
     Raises:
         error: something is there, but it is not a folder, or it cannot be listed.
     """
+    return _if_present(folder, "folder", lambda: sorted(os.listdir(folder)), error)
+
+
+def _if_present(path: Path, kind: str, read: Callable[[], T], error: type[LigerError]) -> T | None:
+    """Return what `read` returns, or None if nothing has this name."""
     try:
-        return sorted(os.listdir(folder))
-    except (OSError, ValueError) as fault:
-        _raise_unless_absent(folder, "folder", fault, error)
-        return None
-
-
-def _raise_unless_absent(
-    path: Path, what: str, fault: OSError | ValueError, error: type[LigerError]
-) -> None:
-    """Raise `error` for a path that cannot be opened, unless nothing has this name."""
-    if isinstance(fault, ValueError):  # a null byte, or characters that no path can have
-        raise error(f"{short_repr(str(path))}: the {what} cannot be read: {fault}") from None
-    why = fault.strerror
-    if isinstance(fault, FileNotFoundError):
-        if not os.path.lexists(path):
-            return
-        if os.path.islink(path):  # Otherwise it appeared just now.
+        return read()
+    except ValueError as fault:  # a null byte, or characters that no path can have
+        raise error(f"{short_repr(str(path))}: the {kind} cannot be read: {fault}") from None
+    except OSError as fault:
+        why = fault.strerror
+        if isinstance(fault, FileNotFoundError):
+            if not os.path.lexists(path):
+                return None
             why = (
-                f"it is a link to {printable(os.readlink(path))}, which does not exist; restore "
-                f"that {what}, or remove the link"
+                f"it is a link to {printable(os.path.realpath(path))}, which does not exist; "
+                f"restore that {kind}, or remove the link"
             )
-    raise error(f"{path}: the {what} cannot be read: {why}") from None
+        raise error(f"{path}: the {kind} cannot be read: {why}") from None
 
 
 def read_json(path: Path, error: type[LigerError]) -> dict[str, Any]:

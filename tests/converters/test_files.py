@@ -42,7 +42,7 @@ def test_json_keeps_what_python_can_hold():
 
 KINDS = {
     "folder": (os.mkdir, "cannot be read: Is a directory$"),
-    "dead link": (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which does not"),
+    "dead link": (lambda path: path.symlink_to("nowhere"), "is a link to .*/nowhere, which does"),
     "loop": (lambda path: path.symlink_to(path), "cannot be read: Too many levels"),
     "no access": (lambda path: path.touch(mode=0), "cannot be read: Permission denied"),
 }
@@ -79,7 +79,7 @@ def test_a_folder_is_listed_or_an_error(tmp_path, subtests):
         (tmp_path / name).touch()
     assert names_if_present(tmp_path, ConfigError) == ["a", "b"]
     for kind, message in (
-        ("dead link", "folder cannot be read: it is a link to nowhere, which does not exist"),
+        ("dead link", "folder cannot be read: it is a link to .*/nowhere, which does not exist"),
         ("loop", "Too many levels"),
     ):
         with subtests.test(kind), pytest.raises(ConfigError, match=message):
