@@ -38,7 +38,7 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         ops = ctx.ops = select(_OP, x)
         order, place, starts = select("routing", x).sort_by_expert(experts, count)
-        first, second = Projection(x, starts, *stacks[:6]), Projection(x, starts, *stacks[6:])
+        first, second = (Projection(x, count, starts, *each) for each in (stacks[:6], stacks[6:]))
         owner = _owner(experts, count, gate_up_bias, down_bias)
         mask_1 = first.mask(x)
         gate_up, z_1 = first.forward(x, mask_1, place)
@@ -52,7 +52,7 @@ class _ExpertMLP(torch.autograd.Function):
             *(x, *kept, weights, order, place, starts, mask_1, z_2, mask_2),
             *(gate_up_bias, down_bias, owner, *stacks[:5], *stacks[6:11]),
         )
-        ctx.adapters, ctx.activation = (stacks[5], stacks[11]), activation
+        ctx.adapters, ctx.activation, ctx.count = (stacks[5], stacks[11]), activation, count
         return ops.expert_sum(y, place, weights, down_bias, owner)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -61,8 +61,8 @@ class _ExpertMLP(torch.autograd.Function):
         saved, ops, needs = ctx.saved_tensors, ctx.ops, ctx.needs_input_grad
         x, gate_up, z_1, weights, order, place, starts, mask_1, z_2, mask_2 = saved[:10]
         gate_up_bias, down_bias, owner = saved[10:13]
-        first = Projection(x, starts, *(*saved[13:18], ctx.adapters[0]))
-        second = Projection(x, starts, *(*saved[18:], ctx.adapters[1]))
+        stacks = (*saved[13:18], ctx.adapters[0]), (*saved[18:], ctx.adapters[1])
+        first, second = (Projection(x, ctx.count, starts, *each) for each in stacks)
         grads: list[Tensor | None] = [None] * len(needs)  # of gate_up's a: 11, of down's: 17
 
         def summed(rows: Tensor) -> Tensor:
@@ -126,21 +126,23 @@ def _owner(experts: Tensor, count: int, *biases: Tensor | None) -> Tensor | None
 
 def _of_few(
     x: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
     weights: Tensor,
     experts: Tensor,
-    activation: str | ClampedSwiGLU,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    count: int,
+    activation: str | ClampedSwiGLU,
+    *stacks: ExpertWeight,
 ) -> Tensor:
     """Return what `_ExpertMLP` does, in the order of the pairs, without sorting them."""
-    ops, owner = select(_OP, x), _owner(experts, len(down_weight), gate_up_bias, down_bias)
+    ops, owner = select(_OP, x), _owner(experts, count, gate_up_bias, down_bias)
     owner_of_row = None if owner is None else owner.flatten()
-    gate_up = ops.expert_linear_few(x, gate_up_weight.mT, experts)
+    first, second = (Projection(x, count, None, *stack) for stack in stacks)
+    gate_up = first.few(x, experts)
     made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
-    y = ops.expert_linear_few(made, down_weight.mT, experts.view(-1, 1))
-    return ops.expert_sum(y, None, weights, down_bias, owner)
+    return ops.expert_sum(  # type: ignore[no-any-return]
+        second.few(made, experts.view(-1, 1)), None, weights, down_bias, owner
+    )
 
 
 def expert_mlp(
@@ -186,13 +188,9 @@ def expert_mlp(
         )
     biases = gate_up_bias, down_bias
     check_expert_mlp(_OP, x, gate_up_weight, down_weight, weights, experts, activation, *biases)
-    count, top_k = len(down_weight), experts.shape[-1]
-    if not torch.is_grad_enabled() and select(_OP, x).are_few(experts.numel(), count):
-        rows, flat = x.reshape(-1, x.shape[-1]), experts.reshape(-1, top_k).to(torch.int32)
-        stacks = gate_up_weight, down_weight, weights.reshape(-1, top_k)
-        return _of_few(rows, *stacks, flat, activation, *biases).view(x.shape)
     return adapted_expert_mlp(
-        *(x, ExpertWeight(gate_up_weight), ExpertWeight(down_weight), weights, experts, count),
+        *(x, ExpertWeight(gate_up_weight), ExpertWeight(down_weight), weights, experts),
+        len(down_weight),
         activation,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
@@ -215,9 +213,10 @@ def adapted_expert_mlp(
 ) -> Tensor:
     """Return what `expert_mlp` returns, for weights that may be of few bits or have adapters.
 
-    An adapter is two thin products: no weight of its size is ever made. Backward keeps what that of
-    `expert_mlp` keeps, and the thin results between the two products; with dropout also a byte for
-    each input of an adapter, where those of gate and up are one for each token.
+    An adapter is two thin products: no weight of its size is ever made. Without gradients, few
+    tokens convert only the experts that they have, in the tiles of the products. Backward keeps
+    what that of `expert_mlp` keeps, and the thin results between the two products; with dropout
+    also a byte for each input of an adapter, where those of gate and up are one for each token.
 
     Args:
         x, weights, experts, and the options: as in `expert_mlp`.
@@ -229,6 +228,9 @@ def adapted_expert_mlp(
     biases = [None if each is None else each.to(x.dtype) for each in (gate_up_bias, down_bias)]
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
     routes = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
-    options = count, activation, keep_gate_up
-    out = apply(_ExpertMLP, rows, *routes, *biases, *options, *gate_up, *down)
-    return out.view(x.shape)
+    args: Any = (rows, *routes, *biases, count, activation)
+    drops = any(each.adapter is not None and each.adapter.dropout for each in (gate_up, down))
+    few = not torch.is_grad_enabled() and select(_OP, x).are_few(experts.numel(), count)
+    if few and not drops:
+        return _of_few(*args, gate_up, down).view(x.shape)
+    return apply(_ExpertMLP, *args, keep_gate_up, *gate_up, *down).view(x.shape)  # type: ignore[no-any-return]

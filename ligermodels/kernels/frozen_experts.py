@@ -44,7 +44,8 @@ class Projection:
     def __init__(
         self,
         x: Tensor,
-        starts: Tensor,
+        count: int,
+        starts: Tensor | None,
         weight: Tensor,
         scales: Tensor | None,
         levels: Tensor | None,
@@ -53,7 +54,7 @@ class Projection:
         adapter: Adapter | None,
     ) -> None:
         self.ops, self.frozen_ops = select("expert_mlp", x), select("frozen_experts", x)
-        self.starts, self.count, self.adapter = starts, len(starts) - 1, adapter
+        self.starts, self.count, self.adapter = starts, count, adapter
         self.a, self.b, self.base = a, b, (weight, scales, levels)
         if adapter is not None:
             self.factors = self._factors(x.dtype)
@@ -81,6 +82,21 @@ class Projection:
         self.frozen_ops.expert_linear_add(out, z * self.adapter.scaling, b.mT, self.starts)
         return out, z
 
+    def few(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return the outputs of the pairs of a row of x and its experts, in their order."""
+        weight, scales, levels = self.base
+        if scales is None:
+            out = self.ops.expert_linear_few(x, self._stack(weight, x).mT, experts)
+        else:
+            out = self.frozen_ops.quantized_expert_linear_few(
+                x, weight, scales, levels, experts, self.count
+            )
+        if self.adapter is not None:
+            a, b = self.factors
+            z = self.ops.expert_linear_few(x, a.mT, experts) * self.adapter.scaling
+            out += self.ops.expert_linear_few(z, b.mT, experts.view(-1, 1))
+        return out  # type: ignore[no-any-return]
+
     def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return x as dropout leaves it, or its gradient for that of the result."""
         if mask is None or self.adapter is None:
@@ -91,8 +107,7 @@ class Projection:
         """Multiply each row of x with its expert's weight."""
         weight, scales, levels = self.base
         if scales is None:
-            stack = cast(weight, x.dtype)
-            stack = stack if stack.dim() == 3 else stack.unflatten(0, (self.count, -1))
+            stack = self._stack(weight, x)
             stack = stack.mT if transposed else stack
             return self.ops.expert_linear(x, stack, self.starts)  # type: ignore[no-any-return]
         return self.frozen_ops.quantized_expert_linear(  # type: ignore[no-any-return]
@@ -151,6 +166,10 @@ class Projection:
             for i, (row, size) in enumerate(self.adapter.parts)
         ]
         return cast(torch.cat(blocks, 1), self.b.dtype).view_as(self.b)
+
+    def _stack(self, weight: Tensor, x: Tensor) -> Tensor:
+        stack = cast(weight, x.dtype)
+        return stack if stack.dim() == 3 else stack.unflatten(0, (self.count, -1))
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A (experts, parts * rank, in) and B (experts, out, parts * rank).

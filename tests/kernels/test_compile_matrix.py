@@ -241,6 +241,8 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
         for rows in (x, x[:128]):  # few rows convert the weight in the tiles of the product
             of_experts.quantized_expert_linear(rows[:, :width], *weight, starts, True)
             of_experts.quantized_expert_linear(rows[:, :1536], *weight, starts, False)
+        pairs = torch.empty(16, 8, dtype=torch.int32, device="meta")
+        of_experts.quantized_expert_linear_few(x[:16, :width], *weight, pairs, 128)
     thin = torch.empty(128, 1536, 32, dtype=dtype, device="meta")
     for each in (thin, thin.mT):
         of_experts.expert_linear_add(x[:, : each.shape[2]], x[:, : each.shape[1]], each, starts)

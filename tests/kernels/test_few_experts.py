@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from ligermodels import kernels
+from ligermodels.adapters import QuantizedLinear
 from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.expert_mlp import adapted_expert_mlp
+from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight
 from tests.kernels.checks import compare
 from tests.kernels.conftest import BFLOAT16, FLOAT16, FLOAT32, places
 from tests.kernels.ops_table import CASES, leaves
@@ -30,6 +33,31 @@ def test_few_tokens(place, name, tokens, width, hidden, experts, top_k) -> None:
     assert select("expert_mlp", expected).are_few(tokens * top_k, experts)
     with torch.no_grad():
         torch.testing.assert_close(kernels.expert_mlp(**made), expected)
+
+
+@pytest.mark.parametrize("place", places(gpu=(FLOAT32, BFLOAT16)), indirect=True)
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_few_tokens_with_adapters(place, bits) -> None:
+    """Also of few bits; those of gate and up are two, of which each has a part of the rows."""
+    torch.manual_seed(0)
+    options = {"device": place.device, "dtype": place.dtype}
+
+    def weight(out: int, width: int, *parts: tuple[int, int]) -> ExpertWeight:
+        linear = torch.nn.Linear(width, 4 * out, bias=False).to(**options)
+        base = ExpertWeight(linear.weight)
+        if bits is not None:
+            base = QuantizedLinear(linear, bits).expert_weight()
+        a = torch.randn(4 * len(parts) * 3, width, **options)
+        b = torch.randn(4 * sum(size for _, size in parts), 3, **options)
+        return base._replace(a=a, b=b, adapter=Adapter(parts, 0.5))
+
+    stacks = weight(24, 16, (0, 12), (12, 12)), weight(16, 12, (0, 16))
+    x, weights = torch.randn(3, 16, **options), torch.rand(3, 2, device=place.device)
+    experts = torch.tensor([[3, 1], [0, 3], [3, 2]], device=place.device)
+    expected = adapted_expert_mlp(x, *stacks, weights, experts, 4)
+    with torch.no_grad():
+        found = adapted_expert_mlp(x, *stacks, weights, experts, 4)
+    torch.testing.assert_close(found, expected.detach())
 
 
 @pytest.mark.parametrize("top_k", [1, 5])

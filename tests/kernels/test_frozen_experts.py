@@ -44,6 +44,14 @@ def test_weights_of_few_bits(
     weight = few.expert_weight()
     exact = few.dequantized(place.dtype).double().unflatten(0, (4, -1))
     starts = torch.tensor(STARTS, dtype=torch.int32, device=place.device)
+    experts = torch.tensor([[1, 3], [3, 3], [0, 1]], dtype=torch.int32, device=place.device)
+    x = torch.randn(3, columns, device=place.device).to(place.dtype)
+    found = ops.quantized_expert_linear_few(x, *weight[:3], experts, 4)
+    eager, right = (
+        torch.stack([row @ stack[e].T for row, own in zip(rows, experts.tolist()) for e in own])
+        for rows, stack in ((x, exact.to(place.dtype)), (x.double(), exact))
+    )
+    assert_close("few rows", found, eager, right)
     for transposed, stack in ((True, exact.mT), (False, exact)):
         x = torch.randn(40, stack.shape[1], device=place.device).to(place.dtype)
         found = ops.quantized_expert_linear(x, *weight[:3], starts, transposed)

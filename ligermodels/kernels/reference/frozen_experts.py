@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.kernels.reference.dequantize import dequantize_forward
-from ligermodels.kernels.reference.expert_mlp import expert_linear
+from ligermodels.kernels.reference.expert_mlp import expert_linear, expert_linear_few
 
 
 def expert_linear_add(out: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> None:
@@ -34,3 +34,20 @@ def quantized_expert_linear(
     weight = dequantize_forward(codes, scales, levels, dtype)
     stack = weight.to(x.dtype).unflatten(0, (len(starts) - 1, -1))
     return expert_linear(x, stack.mT if transposed else stack, starts)
+
+
+def quantized_expert_linear_few(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    levels: Tensor | None,
+    experts: Tensor,
+    count: int,
+) -> Tensor:
+    """Return x W^T of each pair of a row and an expert: (pairs, out), in the order of experts.
+
+    Args: experts (rows, top_k); count: the number of experts; the others as in
+        `quantized_expert_linear`.
+    """
+    weight = dequantize_forward(codes, scales, levels, compute_dtype(x)).to(x.dtype)
+    return expert_linear_few(x, weight.unflatten(0, (count, -1)).mT, experts)

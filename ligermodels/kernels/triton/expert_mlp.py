@@ -122,6 +122,29 @@ def expert_linear_kernel(
 
 
 @triton.jit
+def _pairs_of_expert(experts_ptr, first, pairs, experts, PAIRS: tl.constexpr):
+    """Return the expert of the pair `first`, how many pairs it has, and the number of each pair.
+
+    Pairs of other experts have the number -1. If an earlier pair has the same expert, there are 0.
+    """
+    pair = tl.arange(0, PAIRS)
+    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    named = tl.minimum(tl.maximum(named, 0), experts - 1)
+    expert = tl.sum(tl.where(pair == first, named, 0), 0)
+    own = ((named == expert) & (pair < pairs)).to(tl.int32)
+    is_first = tl.sum(tl.where(pair < first, own, 0), 0) == 0
+    number = tl.where(own > 0, tl.cumsum(own, 0) - 1, -1)
+    return expert.to(tl.int64), tl.where(is_first, tl.sum(own, 0), 0), number
+
+
+@triton.jit
+def _pairs_of_slots(number, slot, PAIRS: tl.constexpr):
+    """Return the pairs with the numbers `slot`; without one, pair 0, whose result is not stored."""
+    pair = tl.arange(0, PAIRS)[None, :]
+    return tl.sum(tl.where(number[None, :] == slot[:, None], pair, 0), 1).to(tl.int64)
+
+
+@triton.jit
 def expert_linear_few_kernel(
     x_ptr,
     weight_ptr,
@@ -148,28 +171,19 @@ def expert_linear_few_kernel(
     blocks = tl.cdiv(width, BLOCK)
     first = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    pair = tl.arange(0, PAIRS)
-    named = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
-    named = tl.minimum(tl.maximum(named, 0), experts - 1)
-    expert = tl.sum(tl.where(pair == first, named, 0), 0)
-    own = ((named == expert) & (pair < pairs)).to(tl.int32)
-    if tl.sum(tl.where(pair < first, own, 0), 0) == 0:
-        count = tl.sum(own, 0)
-        number = tl.where(own > 0, tl.cumsum(own, 0) - 1, -1)
-        weight_at = weight_ptr + expert.to(tl.int64) * weight_expert
-        weight_at_column = (column % width).to(tl.int64) * weight_column
-        for done in range(0, count, ROWS):
-            slot = done + tl.arange(0, ROWS)
-            # Slots without a pair compute the first pair, and store nothing.
-            row = tl.sum(tl.where(number[None, :] == slot[:, None], pair[None, :], 0), 1)
-            x_row = (row // top_k).to(tl.int64) * depth
-            out = _product(
-                *(x_ptr, weight_at, x_row, weight_at_column, depth, weight_depth),
-                *(EVEN, ROWS, BLOCK, DEPTH),
-            )
-            at = row[:, None].to(tl.int64) * width + column[None, :]
-            mask = (slot < count)[:, None] & (column < width)[None, :]
-            tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    expert, count, number = _pairs_of_expert(experts_ptr, first, pairs, experts, PAIRS)
+    weight_at = weight_ptr + expert * weight_expert
+    weight_at_column = (column % width).to(tl.int64) * weight_column
+    for done in range(0, count, ROWS):
+        slot = done + tl.arange(0, ROWS)
+        row = _pairs_of_slots(number, slot, PAIRS)
+        out = _product(
+            *(x_ptr, weight_at, row // top_k * depth, weight_at_column, depth, weight_depth),
+            *(EVEN, ROWS, BLOCK, DEPTH),
+        )
+        at = row[:, None] * width + column[None, :]
+        mask = (slot < count)[:, None] & (column < width)[None, :]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
