@@ -3,36 +3,47 @@
 Each recipe runs through `finetune` as a user would run it, in a process of its own, for some steps.
 But its model has random weights of the published sizes, its text is a novel, and it exports
 nothing: so no checkpoint is read or written. The step is the median of those after the fourth. The
-peak is that of allocated bytes, from the first step on.
+peak is that of allocated bytes, from the first step on. What has taken how long is printed as it
+happens. With --warm, all recipes first run at once with few layers, which fills the caches of
+compiled kernels: less time is then spent on compiling, one recipe after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import faulthandler
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command line
+
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.common import RESULTS, environment, table, write
-from ligermodels import AutoLiger, Tokenizer, float8
+from ligermodels import AutoLiger, Tokenizer, float8, progress
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.config import ModelConfig
 from ligermodels.training import finetune as module
 from ligermodels.training.config import FinetuneConfig, read_config
+from ligermodels.training.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RECIPES = EXAMPLES / "recipes"
 STEPS, WARMUP = 10, 4
+SLOW = 40  # seconds after which a phase prints the stacks of all threads
 
 
 def preset_of(hub_id: str) -> tuple[type[DecoderModel], ModelConfig]:
@@ -44,15 +55,29 @@ def preset_of(hub_id: str) -> tuple[type[DecoderModel], ModelConfig]:
     return family, family.config_class.preset(name)
 
 
-def write_data(folder: Path, loss: str) -> Path:
-    """Write texts from the novel, or pairs of them, into a file of the folder."""
-    # The reference's probabilities of all pairs are computed before the first step.
-    words, rows = (600, 5 * STEPS) if loss == "dpo" else (1200, 400)
+def shallow(sizes: ModelConfig) -> ModelConfig:
+    """Return a config with as few layers as have all kinds of them."""
+    kinds = sizes.types
+    count = next(n for n in range(1, len(kinds) + 1) if {*kinds[:n]} == {*kinds})
+    changes: dict[str, Any] = {"num_hidden_layers": count}
+    if getattr(sizes, "layer_types", None):
+        changes["layer_types"] = kinds[:count]
+    return dataclasses.replace(sizes, **changes)
+
+
+def write_data(folder: Path, loss: str, tokens: int) -> Path:
+    """Write texts from the novel, or pairs of them, into a file of the folder.
+
+    The texts have about so many tokens in all. Pairs are longer than the rows of a recipe, and as
+    many as its steps take, because the reference's probabilities of all pairs come first.
+    """
+    words = 1200
+    rows = 1 + tokens // 1024 if loss == "dpo" else tokens // words + 10
     novel = (EXAMPLES / "data" / "persuasion-train.txt").read_text(encoding="utf-8").split()
     starts = range(0, len(novel) - words, words)
     parts = [[*novel[start : start + words]] for start in starts]
     if loss == "dpo":
-        half, other = words // 2, [*parts[1:], parts[0]]
+        half, other = words // 4, [*parts[1:], parts[0]]
         records: Any = (
             {
                 "prompt": " ".join(part[:half]),
@@ -69,19 +94,49 @@ def write_data(folder: Path, loss: str) -> Path:
     return file
 
 
-def run_one(recipe: str, tokenizer: str, device: str, result: Any = None) -> dict[str, Any]:
-    """Run a recipe, and return its median step and its peak, or send them to another process."""
+class Phases:
+    """The seconds of the phases of a recipe, which are printed when they end."""
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe, self.seconds, self.last = recipe, {}, time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """End a phase, and begin the next one."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        print(f"{self.recipe}: {phase}: {now - self.last:.2f} s", flush=True)
+        self.last = now
+        faulthandler.dump_traceback_later(SLOW, repeat=True, file=sys.__stderr__)
+
+    @contextlib.contextmanager
+    def stage(self, what: str, *args: Any, **options: Any) -> Any:
+        """Show a stage of `finetune`, and time it."""
+        self.end(f"before {what}")
+        with progress.stage(what, *args, **options) as advance:
+            yield advance
+        self.end(what)
+
+
+def run_one(
+    recipe: str, tokenizer: str, device: str, result: Any = None, warms: bool = False
+) -> dict[str, Any]:
+    """Run a recipe, and return its median step and its peak, or send them to another process.
+
+    Args: warms: whether the model has few layers, and makes two steps.
+    """
+    phases = Phases(recipe)
     options = read_config(RECIPES / f"{recipe}.yaml")
     family, sizes = preset_of(options["model"])
     options.pop("from_scratch", None)
+    steps = 2 if warms else STEPS
 
     def random_model(
         path: Any, *, dtype: torch.dtype, device: torch.device, **given: Any
     ) -> DecoderModel:
-        with torch.device(main_device):  # the GPU also draws what is converted one by one
-            model = family(sizes)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        with torch.device("meta"):
+            model = family(shallow(sizes) if warms else sizes).to(dtype)
+        model.to_empty(device=main_device)  # also if what is converted should come from the CPU
+        model.initialize_weights()
         if given["float8"] is not None:
             float8.convert(model, given["float8"])
         return model
@@ -95,18 +150,22 @@ def run_one(recipe: str, tokenizer: str, device: str, result: Any = None) -> dic
         def _finish(self, trainer: Any) -> Any:
             plan = self.model.memory_plan
             rows = self.run_dir.metrics.read()
-            seconds = [row["seconds"] for row in rows if row["step"] > WARMUP]
+            rows = [row for row in rows if row["step"] > (0 if warms else WARMUP)]
+            seconds = [row["seconds"] for row in rows]
             measured["ms"] = 1e3 * statistics.median(seconds)
             measured["ms spread"] = 1e3 * (max(seconds) - min(seconds))
-            measured["tokens/s"] = statistics.median(
-                row["tokens_per_second"] for row in rows if row["step"] > WARMUP
-            )
+            measured["tokens/s"] = statistics.median(row["tokens_per_second"] for row in rows)
             if self.device.type == "cuda":
                 measured["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
                 measured["reserved GiB"] = torch.cuda.max_memory_reserved() / 2**30
             measured["plan"] = "everything is kept" if plan is None else module.summary(plan)
             measured["last loss"] = rows[-1]["loss"]
             raise Done
+
+    class Timed(Trainer):
+        def _log(self, *args: Any) -> None:
+            super()._log(*args)
+            phases.end("first step" if self.done == 1 else "later steps")
 
     measured: dict[str, Any] = {"recipe": recipe}
     main_device = torch.device(device)
@@ -118,21 +177,31 @@ def run_one(recipe: str, tokenizer: str, device: str, result: Any = None) -> dic
         Tokenizer.from_hf(tokenizer).save_hf(source)
         (source / "config.json").write_text("{}")
         save_file({}, source / "model.safetensors")
+        loss = options.get("loss", "sft")
+        tokens = steps * options["batch_size"] * options["seq_len"]
         config = FinetuneConfig.from_options(
             **options
-            | {"model": str(source), "device": device, "max_steps": STEPS, "save_steps": 0}
-            | {"train_files": [str(write_data(folder, options.get("loss", "sft")))]}
+            | {"model": str(source), "device": device, "max_steps": steps, "save_steps": 0}
+            | {"train_files": [str(write_data(folder, loss, tokens))], "logging_steps": 1}
             | {"output_dir": str(folder / "run"), "eval_fraction": 0}
         )
+        phases.end("data and config")
+        if main_device.type == "cuda":
+            torch.zeros((), device=main_device).item()
+            phases.end("CUDA")
         with (
             mock.patch.object(AutoLiger, "from_hf", random_model),
             mock.patch.object(module, "Run", Measured),
+            mock.patch.object(module, "Trainer", Timed),
+            mock.patch.object(module, "stage", phases.stage),
         ):
             try:
-                module.finetune(config)
+                module.finetune(config, progress=False)
             except Done:
                 pass
+    faulthandler.cancel_dump_traceback_later()
     measured["seconds in all"] = time.perf_counter() - began
+    measured["seconds of phases"] = {k: round(x, 2) for k, x in phases.seconds.items()}
     if result is not None:
         result.send(measured)
     return measured
@@ -151,24 +220,41 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for recipes.json")
     parser.add_argument("--limit", type=int, default=120, help="seconds of a recipe")
+    parser.add_argument("--warm", type=int, default=0, help="seconds to fill caches first")
     given = parser.parse_args()
+    began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("forkserver")  # which imports everything once
     context.set_forkserver_preload(["benchmarks.recipes"])
-    for recipe in given.recipes:
+
+    def start(recipe: str, warms: bool = False) -> tuple[Any, Any]:
         result, sends = context.Pipe(duplex=False)
-        process = context.Process(
-            target=run_one, args=(recipe, given.tokenizer, given.device, sends)
-        )
+        args = recipe, given.tokenizer, given.device, sends, warms
+        process = context.Process(target=run_one, args=args)
         process.start()
+        return process, result
+
+    def end(process: Any) -> None:
+        process.kill()
+        process.join()  # until then its memory is taken
+
+    if given.warm:
+        started = [start(recipe, warms=True) for recipe in given.recipes]
+        for process, _ in started:
+            process.join(max(0.0, began + given.warm - time.perf_counter()))
+        for process, _ in started:
+            end(process)
+        print(f"filled the caches in {time.perf_counter() - began:.1f} s", flush=True)
+    for recipe in given.recipes:
+        process, result = start(recipe)
         process.join(given.limit)
-        if result.poll():
+        if process.exitcode == 0:
             rows.append(result.recv())
         else:
-            process.kill()
             code = process.exitcode
             why = f"stopped after {given.limit} s" if code is None else f"exit code {code}"
             rows.append({"recipe": recipe, "error": why})
+        end(process)
         print(rows[-1], flush=True)
         write("recipes.json", {"environment": environment(), "rows": rows}, given.out)
     print(table(rows, ["recipe", "ms", "tokens/s", "peak GiB", "plan", "error"]))
