@@ -2,7 +2,7 @@
 
 Load the checkpoint SOURCE and write it to the folder TARGET. --dtype and --max-shard-size change
 what is written. --verify compares every tensor of TARGET with SOURCE (cast to --dtype, if it is
-given), bit for bit; weights that only SOURCE has in MXFP4 are decoded for that. Without TARGET,
+given), bit for bit; weights that only SOURCE has in MXFP4 or float8 are decoded. Without TARGET,
 --verify converts SOURCE to the native layout and back in a temporary folder, and compares the
 result with SOURCE. If anything differs, the exit code is 1. SOURCE may also be a checkpoint of a
 run: RUN/checkpoint-STEP, or its file in RUN/checkpoints.

@@ -39,7 +39,9 @@ _QUANTISED = (
     *(".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", ".SCB"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
 )
-MXFP4 = "MXFP4"  # the dtype in `Checkpoint.tensors` of the two tensors that hold such a weight
+# The dtypes in `Checkpoint.tensors` of weights that two tensors hold: MXFP4, and e4m3 with a scale
+# for each row, as compressed-tensors and `save_hf(float8=True)` write it.
+MXFP4, FLOAT8 = "MXFP4", "FLOAT8"
 # The name that transformers gives the head of all its ...ForSequenceClassification models.
 _CLASSIFIER_HEAD = "score.weight"
 
@@ -143,6 +145,7 @@ class Checkpoint:
         for name, shape in expected.items():
             if name.endswith(MXFP4_BLOCKS):
                 self._join_mxfp4(name, shape)
+            self._join_float8(name)
         optional = {
             name: expected[original]
             for name, original in weight_map.aliases.items()
@@ -164,7 +167,11 @@ class Checkpoint:
             elif found.dtype == "U8" and name.endswith(MXFP4_BLOCKS):
                 what = f"and {scales_of(name)!r} do not hold {list(shape)} values in MXFP4"
                 faults.append((found.path, self._name_in_file(name), what))
-            elif found.dtype not in (*DTYPES, MXFP4):
+            elif found.dtype == "F8_E4M3":
+                name = self._name_in_file(name)
+                what = f"is in float8, but {scales_of(name)!r} has no scale for each of its rows"
+                faults.append((found.path, name, what))
+            elif found.dtype not in (*DTYPES, MXFP4, FLOAT8):
                 what = f"is stored as {found.dtype}: quantised checkpoints are not supported"
                 faults.append((found.path, self._name_in_file(name), what))
             elif found.shape != shape:
@@ -214,6 +221,15 @@ class Checkpoint:
             nbytes = one.nbytes + other.nbytes
             self.tensors[blocks] = replace(one, dtype=MXFP4, shape=shape, nbytes=nbytes)
             del self.tensors[scales]
+
+    def _join_float8(self, name: str) -> None:
+        """Let a matrix in e4m3 and the scales of its rows count as one tensor."""
+        one, scale = self.tensors.get(name), self.tensors.get(scales_of(name))
+        if one is None or scale is None or one.dtype != "F8_E4M3" or scale.dtype not in DTYPES:
+            return
+        if len(one.shape) == 2 and scale.shape == (one.shape[0], 1):
+            self.tensors[name] = replace(one, dtype=FLOAT8, nbytes=one.nbytes + scale.nbytes)
+            del self.tensors[scales_of(name)]
 
     def _leave_out(self, towers: Towers) -> None:
         """Drop the tensors of other towers, and give the others the text model's names."""
@@ -392,7 +408,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Return an HF tensor in its stored dtype, as a new tensor."""
-        if self.tensors[name].dtype == MXFP4:
+        if self.tensors[name].dtype in (MXFP4, FLOAT8):
             return torch.cat([*self._rows(name, 0, self.tensors[name].shape[0])])
         return self._opened(name).tensor(self._name_in_file(name))
 
@@ -409,13 +425,24 @@ class Checkpoint:
         columns: tuple[int, int] | None = None,
         leading: int = 1,
     ) -> Iterator[Tensor]:
-        """Yield the values of rows in pieces; those of MXFP4 are new tensors in bfloat16."""
+        """Yield the values of rows in pieces; those of MXFP4 are in bfloat16."""
         file, stored = self._opened(name), self._name_in_file(name)
-        if self.tensors[name].dtype == MXFP4:
+        dtype = self.tensors[name].dtype
+        if dtype == MXFP4:
             return self._decoded(name, first, last, columns, leading)
         if columns is not None:
-            return file.read_columns(stored, first, last, columns)
-        return file.read(stored, first, last, leading)
+            rows = file.read_columns(stored, first, last, columns)
+        else:
+            rows = file.read(stored, first, last, leading)
+        return self._scaled(name, rows, first) if dtype == FLOAT8 else rows
+
+    def _scaled(self, name: str, rows: Iterator[Tensor], first: int) -> Iterator[Tensor]:
+        """Yield rows in e4m3 times their scales, in the dtype of these, as compressed-tensors."""
+        scales = scales_of(name)
+        scale = self._opened(scales).tensor(self._name_in_file(scales))
+        for piece in rows:
+            yield piece.to(scale.dtype) * scale[first : first + len(piece)]
+            first += len(piece)
 
     def _decoded(
         self, name: str, first: int, last: int, columns: tuple[int, int] | None, leading: int
@@ -430,9 +457,9 @@ class Checkpoint:
             first = end
 
     def _raw_rows(self, name: str, first: int, last: int) -> Iterator[Tensor]:
-        """Yield what the file holds of rows: of MXFP4 the blocks, then the scales."""
-        is_mxfp4 = self.tensors[name].dtype == MXFP4
-        for each in (name, scales_of(name)) if is_mxfp4 else (name,):
+        """Yield what the file holds of rows: of a weight in two tensors also the scales."""
+        has_scales = self.tensors[name].dtype in (MXFP4, FLOAT8)
+        for each in (name, scales_of(name)) if has_scales else (name,):
             yield from self._opened(each).read(self._name_in_file(each), first, last)
 
     def stored(self, name: str) -> StoredTensor:
@@ -459,6 +486,9 @@ class Checkpoint:
 
     def _dtype(self, name: str) -> torch.dtype:
         dtype = self.tensors[name].dtype
+        if dtype == FLOAT8:
+            name = scales_of(name)
+            dtype = self._opened(name).tensors[self._name_in_file(name)].dtype
         return torch.bfloat16 if dtype == MXFP4 else DTYPES[dtype]
 
 

@@ -271,10 +271,13 @@ def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str,
 
     If `raw` is of a wrapper, these are the keys of its text model.
     """
-    known = _HARMLESS | _REFUSED.keys() | {item.name for item in dataclasses.fields(config_class)}
+    known = (
+        _HARMLESS
+        | _REFUSED.keys()
+        | {QUANTIZER}
+        | {item.name for item in dataclasses.fields(config_class)}
+    )
     known |= config_class.key_aliases.keys() | config_class.refused.keys()
-    if config_class.quantizations:
-        known |= {QUANTIZER}
     raw = text_config(raw, config_class)
     return {key: value for key, value in raw.items() if key not in known}
 
@@ -366,12 +369,22 @@ def _refuse_quantised(raw: dict[str, Any], config_class: type[HFConfig]) -> None
     for key in _QUANTISED:
         if raw.get(key) is not None:
             method = raw[key].get("quant_method") if isinstance(raw[key], dict) else raw[key]
-            if method in config_class.quantizations:
+            if method in config_class.quantizations or _is_float8(raw[key]):
                 continue
             raise ConfigError(
                 f"{key!r}: quantised checkpoints ({short_repr(method)}) are not supported; "
                 "load the checkpoint that it was made from, in float32, bfloat16 or float16"
             )
+
+
+def _is_float8(quantizer: Any) -> bool:
+    """Whether weights are in the format that `save_hf(float8=True)` writes; a load decodes it."""
+    kind = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return (
+        isinstance(quantizer, dict)
+        and kind.items() <= quantizer.items()
+        and not quantizer.get("transform_config")
+    )
 
 
 def _refuse(raw: dict[str, Any], config_class: type[HFConfig]) -> None:

@@ -24,8 +24,8 @@ from ligermodels.converters.files import FLOAT_DTYPES, open_regular
 from ligermodels.errors import CheckpointError, first_line, printable, short_repr
 
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in FLOAT_DTYPES.items()}
-# What can be read: an optimizer's state in 8 bits, too.
-READABLE = DTYPES | {"U8": torch.uint8}
+# What can be read: an optimizer's state in 8 bits, and weights in float8, too.
+READABLE = DTYPES | {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 _NAMES = {dtype: name for name, dtype in READABLE.items()}
 _NAMES |= {torch.bool: "BOOL", torch.int32: "I32", torch.int64: "I64"}
 # This many bytes, a multiple of the largest itemsize, are read at a time. They fit in a core's L2

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.converters.checkpoint import MXFP4, Checkpoint, bitwise_equal
+from ligermodels.converters.checkpoint import FLOAT8, MXFP4, Checkpoint, bitwise_equal
 from ligermodels.converters.export import save
 from ligermodels.converters.files import ADDED_WEIGHTS, CONFIG_NAME, copied_files
 from ligermodels.converters.hf_config import QUANTIZER, kept_config, read_config, to_hf
@@ -32,8 +32,8 @@ class Report:
         config_keys: how many keys of config.json were compared.
         files: the tokenizer and generation files that were compared.
         differences: one line for each tensor, key or file that differs.
-        dequantized: how many of the tensors are in MXFP4 and were decoded, and compared with the
-            values of the copy, which has no MXFP4.
+        dequantized: how many of the tensors are in MXFP4 or float8 and were decoded, and compared
+            with the values of the copy, which has other formats.
         cast: the dtype to which the copy was cast, or None.
     """
 
@@ -56,8 +56,8 @@ class Report:
         )
         if self.ok and self.dequantized:
             return (
-                f"equal: {what}; bitwise, but for {self.dequantized} tensors in MXFP4, whose "
-                "decoded values (dequantized, in the dtype of the copy) are those of the copy"
+                f"equal: {what}; bitwise, but for {self.dequantized} tensors in MXFP4 or float8, "
+                "whose decoded values (dequantized, in the dtype of the copy) are those of the copy"
             )
         if self.ok and self.cast:
             return f"equal after the cast to {str(self.cast).removeprefix('torch.')}: {what}"
@@ -148,7 +148,12 @@ def compare(
     folder, copy = Path(folder), Path(copy)
     original, exported = Checkpoint(folder), Checkpoint(copy)
     names, others = _names(original, family), _names(exported, family)
-    entries, differing, dequantized = original.weight_map.entries, [], 0
+    entries, differing = original.weight_map.entries, []
+    coded = [
+        sum(each.tensors[name].dtype in (MXFP4, FLOAT8) for name in of)
+        for each, of in ((original, names), (exported, others))
+    ]
+    dequantized = 0 if coded[1] else coded[0]
     left = {span.source for entry in entries if entry.name in kept for span in entry.spans}
     if original.layout == exported.layout:
         differing = [
@@ -162,12 +167,11 @@ def compare(
             for entry in entries
             if not _same_parameter(entry, original, exported, None if entry.name in kept else dtype)
         ]
-        dequantized = sum(original.tensors[name].dtype == MXFP4 for name in names)
     constants, found = original.constants(), exported.constants()
     raw = kept_config(read_config(folder), family.config_class)
     files, files_of_copy = copied_files(folder), copied_files(copy)
     recast = ("dtype", "torch_dtype") if dtype is not None else ()
-    if original.layout != exported.layout:
+    if dequantized:
         recast = (*recast, QUANTIZER)
     compared = _without(raw, recast)
     differences = [
@@ -196,7 +200,10 @@ def _names(checkpoint: Checkpoint, family: Family) -> list[str]:
 def _same_tensor(
     original: Checkpoint, name: str, exported: Checkpoint, other: str, dtype: torch.dtype | None
 ) -> bool:
-    if dtype is None or DTYPES.get(original.tensors[name].dtype) == dtype:
+    held = original.tensors[name].dtype
+    if held == FLOAT8 and dtype is None:
+        dtype = DTYPES.get(exported.tensors[other].dtype)
+    if dtype is None or DTYPES.get(held) == dtype:
         return original.bitwise_equal(name, exported, other)
     return bitwise_equal(original.tensor(name).to(dtype), exported.tensor(other))
 

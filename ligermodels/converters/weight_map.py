@@ -282,9 +282,11 @@ MXFP4_BLOCKS = "_blocks"
 """The ending of the name of a source that a checkpoint holds in MXFP4: see `converters.mxfp4`."""
 
 
-def scales_of(blocks: str) -> str:
-    """Return the name of the scales that belong to the blocks of a weight in MXFP4."""
-    return blocks.removesuffix(MXFP4_BLOCKS) + "_scales"
+def scales_of(name: str) -> str:
+    """Return the name of the scales that belong to blocks of MXFP4, or to a weight in float8."""
+    if name.endswith(MXFP4_BLOCKS):
+        return name.removesuffix(MXFP4_BLOCKS) + "_scales"
+    return f"{name}_scale"
 
 
 def packed_entry(name: str, width: tuple[int, ...], *pieces: tuple[str, int]) -> Entry:

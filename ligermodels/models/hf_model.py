@@ -277,8 +277,8 @@ class HFModel(nn.Module):
             write_heads: called with the new folder before it gets its name, to write Medusa's heads
                 into it (`medusa_file.save_heads`). With it, heads in the old folder do not stay.
             float8: whether to write the weights of the linears that compute in float8 in e4m3, with
-                a scale for each row, in the format of compressed-tensors. `from_hf` here does not
-                read such a checkpoint.
+                a scale for each row, in the format of compressed-tensors. `from_hf` gives them the
+                dtype of the scales again, or another one.
             mxfp4: whether the weights of experts that were loaded in MXFP4 are written as the
                 source has them, byte for byte, which must still be where it was. They must not
                 have changed, as after training with frozen experts. By default they are written in

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ligermodels import (
+    AutoLiger,
     CheckpointError,
     ConfigError,
     LayerPlan,
@@ -21,6 +24,9 @@ from ligermodels import (
     float8,
 )
 from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
+from ligermodels.converters.checkpoint import Checkpoint
+from ligermodels.converters.safetensors_file import SafetensorsFile
+from ligermodels.converters.verify import compare, verify
 from ligermodels.float8 import Float8Linear
 from ligermodels.kernels import float8_linear as float8_linear_module
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_product
@@ -43,6 +49,7 @@ SIZES = {
 # The relative error of a gradient of the model below, in norm. Each value of e4m3 is 2.6% off in
 # the mean of squares, and of e5m2 5%; bfloat16 0.17%. Errors of three products per layer add up.
 BOUNDS = {"tensorwise": 0.16, "delayed": 0.16, "rowwise": 0.12, "blocks": 0.12}
+DOWN = "model.layers.0.mlp.down_proj.weight"
 WIDE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}  # for blocks
 
 
@@ -491,6 +498,14 @@ def test_float8_checkpoint(tmp_path: Path) -> None:
         else:
             assert torch.equal(stored[name], weight), name
     assert stored.keys() == plain.keys()
+    loaded = AutoLiger.from_hf(tmp_path)
+    assert loaded.dtype == torch.bfloat16 and verify(tmp_path, LigerLlama).ok
+    loaded.save_hf(tmp_path / "loaded")
+    again = load_file(tmp_path / "loaded" / "model.safetensors")
+    assert all(torch.equal(again[name], x) for name, x in stored.items())
+    assert compare(tmp_path, tmp_path / "loaded", LigerLlama).ok
+    wide = LigerLlama.from_hf(tmp_path, dtype=torch.float32)
+    assert torch.equal(wide.layers[0].mlp.down_proj.weight, stored[DOWN].float())
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
     config = transformers.CompressedTensorsConfig(dequantize=True)
@@ -499,6 +514,42 @@ def test_float8_checkpoint(tmp_path: Path) -> None:
     )
     found = dict(theirs.named_parameters())
     assert all(torch.equal(found[name], x) for name, x in stored.items())
+
+
+def test_parts_of_a_float8_checkpoint(tmp_path, monkeypatch) -> None:
+    """A rank reads its rows or columns, and the scales; a wrong scale is named."""
+    model = model_of(hidden_size=256, intermediate_size=384)
+    float8.convert(model, filter=every)
+    model.save_hf(tmp_path, float8=True)
+    entries = {entry.name: entry for entry in LigerLlama.weight_map(model.config)}
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.plan(LigerLlama.weight_map(model.config)).keys() == entries.keys()
+    fill = Mock(wraps=SafetensorsFile._fill)
+    monkeypatch.setattr(SafetensorsFile, "_fill", lambda *args: fill(*args))
+    entry = entries["layers.0.mlp.down_proj.weight"]
+    whole = torch.empty(256, 384)
+    checkpoint.read(entry, whole)
+    for first, column in ((0, 0), (128, 0), (0, 192)):
+        fill.reset_mock()
+        out = torch.empty(256, 192) if column else torch.empty(128, 384)
+        checkpoint.read(entry, out, first, column)
+        assert torch.equal(out, whole[first : first + len(out), column : column + out.shape[1]])
+        read = sum(len(call.args[-1]) for call in fill.call_args_list)
+        assert read == out.numel() + 2 * 256
+    held = load_file(tmp_path / "model.safetensors")
+    scale = held.pop(f"{DOWN}_scale")
+    for wrong in ({}, {f"{DOWN}_scale": scale[:1]}):
+        save_file(held | wrong, tmp_path / "model.safetensors")
+        words = f"model.safetensors: '{DOWN}' is in float8, but '{DOWN}_scale' has no scale for ea"
+        with pytest.raises(CheckpointError, match=words):
+            LigerLlama.from_hf(tmp_path)
+    file = tmp_path / "config.json"
+    for wrong in ({"format": "pack-quantized"}, {"transform_config": {"config_groups": {}}}):
+        config = json.loads(file.read_text())
+        config["quantization_config"] |= wrong
+        file.write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match="quantised checkpoints \\('compressed-tensors'\\)"):
+            LigerLlama.from_hf(tmp_path)
 
 
 @pytest.mark.usefixtures("rows_at_once")
