@@ -7,7 +7,7 @@ beside those of rounding and of the recurrence in bf16, where every result of Py
 TFLOP/s count the products of the chunk form for each token, value head and column, without the
 inverse of a chunk: those of 64 tokens, 4 in forward and 10 in backward, and those of 128 columns of
 a state, 3 and 8. For each kernel of the op there is its floor: the larger one of the times that its
-bytes and its products take at the peaks of an H100 or H200. The share of the op is that of the sum
+bytes and its products take at the peaks of this H100 or H200. The share of the op is that of the sum
 of these floors, also for the others. With --only, one implementation is measured, in a process of
 its own. The script writes gated_delta.json.
 """
@@ -38,7 +38,9 @@ from ligermodels.kernels.gated_delta_decode import gated_delta_decode
 from ligermodels.layers import GatedDeltaNet
 
 CHUNK, HEADS, DIM = 64, 32, 128
-PEAK_BYTES, PEAK_FLOP = 3.35e12, 989e12  # per second, of an H100 SXM with 16-bit operands
+# Per second: of the memory of an H200 or an H100, and of products of 16-bit operands on both.
+IS_H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+PEAK_BYTES, PEAK_FLOP = 4.8e12 if IS_H200 else 3.35e12, 989e12
 REPEATS = 10
 OPS_AND_NAMES = {
     "gated_delta": ("ligermodels", "transformers", "fla"),
