@@ -366,12 +366,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file system reports an error.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:  # The file that was read had half a surrogate pair as an escape.
-        encoded = (json.dumps(value, indent=2) + "\n").encode()
-    path.write_bytes(encoded)
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
     sync_file(path)
 
 
