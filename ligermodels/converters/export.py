@@ -77,11 +77,11 @@ def save(
     config_dict: Mapping[str, Any],
     weight_map: WeightMap,
     get_tensor: Callable[[str], Tensor],
+    dtypes: Mapping[str, torch.dtype],
     *,
     constants: Mapping[str, StoredTensor] | None = None,
     source_files: Mapping[str, bytes] | None = None,
     max_shard_size: int = 5 * 10**9,
-    dtypes: Mapping[str, torch.dtype] | None = None,
     allow_nonfinite: bool = False,
     write_added: Callable[[Path], None] | None = None,
     float8: Collection[str] = (),
@@ -96,10 +96,10 @@ def save(
     Args:
         config_dict: the content of config.json; see `hf_config.to_hf`.
         get_tensor: native name -> parameter, of any float dtype on any device.
+        dtypes: native name -> dtype of the parameter.
         constants: HF name -> a further tensor, which is written as it is.
         source_files: name -> content of the tokenizer and generation files to write.
         max_shard_size: bytes of tensors per file. A larger tensor gets a separate file.
-        dtypes: native name -> dtype. By default get_tensor is called to find each dtype.
         allow_nonfinite: whether to write NaN and infinite values.
         write_added: writes files of ADDED_WEIGHTS into the new folder, if there are any. With it,
             those in `folder` do not stay.
@@ -115,8 +115,6 @@ def save(
         raise SaveError(f"{folder}: max_shard_size is {max_shard_size}, expected at least 1 byte")
     target = _resolve(folder)
     source_files = source_files or {}
-    if dtypes is None:
-        dtypes = {entry.name: get_tensor(entry.name).dtype for entry in weight_map}
     shapes, tensors = weight_map.source_shapes(), {}
     for name, parts in weight_map.parts().items():
         dtype, shape = dtypes[parts[0][0].name], shapes[name]

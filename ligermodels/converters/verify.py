@@ -71,7 +71,6 @@ def verify(
     folder: str | os.PathLike[str],
     family: Family,
     *,
-    scratch: str | os.PathLike[str] | None = None,
     max_shard_size: int = 5 * 10**9,
     allow_nonfinite: bool = False,
 ) -> Report:
@@ -82,7 +81,6 @@ def verify(
     Args:
         folder: a local HF checkpoint.
         family: the model class of the checkpoint.
-        scratch: the folder for the temporary copy. The default is the system's temporary folder.
         max_shard_size: bytes of tensors per file of the copy.
         allow_nonfinite: whether to accept NaN and infinite weights.
     Raises:
@@ -105,17 +103,17 @@ def verify(
     config_dict = to_hf(config)
     if original.weight_map.is_mxfp4 and QUANTIZER in config.extra:
         config_dict[QUANTIZER] = config.extra[QUANTIZER]
-    with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as parent:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as parent:
         copy = Path(parent) / "copy"
         save(
             copy,
             config_dict,
             original.weight_map.spelled(original.spelling),
             get_tensor,
+            dtypes,
             constants=original.constants(),
             source_files=copied_files(folder),
             max_shard_size=max_shard_size,
-            dtypes=dtypes,
             allow_nonfinite=True,  # `read` has checked the values.
             write_added=partial(_copy_added, folder),
             mxfp4=original,

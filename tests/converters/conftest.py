@@ -99,6 +99,7 @@ def load_weights(folder, config, dtype=None, **options) -> dict[str, torch.Tenso
 
 def save_weights(folder, config, weights, **options) -> None:
     table = LigerLlama.weight_map(config)
+    options.setdefault("dtypes", {name: weight.dtype for name, weight in weights.items()})
     export.save(folder, to_hf(config), table, weights.__getitem__, **options)
 
 

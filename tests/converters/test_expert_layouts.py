@@ -77,7 +77,8 @@ def test_rows_of_experts_come_in_and_go_out(tmp_path, monkeypatch, parts, transp
     weights = {"w": expected, "b": native_tensor(bias, given)}
     for name, tensor in hf_tensors(weight_map, weights):
         assert torch.equal(tensor, given[name])
-    export.save(tmp_path / "out", {}, weight_map, weights.__getitem__)
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    export.save(tmp_path / "out", {}, weight_map, weights.__getitem__, dtypes)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[name], x) for name, x in given.items())
 
