@@ -68,8 +68,8 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.memory.simulate import simulate
+from ligermodels.models.layout import splits_of, whole_tensor
 from ligermodels.parallel.expert import expert_parallel
-from ligermodels.parallel.layout import splits_of, whole_tensor
 
 TOKENS, VOCAB, WIDTH = 8192, 128256, 4096
 STEPS = 9

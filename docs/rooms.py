@@ -40,7 +40,6 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
 # Imports against the order. Each is inside a function, so it happens only when it is called.
 EXCEPTIONS = {
     ("models/base.py", "generation"): "model.generate",
-    ("models/hf_model.py", "parallel"): "the layout of a model that PyTorch's fully_shard divided",
     ("models/auto.py", "adapters"): "AutoLiger.from_hf on the folder of an adapter",
     ("training/data.py", "integrations"): "data sets and tables, by the library datasets",
     ("training/reports.py", "integrations"): "loggers by name, tasks of lm-eval",

@@ -31,6 +31,7 @@ from ligermodels.converters.export import save_adapter
 from ligermodels.errors import ConfigError, short_repr
 from ligermodels.layers.experts import STACKS, Experts
 from ligermodels.models.base import DecoderModel
+from ligermodels.models.layout import reshard
 
 
 def add_adapters(
@@ -336,7 +337,7 @@ def _whole_values(model: DecoderModel) -> dict[str, Tensor]:
     """Return whole trained parameters by name, of which a rank may have a part: then on the CPU."""
     layout = model.layout
     if layout is not None:
-        layout.reshard(model)
+        reshard(model)
     trained = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
     return {name: x if layout is None else layout.whole(name, x).cpu() for name, x in trained}
 

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,10 @@ from ligermodels.converters.weight_map import Entry, WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line, listing
 from ligermodels.float8 import Float8Linear, convert
 from ligermodels.layers import LossHead, RotaryEmbedding
-from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.memory.byte_sizes import parse_bytes
 from ligermodels.models.config import ModelConfig
+from ligermodels.models.layout import ModelLayout, layout_of, reshard
 from ligermodels.progress import track
 
 
@@ -62,7 +62,7 @@ class HFModel(nn.Module):
         self.config = config
         self.built_from = copy.deepcopy(config)
         self.source = Source()
-        self.layout: Layout | None = None
+        self.layout: ModelLayout | None = None
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -301,7 +301,7 @@ class HFModel(nn.Module):
             )
         layout = layout_of(self)
         if layout is not None:
-            layout.reshard(self)
+            reshard(self)
         config, weight_map, weights = checked_for_save(self, layout, folder)
         constants = {name: StoredTensor.of(x) for name, x in weight_map.constants.items()}
         constants |= self.source.constants
@@ -391,7 +391,7 @@ class HFModel(nn.Module):
         layout = layout_of(self)
         if layout is None:
             return self.get_parameter(name).detach()
-        layout.reshard(self)
+        reshard(self)
         return layout.whole(name, self.get_parameter(name))
 
 
@@ -509,59 +509,8 @@ _FREE = {
 _ROPES_OF_ANY_LENGTH = ("default", "linear", "proportional")
 
 
-class Layout(Protocol):
-    """The division of a model over ranks; `ligermodels.parallel.layout` makes it.
-
-    Attributes: rows: the part of each row that this rank computes, or None if it computes all.
-    """
-
-    rows: RowShard | None
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shapes of the parameters whose own shapes are those of this rank."""
-        ...
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of a tensor over the ranks that gradients are averaged over."""
-        ...
-
-    def reshard(self, model: nn.Module) -> None:
-        """Let the model have this rank's parameters again, if a forward has left whole ones."""
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole parameter on this rank. Every rank must call it."""
-        ...
-
-    def save(
-        self,
-        weights: Mapping[str, Tensor],
-        write: Callable[[Callable[[str], Tensor]], None],
-    ) -> None:
-        """Call `write(get)` on one rank, where `get(name)` returns a whole parameter.
-
-        Every rank must call it, and it raises on all ranks or on none.
-        """
-
-
-def layout_of(model: Any) -> Layout | None:
-    """Return how a model is divided over ranks, or None if this rank has all of it.
-
-    PyTorch's own `fully_shard` leaves no layout, only sharded parameters.
-    """
-    found: Layout | None = model.layout
-    if found is None and (
-        any(map(is_sharded, model.parameters()))
-        or any(hasattr(module, "reshard") for module in model.modules())
-    ):
-        from ligermodels.parallel.layout import ModelLayout
-
-        found = ModelLayout()
-    return found
-
-
 def checked_for_save(
-    model: Any, layout: Layout | None, folder: str | os.PathLike[str]
+    model: Any, layout: ModelLayout | None, folder: str | os.PathLike[str]
 ) -> tuple[ModelConfig, WeightMap, dict[str, nn.Parameter]]:
     """Return the config to export, the weight map and the parameters by name.
 

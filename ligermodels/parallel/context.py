@@ -27,7 +27,7 @@ from ligermodels.layers import Attention, GatedDeltaNet
 from ligermodels.layers.kv_cache import CachedLayer
 from ligermodels.layers.loss_head import HeadOptions, HeadOutput, LossHead
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import ModelLayout
+from ligermodels.models.layout import ModelLayout
 
 
 def context_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:

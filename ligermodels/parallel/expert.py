@@ -24,7 +24,7 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather
 from ligermodels.layers import Experts
 from ligermodels.layers.experts import STACKS
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import IndexRange, ModelLayout, TensorSplit
+from ligermodels.models.layout import IndexRange, ModelLayout, TensorSplit
 
 
 def expert_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:

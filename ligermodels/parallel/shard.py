@@ -29,15 +29,15 @@ from ligermodels.float8 import Float8Linear
 from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.context import context_parallel
-from ligermodels.parallel.expert import expert_parallel
-from ligermodels.parallel.layout import (
+from ligermodels.models.layout import (
     ModelLayout,
     local_slices,
     local_tensor,
     reshard,
     splits_of,
 )
+from ligermodels.parallel.context import context_parallel
+from ligermodels.parallel.expert import expert_parallel
 from ligermodels.parallel.state import give_whole_state
 from ligermodels.parallel.tensor import tensor_parallel
 from ligermodels.progress import track

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import TensorSlice, local_slices, reshard, splits_of
+from ligermodels.models.layout import TensorSlice, local_slices, reshard, splits_of
 
 
 class SlicedTensor(Tensor):

@@ -20,7 +20,7 @@ from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.layers import Attention, GatedMLP, LayerNorm, LossHead, RMSNorm
 from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import IndexRange, ModelLayout, Ranges, TensorSplit
+from ligermodels.models.layout import IndexRange, ModelLayout, Ranges, TensorSplit
 from ligermodels.parallel.modules import (
     ColumnLinear,
     RowLinear,

@@ -34,7 +34,7 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import local_tensor, reshard, whole_tensor
+from ligermodels.models.layout import local_tensor, reshard, whole_tensor
 from ligermodels.parallel.shard import shard
 from ligermodels.ranks import error_on_all_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer

@@ -33,7 +33,7 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import reshard
+from ligermodels.models.layout import reshard
 from ligermodels.progress import track
 from ligermodels.ranks import error_on_all_ranks, from_rank_0, gathered, rank
 from ligermodels.text.tokenizer import Tokenizer

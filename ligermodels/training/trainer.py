@@ -29,7 +29,7 @@ from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import reshard, splits_of
+from ligermodels.models.layout import reshard, splits_of
 from ligermodels.parallel.shard import clip_grad_norm_
 from ligermodels.progress import say, stage, track
 from ligermodels.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank

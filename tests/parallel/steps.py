@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ligermodels import MemoryPlan, families
 from ligermodels.layers.recompute import CheckpointingPolicy
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import splits_of, whole_tensor
+from ligermodels.models.layout import splits_of, whole_tensor
 from tests.families import OWN
 from tests.memory.step_bytes import error_of_prediction
 

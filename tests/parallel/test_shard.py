@@ -31,7 +31,7 @@ from ligermodels import (
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.heads.classifier import classifier_class
 from ligermodels.models.base import DecoderModel
-from ligermodels.parallel.layout import splits_of
+from ligermodels.models.layout import splits_of
 from tests import outside
 from tests.families import FAMILIES, OWN
 from tests.parallel.ranks import Case, check, run_ranks

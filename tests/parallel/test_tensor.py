@@ -9,8 +9,8 @@ import torch
 
 from ligermodels import ConfigError
 from ligermodels.layers import RMSNorm
+from ligermodels.models.layout import local_slices, splits_of
 from ligermodels.parallel import modules
-from ligermodels.parallel.layout import local_slices, splits_of
 from ligermodels.parallel.state import _take_own_slices
 from ligermodels.parallel.tensor import tensor_parallel
 from tests import outside

@@ -174,8 +174,8 @@ class ModelLayout:
         """Return the layout of a model, which gets an empty one if it has none."""
         if model.layout is None:
             model.layout = ModelLayout()
-        assert isinstance(model.layout, ModelLayout)
-        return model.layout
+        layout: ModelLayout = model.layout
+        return layout
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -191,10 +191,6 @@ class ModelLayout:
         for dim in range(self.data.ndim):
             dist.all_reduce(x, group=self.data.get_group(dim))
         return x
-
-    def reshard(self, model: nn.Module) -> None:
-        """Call `reshard`, after which the parameters are this rank's."""
-        reshard(model)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return a whole parameter on this rank. Every rank must call it."""
@@ -212,6 +208,20 @@ class ModelLayout:
         Raises: what `write` raises; on the other ranks SaveError, with the first line of that.
         """
         led_by_rank_0(write, lambda name: self.whole(name, weights[name]), SaveError)
+
+
+def layout_of(model: Any) -> ModelLayout | None:
+    """Return how a model is divided over ranks, or None if this rank has all of it.
+
+    PyTorch's own `fully_shard` leaves no layout, only sharded parameters.
+    """
+    found: ModelLayout | None = model.layout
+    if found is None and (
+        any(map(is_sharded, model.parameters()))
+        or any(hasattr(module, "reshard") for module in model.modules())
+    ):
+        return ModelLayout()
+    return found
 
 
 def splits_of(model: nn.Module) -> dict[str, TensorSplit]:
