@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,46 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ligermodels.kernels.checks import check_count
-from ligermodels.layers.loss_head import HeadOptions, HeadOutput, LossHead
-
-
-class RowShard(Protocol):
-    """The part of each row that this rank computes; `ligermodels.parallel.context` makes it.
-
-    Attributes: ranks: how many ranks have a row together.
-    """
-
-    @property
-    def ranks(self) -> int: ...
-
-    def check(self, seq: int) -> None:
-        """Raise ValueError unless rows of this length can be split."""
-
-    def chunks(self, seq: int) -> tuple[tuple[int, int], ...]:
-        """Return the first token and the end of each of this rank's chunks of a row."""
-        ...
-
-    def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor of whole rows."""
-        ...
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Return (batch, seq, ...) from each rank's (batch, seq / ranks, ...)."""
-        ...
-
-    def total(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks."""
-        ...
-
-    def loss(
-        self, head: LossHead, hidden: Tensor, targets: Tensor, options: HeadOptions
-    ) -> HeadOutput:
-        """Return the head's output for whole rows.
-
-        Args: hidden (batch, seq / ranks, hidden), of this rank; targets (batch, seq).
-        """
-        ...
-
+from ligermodels.layers.sequence_shard import SequenceShard
 
 # torch.compile compiles a function again for each combination of head_dim, dtype and soft cap in
 # the process. Its default limit is 8.
@@ -146,7 +107,7 @@ class AttentionMask:
         prefix_lengths: Tensor | None = None,
         mask: Tensor | None = None,
         past: int | None = None,
-        shard: RowShard | None = None,
+        shard: SequenceShard | None = None,
     ) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys

@@ -28,7 +28,7 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.attention_backend import prepare
-from ligermodels.layers.attention_mask import AttentionMask, RowShard
+from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.experts import (
     Experts,
     Routes,
@@ -41,6 +41,7 @@ from ligermodels.layers.experts import expert_counts as count_experts
 from ligermodels.layers.kv_cache import CachedLayer, DecodeStep, KVCache
 from ligermodels.layers.loss_head import HeadOptions
 from ligermodels.layers.recompute import run_layer
+from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.models.config import ModelConfig
 from ligermodels.models.hf_model import HFModel, WithoutInitialValues
 from ligermodels.models.inputs import (
@@ -510,7 +511,7 @@ class DecoderModel(HFModel, PlannedModel):
         self.config.vocab_size = self.built_from.vocab_size = size
 
     @property
-    def row_shard(self) -> RowShard | None:
+    def row_shard(self) -> SequenceShard | None:
         """The part of each row that this rank computes under context parallelism, or None."""
         return None if self.layout is None else self.layout.rows
 

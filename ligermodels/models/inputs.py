@@ -11,13 +11,13 @@ from ligermodels.kernels.checks import check_token_ids
 from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers.attention_mask import (
     AttentionMask,
-    RowShard,
     check_cu_seqlens,
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.sequence_shard import SequenceShard
 
 # The names that transformers' collators give to the documents of a flattened batch. All of them say
 # the same, and seq_idx is the number of each token's document.
@@ -71,7 +71,7 @@ def rows_mask(
     attention_mask: Tensor | None,
     prefix_lengths: Tensor | None,
     cache: KVCache | None,
-    shard: RowShard | None,
+    shard: SequenceShard | None,
 ) -> tuple[AttentionMask, Tensor | None, Tensor | None]:
     """Return the mask of the rows, the positions and the document ids, after checks.
 

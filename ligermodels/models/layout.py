@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.errors import SaveError
-from ligermodels.layers.attention_mask import RowShard
 from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.ranks import led_by_rank_0
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class ModelLayout:
     """
 
     tensors: dict[str, TensorSplit] = field(default_factory=dict)
-    rows: RowShard | None = None
+    rows: SequenceShard | None = None
     data: DeviceMesh | None = None
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels.layers import attention_backend, attention_mask
 from ligermodels.layers.attention_backend import attend, attend_in_parts, choose_backend, prepare
 from ligermodels.layers.attention_mask import AttentionMask, document_ids_from_positions
-from ligermodels.parallel.context import SequenceShard
+from ligermodels.layers.sequence_shard import SequenceShard
 from tests.gpu.synchronisation import no_synchronisation
 from tests.layers.formulas import attended
 from tests.models.pairs import relative

@@ -14,7 +14,7 @@ from ligermodels.layers.attention_mask import (
     document_ids_from_positions,
     positions_from_cu_seqlens,
 )
-from ligermodels.parallel.context import SequenceShard
+from ligermodels.layers.sequence_shard import SequenceShard
 
 
 def test_document_ids_and_positions() -> None:

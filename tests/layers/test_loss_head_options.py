@@ -11,7 +11,7 @@ import torch
 from ligermodels.kernels import cross_entropy, linear_cross_entropy, linear_log_probs
 from ligermodels.kernels.loss_options import LOG_PROB_OPTIONS, LOGIT_OPTIONS
 from ligermodels.layers import LossHead
-from ligermodels.parallel.context import SequenceShard
+from ligermodels.layers.sequence_shard import SequenceShard
 from tests.layers.heads import HIDDEN, SEQ, VOCAB, build, data
 
 WRONG: dict[str, tuple[Any, str]] = {

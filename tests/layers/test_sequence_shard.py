@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.parallel import context
-from ligermodels.parallel.context import SequenceShard
+from ligermodels.layers import sequence_shard
+from ligermodels.layers.sequence_shard import SequenceShard
 
 
 def test_gradients_of_whole_rows_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,8 +20,8 @@ def test_gradients_of_whole_rows_are_summed_in_float32(monkeypatch: pytest.Monke
         small = torch.full_like(out, tiny)
         out.copy_(parts[: len(out)] + small + small)
 
-    monkeypatch.setattr(context, "all_gather", gather)
-    monkeypatch.setattr(context, "reduce_scatter", scatter)
+    monkeypatch.setattr(sequence_shard, "all_gather", gather)
+    monkeypatch.setattr(sequence_shard, "reduce_scatter", scatter)
     x = torch.ones(1, 4, 3, dtype=torch.bfloat16, requires_grad=True)
     whole = SequenceShard(None, 2, 0).whole(x)
     whole.backward(torch.ones_like(whole))
