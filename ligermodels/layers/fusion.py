@@ -75,6 +75,11 @@ def is_sharded(tensor: Tensor | None) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's values of a tensor, without a copy."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 class PendingNorm(NamedTuple):
     """An RMSNorm of x + residual that is not computed yet, so that a projection can fuse it.
 

@@ -54,7 +54,7 @@ from ligermodels.kernels.loss_options import (
     token_output,
 )
 from ligermodels.layers.experts import Routing
-from ligermodels.layers.fusion import is_plain, is_sharded
+from ligermodels.layers.fusion import is_plain, is_sharded, local_tensor
 
 
 class HeadParameters(NamedTuple):
@@ -659,7 +659,7 @@ def _chunk_size(
     if torch.is_grad_enabled() and options.max_scratch_bytes is not None:
         # Autograd adds a chunk's parameter gradients to the running sum out of place: the sum,
         # the new gradient and their total exist at the same time.
-        sums = sum(3 * _local(p).nbytes for p in proj.parameters() if p.requires_grad)
+        sums = sum(3 * local_tensor(p).nbytes for p in proj.parameters() if p.requires_grad)
         if rows.requires_grad:  # Autograd joins the gradients of all chunks' rows.
             fixed_bytes += rows.numel() * narrow
     sizes = chunk_plan.Sizes(
@@ -671,8 +671,3 @@ def _chunk_size(
         vocab_loop=False,
     )
     return chunk_plan.plan_chunks(sizes, options.max_scratch_bytes).chunk_size
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or this rank's shard of it if it is a DTensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

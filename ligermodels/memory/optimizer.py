@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ligermodels.memory.torch_private import FLOAT, local, plain
+from ligermodels.layers.fusion import local_tensor
+from ligermodels.memory.torch_private import FLOAT, plain
 from ligermodels.memory.tracker import Tracker
 
 # Two states of a parameter's shape and dtype.
@@ -16,7 +17,7 @@ _ADAM = 2
 
 def adam_bytes(model: nn.Module) -> int:
     """Return the bytes of Adam's states for the parameters of a model that need gradients."""
-    return sum(_ADAM * local(p).nbytes for p in model.parameters() if p.requires_grad)
+    return sum(_ADAM * local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -33,7 +34,7 @@ def memory_of(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[int, int]:
     # What a group trains: parameters, or parts of them.
     trained = [p for p in group["params"] if p.requires_grad or not isinstance(p, nn.Parameter)]
-    parameters = [torch.empty_like(local(p), device="meta") for p in trained]
+    parameters = [torch.empty_like(local_tensor(p), device="meta") for p in trained]
     for each in parameters:
         each.grad = torch.empty_like(each)
     options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in group.items()}

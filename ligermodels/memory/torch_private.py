@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ligermodels.errors import ConfigError
-from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.memory.byte_sizes import MIB
 
 CHECKED = ("2.11", "2.13")
@@ -290,11 +290,6 @@ def accumulates(total: Tensor) -> bool:
     return users <= 4 and torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def is_wrapper(kind: type) -> bool:
     """Return whether tensors of a class are made of others."""
     return hasattr(kind, "__tensor_flatten__")
@@ -307,7 +302,7 @@ def plain(*values: Any) -> Iterator[Tensor]:
     """
     for value in values:
         if isinstance(value, Tensor):
-            x = local(value)
+            x = local_tensor(value)
             if is_wrapper(type(x)):
                 yield from plain(*(getattr(x, name) for name in x.__tensor_flatten__()[0]))  # type: ignore[attr-defined]
             else:

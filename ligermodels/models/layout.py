@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.errors import SaveError
-from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.layers.sequence_shard import SequenceShard
 from ligermodels.ranks import led_by_rank_0
 
@@ -105,11 +105,6 @@ class TensorSplit:
                 dist.broadcast(piece, source, group=group)
                 here.copy_(piece)
         return out
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's values of a tensor, without a copy."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_slices(tensor: Tensor, split: TensorSplit | None = None) -> list[TensorSlice]:

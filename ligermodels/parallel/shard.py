@@ -27,12 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.float8 import Float8Linear
 from ligermodels.layers import Experts
-from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.layout import (
     ModelLayout,
     local_slices,
-    local_tensor,
     reshard,
     splits_of,
 )

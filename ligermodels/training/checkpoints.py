@@ -31,8 +31,8 @@ from ligermodels.converters.files import names_if_present, read_json
 from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
 from ligermodels.float8 import load_scales, scales
-from ligermodels.layers.fusion import is_sharded
-from ligermodels.models.layout import local_slices, local_tensor, splits_of
+from ligermodels.layers.fusion import is_sharded, local_tensor
+from ligermodels.models.layout import local_slices, splits_of
 from ligermodels.parallel.state import SlicedTensor
 from ligermodels.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
 from ligermodels.training.optimizers import allocate_state, state_of

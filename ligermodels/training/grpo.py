@@ -23,7 +23,7 @@ from ligermodels.adapters.reference import WithoutAdapters
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_rule
 from ligermodels.kernels.loss_options import CrossEntropyOutput
-from ligermodels.layers.fusion import is_sharded
+from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.losses import (
     LossOutput,
     Mean,
@@ -34,7 +34,7 @@ from ligermodels.losses import (
 )
 from ligermodels.losses.terms import mean_of
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.layout import local_tensor, reshard, whole_tensor
+from ligermodels.models.layout import reshard, whole_tensor
 from ligermodels.parallel.shard import shard
 from ligermodels.ranks import error_on_all_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
