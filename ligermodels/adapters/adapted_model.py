@@ -7,7 +7,7 @@ packed with others. It therefore trains the same numbers, and has the same names
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ligermodels.adapters.peft_format import (
     add_lora,
     expert_linears,
     linears,
+    short_names,
 )
 from ligermodels.adapters.quantized import FLOAT8, Bits, QuantizedLinear
 from ligermodels.converters.export import save_adapter
@@ -299,7 +300,10 @@ def adapter_of(model: DecoderModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     trained = _whole_values(model)
     others = {native[name]: x for name, x in trained.items() if ".lora_" not in name}
     if others:
-        settings["modules_to_save"] = _modules_to_save(others, native.values())
+        known, whole = (
+            {x.rpartition(".")[0] for x in names} for names in (native.values(), others)
+        )
+        settings["modules_to_save"] = short_names(whole, known)
         if _is_tied(model) and "embed_tokens.weight" in trained:
             settings["ensure_weight_tying"] = True  # PEFT then reads a copy for the head
             aliases = model.hf_map().aliases
@@ -318,19 +322,6 @@ def adapter_of(model: DecoderModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 of_parts = zip(each.parts, each.by_part(lengths))
                 others |= {f"{names[rows]}.{MAGNITUDE}": part for rows, part in of_parts}
     return adapter_of_hf(factors, weight_map, settings, others)
-
-
-def _modules_to_save(trained: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the last names of modules that were all trained whole, and of others all the name.
-
-    PEFT takes each module whose name ends in one of these.
-    """
-    chosen = {hf.rpartition(".")[0] for hf in trained}
-    others = {hf.rpartition(".")[0] for hf in known} - chosen
-    last = {name: name.rpartition(".")[2] for name in chosen}
-    return sorted(
-        {name if any(each.endswith(end) for each in others) else end for name, end in last.items()}
-    )
 
 
 def _whole_values(model: DecoderModel) -> dict[str, Tensor]:

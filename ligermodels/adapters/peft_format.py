@@ -6,7 +6,7 @@ native model. Nothing here imports PEFT.
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -276,6 +276,7 @@ def adapter_of_hf(
     # dense one, whose tensors have the same names, as a parameter.
     dense = {name for name in left if _last(name) in experts.values()} - experts.keys()
     parameters += [f"{name}.weight" for name in sorted(dense)]
+    native = linears(weight_map) | expert_linears(weight_map)
     modules = left.keys() & factors.keys()
     if experts.keys().isdisjoint(factors):
         modules -= dense
@@ -291,7 +292,7 @@ def adapter_of_hf(
         "task_type": "CAUSAL_LM",
         **settings,
         **({"target_parameters": parameters} if parameters else {}),
-        "target_modules": _target_modules(modules, weight_map),
+        "target_modules": short_names(modules, (x.hf for each in native.values() for x in each)),
         **_without_towers(weight_map),
         "bias": "none",
         "inference_mode": True,
@@ -321,14 +322,14 @@ def _of_all_experts(
     return left, [name for found in places.values() for name, _ in found]
 
 
-def _target_modules(names: Iterable[str], weight_map: WeightMap) -> list[str]:
-    """Return the ends of names that stand for exactly these modules, or else their whole names."""
-    chosen = set(names)
-    ends = {*map(_last, chosen)}
-    native = linears(weight_map) | expert_linears(weight_map)
-    every = {part.hf for parts in native.values() for part in parts}
-    meant = {name for name in every if _last(name) in ends}
-    return sorted(ends if meant == chosen else chosen)
+def short_names(chosen: Collection[str], known: Iterable[str]) -> list[str]:
+    """Return names by which PEFT takes exactly the chosen modules: ends, or else whole names.
+
+    PEFT takes each module whose name ends in one of these.
+    """
+    others, ends = {*known}.difference(chosen), {*map(_last, chosen)}
+    shared = {end for end in ends if any(name.endswith(end) for name in others)}
+    return sorted({name if _last(name) in shared else _last(name) for name in chosen})
 
 
 def _without_towers(weight_map: WeightMap) -> Config:
