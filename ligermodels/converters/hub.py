@@ -6,6 +6,7 @@ huggingface_hub downloads them into its cache.
 import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -16,6 +17,7 @@ from ligermodels.converters.files import (
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
     COPIED_FILES,
+    GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     local_weight_files,
     read_json,
@@ -160,11 +162,10 @@ def _fetch(
         return read_json(Path(index), CheckpointError)
 
     try:
-        wanted = {CONFIG_NAME, *COPIED_FILES}
+        found = _beside_weights(names, weights)
         if weights:
-            wanted |= {*weight_files(repo, names, read_index)[0], *ADDED_WEIGHTS}
-            wanted |= {SAFE_WEIGHTS_INDEX_NAME}
-        found = [name for name in names if name in wanted or _TEMPLATE.fullmatch(name)]
+            files, shard_of = weight_files(repo, names, read_index)
+            found += [*files, *([SAFE_WEIGHTS_INDEX_NAME] if shard_of else ())]
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=found, **options))
         # Without a connection, snapshot_download returns what is cached, also when files lack.
         if missing := [name for name in found if not (folder / name).exists()]:
@@ -179,6 +180,12 @@ def _fetch(
             f"{repo}: the model could not be downloaded: {first_line(fault)}; try again: what "
             "was downloaded is kept"
         ) from fault
+
+
+def _beside_weights(names: Iterable[str], weights: bool) -> list[str]:
+    """Return those of a repository's files that are needed beside the weights."""
+    wanted = {CONFIG_NAME, *COPIED_FILES, *(ADDED_WEIGHTS if weights else ())}
+    return [name for name in names if name in wanted or _TEMPLATE.fullmatch(name)]
 
 
 def _gated(repo: str) -> CheckpointError:
@@ -213,14 +220,24 @@ def _cached(
             "the model first, or pass the path of a local folder"
         ) from fault
     folder = Path(found).parent
-    if weights:
-        try:
+    try:
+        if weights:
             local_weight_files(folder)
-        except CheckpointError as incomplete:
+        tree = huggingface_hub.get_cached_repo_tree(repo, revision=revision, cache_dir=cache)
+        names = _beside_weights([file.path for file in tree], weights)
+        if missing := [name for name in names if not (folder / name).exists()]:
             raise CheckpointError(
-                f"{repo}: {reason}, and the cached copy is incomplete; download the rest first\n"
-                f"  {incomplete}"
-            ) from fault
+                f"{folder}: {', '.join(missing)} did not arrive; to go without, pass this folder"
+            )
+    except CheckpointError as incomplete:
+        raise CheckpointError(
+            f"{repo}: {reason}, and the cached copy is incomplete; download the rest first\n"
+            f"  {incomplete}"
+        ) from fault
+    except Exception:  # an older huggingface_hub, or another program took files one by one
+        for name in (GENERATION_CONFIG_NAME, "tokenizer.json") if weights else ():
+            if huggingface_hub.try_to_load_from_cache(repo, name, cache, revision) is None:
+                logger.warning("%s: the cached copy has no %s; the hub may have it", repo, name)
     if fault is not None and not constants.HF_HUB_OFFLINE:
         logger.warning("%s: %s; ligermodels is using the cached copy", repo, reason)
     return folder

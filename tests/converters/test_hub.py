@@ -119,7 +119,23 @@ def test_an_incomplete_cache_does_not_count_as_the_whole(hub):
         pytest.raises(CheckpointError, match=r"is incomplete(.|\n)*model-00001"),
     ):
         resolve(REPO)
-    assert (resolve(REPO) / lost).exists()
+    folder = resolve(REPO)
+    assert (folder / lost).exists()
+    (folder / "tokenizer.json").unlink()
+    with (
+        offline(),
+        pytest.raises(CheckpointError, match=r"incomplete(.|\n)*tokenizer.json did not"),
+    ):
+        resolve(REPO)
+
+
+def test_a_cache_of_single_files_is_used_with_a_warning(hub, caplog):
+    for name in hub.files.keys() - {"tokenizer.json"}:
+        huggingface_hub.hf_hub_download(REPO, name)
+    with offline():
+        resolve(REPO)
+    assert "has no tokenizer.json; the hub may have it" in caplog.text
+    assert "generation_config" not in caplog.text
 
 
 LOADS = {
