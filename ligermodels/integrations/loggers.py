@@ -12,29 +12,6 @@ from typing import Any
 from ligermodels.errors import ConfigError
 from ligermodels.training.run_dir import Lines, atomic_write
 
-# The modules that a logger may use, the first one that can be imported.
-_MODULES = {
-    "tensorboard": ("torch.utils.tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "csv": ("csv",),
-}
-
-
-def _library(name: str) -> Any:
-    """Import what a logger uses.
-
-    Raises:
-        ImportError: nothing of it is installed.
-    """
-    *others, last = _MODULES[name]
-    for module in others:
-        try:
-            return import_module(module)
-        except ImportError:
-            continue
-    return import_module(last)
-
 
 class TensorBoardLogger:
     """Writes event files into the subfolder `tensorboard` of a run.
@@ -45,7 +22,7 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
         # TensorBoard hides what older files have from this step on: of another run, all.
         purge = start + 1 if start else 0
-        writer = _library("tensorboard").SummaryWriter
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(str(folder / "tensorboard"), purge_step=purge)
         if not start:
             lines = (f"    {name}: {value}" for name, value in settings.items())
@@ -70,7 +47,7 @@ class WandbLogger:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
         known = _known(file := folder / "wandb_id", start)
-        self._run = _library("wandb").init(
+        self._run = import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "ligermodels"),
             name=os.environ.get("WANDB_NAME", folder.name),
             config=dict(settings),
@@ -97,7 +74,7 @@ class MlflowLogger:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], start: int) -> None:
-        self._mlflow, known = _library("mlflow"), _known(file := folder / "mlflow_id", start)
+        self._mlflow, known = import_module("mlflow"), _known(file := folder / "mlflow_id", start)
         self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "ligermodels"))
         run = self._mlflow.start_run(run_id=known, run_name=None if known else folder.name)
         file.write_text(run.info.run_id, encoding="utf-8")
@@ -141,11 +118,12 @@ def _known(file: Path, start: int) -> str | None:
     return file.read_text("utf-8") if start and file.exists() else None
 
 
-_LOGGERS: dict[str, Any] = {
-    "tensorboard": TensorBoardLogger,
-    "wandb": WandbLogger,
-    "mlflow": MlflowLogger,
-    "csv": CsvLogger,
+# Name -> the module that the logger uses, and its class.
+_LOGGERS: dict[str, tuple[str, Any]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorBoardLogger),
+    "wandb": ("wandb", WandbLogger),
+    "mlflow": ("mlflow", MlflowLogger),
+    "csv": ("csv", CsvLogger),
 }
 
 
@@ -157,10 +135,10 @@ def loggers_by_name(names: list[str]) -> list[Any]:
     """
     for name in names:
         try:
-            _library(name)
+            import_module(_LOGGERS[name][0])
         except ImportError as error:
             raise ConfigError(
                 f"report_to: {name} needs {name}, which cannot be imported ({error}); "
                 f"pip install {name}"
             ) from None
-    return [_LOGGERS[name] for name in names]
+    return [_LOGGERS[name][1] for name in names]

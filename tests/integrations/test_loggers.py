@@ -65,8 +65,8 @@ def text(tmp_path_factory):
 @pytest.fixture
 def board(monkeypatch):
     Board.made = []
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Board))
+    module = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Board))
     return Board
 
@@ -114,7 +114,7 @@ def test_mlflow_and_a_csv_file(checkpoint, text, tmp_path, board, monkeypatch):
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_path):
-    for module in ("torch.utils.tensorboard", "tensorboardX", "wandb", "mlflow"):
+    for module in ("torch.utils.tensorboard", "wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, module, None)
     for name in ("tensorboard", "wandb", "mlflow"):
         with pytest.raises(ConfigError, match=rf"report_to: {name} needs {name}, .* pip install"):
