@@ -84,9 +84,7 @@ CROSS_ENTROPY_SPILL = 16
 # spill to vector registers, not to memory.
 AMD_SCALAR_SPILL = 12
 AMD_POINTER_SPILL = 20  # the gradients of the delta rule have sixteen pointers in nested loops
-# The backward of norms and rope of heads of 256 takes four registers too many in float16.
-HALF_OF_128_SPILL = 16
-# So do the masks of several queries, each of which sees other keys.
+# The masks of several queries, each of which sees other keys, take some registers too many.
 AMD_MASK_SPILL = 16
 # On sm_100, those of heads of 256 with a window take two registers too many.
 MASK_SPILL = 8
@@ -97,8 +95,6 @@ AMD_SHORT_ROW_SPILL = 64
 def allowed_amd_spill(launch: Recorded) -> int:
     """Return how many registers and bytes a thread may spill on AMD."""
     name = launch.kernel.__name__
-    if name == "qk_norm_rope_backward_kernel" and not launch.attributes:
-        return AMD_SCALAR_SPILL
     if name == "gated_delta_gradients_kernel":
         return AMD_POINTER_SPILL
     if name == "gated_delta_decode_kernel":
@@ -122,8 +118,6 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])
         several = sum((*given, *options)) > 1
         return CROSS_ENTROPY_SPILL if several else 0
-    if launch.kernel.__name__ == "qk_norm_rope_backward_kernel":
-        return HALF_OF_128_SPILL if launch.constants["HALF"] == 128 else 0
     if launch.kernel.__name__ in HOPPER_KERNELS:
         return HOPPER_SPILL
     if launch.kernel.__name__.startswith("gated_delta"):

@@ -20,7 +20,7 @@ FORWARD = Launches(
     amd=((None, Launch(512, 4)),),
 )
 BACKWARD = Launches(
-    nvidia=((None, Launch(512, 1, programs=8)),),
+    nvidia=((64, Launch(512, 1, programs=8)), (None, Launch(512, 2, programs=8))),
     amd=((None, Launch(512, 4, programs=8)),),
 )
 
@@ -102,9 +102,10 @@ def qk_norm_rope_forward_kernel(
     """Each program handles all heads of one token."""
     # torch.compile passes Python floats as float64.
     eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)
-    token = tl.program_id(0).to(tl.int64)
-    batch = token // seq
-    position = token % seq
+    # A division of 32 bits: one of 64 takes many instructions and registers.
+    token = tl.program_id(0)
+    batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
+    token = token.to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)[None, :]
     angle = batch * cos_batch_stride + position * TURNED + column
     cos = tl.load(cos_ptr + angle, mask=column < TURNED, other=1.0).to(tl.float32)
@@ -191,9 +192,8 @@ def qk_norm_rope_backward_kernel(
     grad_k_weight_a = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     grad_k_weight_b = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     for index in range(program, tokens, tl.num_programs(0)):
+        batch, position = tl.cast(index // seq, tl.int64), tl.cast(index % seq, tl.int64)
         token = tl.cast(index, tl.int64)
-        batch = token // seq
-        position = token % seq
         angle = batch * cos_batch_stride + position * TURNED + column
         cos = tl.load(cos_ptr + angle, mask=column < TURNED, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + angle, mask=column < TURNED, other=0.0).to(tl.float32)

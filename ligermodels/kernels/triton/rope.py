@@ -101,9 +101,10 @@ def rope_kernel(
 
     If k and v are None, q has packed rows, with the heads of all three.
     """
-    token = tl.program_id(0).to(tl.int64)
-    batch = token // seq
-    position = token % seq
+    # A division of 32 bits: one of 64 takes many instructions and registers.
+    token = tl.program_id(0)
+    batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
+    token = token.to(tl.int64)
     cos_row = batch * cos_batch_stride + position * HALF
     cos_ptr += cos_row
     sin_ptr += cos_row
