@@ -131,7 +131,7 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         return 448
     if "mean_ptr" in launch.pointers and tile > 8192:  # LayerNorm of such rows, which no model has
         return 192
-    return 64 if launch.attributes else 128
+    return 64
 
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -32,7 +32,7 @@ MAX_WIDTH = 65536
 AMD_BACKWARD: Table = (
     (1024, Launch(0, 2, 1, programs=4)),
     (4096, Launch(0, 8, 1, programs=4)),
-    (None, Launch(0, 16, 1, programs=4)),
+    (None, Launch(0, 16, 1, programs=4, reload=True)),
 )
 FORWARD = Launches(
     nvidia=(
@@ -59,22 +59,12 @@ BACKWARD = Launches(
     ),
     amd=AMD_BACKWARD,
 )
-# Configs of the same kernel for a LayerNorm, without and with an upstream gradient of the sum.
+# For a LayerNorm without an upstream gradient of the sum.
 CENTRED_BACKWARD = Launches(
     nvidia=(
         (1024, Launch(0, 4, 1, rows=4, programs=4)),
         (2048, Launch(0, 8, 1, rows=4, programs=2)),
         (4096, Launch(0, 8, programs=2, prefetch=True)),
-        (8192, Launch(0, 16, prefetch=True)),
-        (None, Launch(0, 16, 1, reload=True)),
-    ),
-    amd=AMD_BACKWARD,
-)
-CENTRED_ADD_BACKWARD = Launches(
-    nvidia=(
-        (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
-        (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
-        (4096, Launch(0, 16, rows=2, prefetch=True)),
         (8192, Launch(0, 16, prefetch=True)),
         (None, Launch(0, 16, 1, reload=True)),
     ),
@@ -393,8 +383,8 @@ def norm_backward(
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
     y = reusable(grad_y) if recompute_y else None
-    centred = CENTRED_BACKWARD if grad_s is None else CENTRED_ADD_BACKWARD
-    setting = launch(BACKWARD if mean is None else centred, columns)
+    centred = mean is not None and grad_s is None
+    setting = launch(CENTRED_BACKWARD if centred else BACKWARD, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
     partial = s.new_empty((programs, len(dtypes) * columns), dtype=torch.float32)
