@@ -237,15 +237,11 @@ def files_left_out(folder: Path) -> list[str]:
 
 def local_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """Call `weight_files` for a local folder. Links that lead nowhere raise CheckpointError."""
-    try:
-        names = os.listdir(folder)
-    except OSError as fault:
-        raise CheckpointError(f"{folder}: the folder cannot be read: {fault.strerror}") from None
+    names = names_if_present(folder, CheckpointError) or []
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     found = weight_files(str(folder), names, lambda: read_json(index, CheckpointError))
     for name in found[0]:
-        if not os.path.exists(folder / name):
-            open_regular(folder / name, CheckpointError).close()  # raises
+        open_regular(folder / name, CheckpointError).close()
     return found
 
 

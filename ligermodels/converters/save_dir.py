@@ -239,12 +239,8 @@ def _new_folder(target: Path) -> tuple[Path, _Lock]:
     """Make a locked folder `.NAME.saving-INODE`. After an exchange, the name tells the old one."""
     fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
     fresh.mkdir()
-    try:
-        named = fresh.with_name(f".{target.name}.saving-{fresh.stat().st_ino:016x}")
-        os.rename(fresh, named)
-    except BaseException:
-        fresh.rmdir()
-        raise
+    named = fresh.with_name(f".{target.name}.saving-{fresh.stat().st_ino:016x}")
+    os.rename(fresh, named)
     return named, _Lock(named)
 
 
