@@ -7,9 +7,9 @@ beside those of rounding and of the recurrence in bf16, where every result of Py
 TFLOP/s count the products of the chunk form for each token, value head and column, without the
 inverse of a chunk: those of 64 tokens, 4 in forward and 10 in backward, and those of 128 columns of
 a state, 3 and 8. For each kernel of the op there is its floor: the larger one of the times that its
-bytes and its products take at the peaks of this H100 or H200. The share of the op is that of the sum
-of these floors, also for the others. With --only, one implementation is measured, in a process of
-its own. The script writes gated_delta.json.
+bytes and its products take at the peaks of this H100 or H200. The share of the op is that of the
+sum of these floors, also for the others. With --only, one implementation is measured, in a process
+of its own. The script writes gated_delta.json.
 """
 
 import argparse
