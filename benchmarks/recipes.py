@@ -65,32 +65,30 @@ def shallow(sizes: ModelConfig) -> ModelConfig:
     return dataclasses.replace(sizes, **changes)
 
 
-def write_data(folder: Path, loss: str, tokens: int) -> Path:
+def write_data(folder: Path, loss: str, tokens: int, seq_len: int) -> Path:
     """Write texts from the novel, or pairs of them, into a file of the folder.
 
-    The texts have about so many tokens in all. Pairs are longer than the rows of a recipe, and as
-    many as its steps take, because the reference's probabilities of all pairs come first.
+    The texts have about so many tokens in all, and fill rows of seq_len tokens: the first one is
+    longer than a row, and the others have many lengths. Pairs are longer than their rows, and as
+    many as the steps take, because the reference's probabilities of all pairs come first.
     """
-    words = 1200
-    rows = 1 + tokens // 1024 if loss == "dpo" else tokens // words + 10
     novel = (EXAMPLES / "data" / "persuasion-train.txt").read_text(encoding="utf-8").split()
-    starts = range(0, len(novel) - words, words)
-    parts = [[*novel[start : start + words]] for start in starts]
+    records: list[dict[str, str]] = []
     if loss == "dpo":
-        half, other = words // 4, [*parts[1:], parts[0]]
-        records: Any = (
-            {
-                "prompt": " ".join(part[:half]),
-                "chosen": " " + " ".join(part[half:]),
-                "rejected": " " + " ".join(wrong[half:]),
-            }
-            for part, wrong in zip(parts, other)
-        )
+        for at in range(0, 100 * (1 + tokens // 1024), 100):
+            half, other = novel[at : at + 300], novel[at + 1000 : at + 1900]
+            chosen, rejected = (f" {' '.join(x)}" for x in (novel[at + 300 : at + 1200], other))
+            records.append({"prompt": " ".join(half), "chosen": chosen, "rejected": rejected})
     else:
-        records = ({"text": " ".join(part)} for part in parts)
+        lengths = itertools.chain([seq_len], itertools.cycle(range(100, 1500, 87)))
+        at = 0
+        while at < tokens:  # a word has more than one token
+            words = next(lengths)
+            left = at % (len(novel) - words)
+            records.append({"text": " ".join(novel[left : left + words])})
+            at += words
     file = folder / "data.jsonl"
-    lines = [json.dumps(each) + "\n" for each in records]
-    file.write_text("".join(itertools.islice(itertools.cycle(lines), rows)), encoding="utf-8")
+    file.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
     return file
 
 
@@ -118,16 +116,24 @@ class Phases:
 
 
 def run_one(
-    recipe: str, tokenizer: str, device: str, result: Any = None, warms: bool = False
+    recipe: str,
+    tokenizer: str,
+    device: str,
+    result: Any = None,
+    warms: bool = False,
+    budget: str | None = None,
 ) -> dict[str, Any]:
     """Run a recipe, and return its median step and its peak, or send them to another process.
 
-    Args: warms: whether the model has few layers, and makes two steps.
+    Args: warms: whether the model has few layers, and makes two steps; budget: that of the memory,
+        if the recipe has none.
     """
     phases = Phases(recipe)
     options = read_config(RECIPES / f"{recipe}.yaml")
     family, sizes = preset_of(options["model"])
     options.pop("from_scratch", None)
+    if budget is not None and not warms:
+        options.setdefault("memory", budget)
     steps = 2 if warms else STEPS
 
     def random_model(
@@ -178,11 +184,12 @@ def run_one(
         (source / "config.json").write_text("{}")
         save_file({}, source / "model.safetensors")
         loss = options.get("loss", "sft")
-        tokens = steps * options["batch_size"] * options["seq_len"]
+        seq_len = options["seq_len"]
+        tokens = steps * options["batch_size"] * seq_len
         config = FinetuneConfig.from_options(
             **options
             | {"model": str(source), "device": device, "max_steps": steps, "save_steps": 0}
-            | {"train_files": [str(write_data(folder, loss, tokens))], "logging_steps": 1}
+            | {"train_files": [str(write_data(folder, loss, tokens, seq_len))], "logging_steps": 1}
             | {"output_dir": str(folder / "run"), "eval_fraction": 0}
         )
         phases.end("data and config")
@@ -221,6 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for recipes.json")
     parser.add_argument("--limit", type=int, default=120, help="seconds of a recipe")
     parser.add_argument("--warm", type=int, default=0, help="seconds to fill caches first")
+    parser.add_argument("--budget", help="memory of a smaller GPU, such as 78GiB")
     given = parser.parse_args()
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -229,7 +237,7 @@ def main() -> None:
 
     def start(recipe: str, warms: bool = False) -> tuple[Any, Any]:
         result, sends = context.Pipe(duplex=False)
-        args = recipe, given.tokenizer, given.device, sends, warms
+        args = recipe, given.tokenizer, given.device, sends, warms, given.budget
         process = context.Process(target=run_one, args=args)
         process.start()
         return process, result

@@ -107,11 +107,14 @@ class Planner:
     def _whole_budget(self) -> Budget:
         return Budget(self.budget, self.optimizer_bytes, self.reserve)
 
-    def plan(self, batch: int, seq: int) -> MemoryPlan:
+    def plan(self, batch: int, seq: int, *, times: bool = True) -> MemoryPlan:
         """Return the fastest plan that fits the budget.
 
-        Args: batch, seq: the shape of the largest batch; smaller ones, evaluation among them, need
-            less.
+        Args:
+            batch, seq: the shape of the largest batch; smaller ones, evaluation among them, need
+                less.
+            times: whether to predict the seconds of a step also where every layer keeps all. The
+                plan does not depend on them then, and a GPU whose rates are not known is measured.
         Raises:
             ConfigError: the budget is too small; the message names the least bytes.
         """
@@ -122,6 +125,7 @@ class Planner:
                 budget=self._whole_budget,
                 batch=batch,
                 seq=seq,
+                times=times,
             )
         )
 
@@ -163,7 +167,7 @@ class Planner:
             Space(
                 partial(self._simulated, batch, seq),
                 len(self.model.layers),
-                self.rates,
+                lambda: self.rates,
                 self.host_budget,
                 [tile for tile in tiles if tile >= _SMALLEST_TILE],
                 reserved=self._reserved,

@@ -61,7 +61,7 @@ class Prediction:
             gradients, and of the optimizer's states.
         reserve_bytes: the part of the budget that is left free.
         host_bytes: bytes in pinned host memory.
-        seconds: of forward and backward.
+        seconds: of forward and backward; None where everything fits and no time was asked for.
         gains: (further bytes, seconds) for larger budgets that make the step faster.
         layer_bytes: what each layer keeps, on the GPU or in host memory.
     """
@@ -76,7 +76,7 @@ class Prediction:
     optimizer_bytes: int
     reserve_bytes: int
     host_bytes: int
-    seconds: float
+    seconds: float | None
     gains: tuple[tuple[int, float], ...] = ()
     layer_bytes: tuple[int, ...] = ()
 
@@ -157,8 +157,10 @@ class MemoryPlan:
                 f"  of them weights {said.weight_bytes / gib:.2f}, gradients "
                 f"{said.grad_bytes / gib:.2f}, optimizer {said.optimizer_bytes / gib:.2f} GiB; "
                 f"host memory {said.host_bytes / gib:.2f} GiB",
-                f"predicted time of forward and backward: {said.seconds * 1e3:.0f} ms",
             ]
+            if said.seconds is not None:
+                time = f"{said.seconds * 1e3:.0f} ms"
+                lines.append(f"predicted time of forward and backward: {time}")
             lines += [
                 f"  with {more / gib:.0f} GiB more: {seconds * 1e3:.0f} ms"
                 for more, seconds in said.gains

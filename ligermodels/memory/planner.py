@@ -214,14 +214,24 @@ def _outside(simulation: Simulation) -> Work:
     return sum(works, Work())
 
 
+def _forward(simulation: Simulation) -> list[Phase]:
+    """Return the forward of each layer."""
+    count = sum(name.startswith("forward of layer") for name in simulation.phases)
+    return [simulation.phases[f"forward of layer {i}"] for i in range(count)]
+
+
+def _kept(phase: Phase) -> int:
+    """Return the bytes that a layer keeps after its forward."""
+    return max(0, phase.after - phase.before)
+
+
 def _layer_costs(simulation: Simulation, rates: Rates) -> tuple[Array, ...]:
     """Return the first four costs of `Choices` for each layer, and the seconds of its copies."""
-    phases = simulation.phases
-    count = sum(name.startswith("forward of layer") for name in phases)
-    forward = [phases[f"forward of layer {i}"] for i in range(count)]
+    forward = _forward(simulation)
     # Backward has no such phase if nothing in or below the layer needs a gradient.
-    backward = [phases.get(f"backward of layer {i}", Phase(0)) for i in range(count)]
-    kept = np.array([max(0, phase.after - phase.before) for phase in forward])
+    names = (f"backward of layer {i}" for i in range(len(forward)))
+    backward = [simulation.phases.get(name, Phase(0)) for name in names]
+    kept = np.array([*map(_kept, forward)])
     peaks = np.array([max(a.peak, b.peak) for a, b in zip(forward, backward)])
     seconds = [np.array([rates.seconds(x.work) for x in each]) for each in (forward, backward)]
     copied = np.array([phase.work.to_host_bytes for phase in forward])
@@ -278,7 +288,7 @@ class Space:
     Attributes:
         simulate: a function that simulates a step under a plan.
         num_layers: of the model.
-        device_rates: the rates of the device.
+        device_rates: a function that returns the rates of the device, which takes long to measure.
         host_budget: bytes of pinned host memory.
         tiles: tokens that a tiled MLP may handle at once, from many to few.
         reserved: whether the bytes that PyTorch's allocator reserves must fit, and not only those
@@ -289,7 +299,7 @@ class Space:
 
     simulate: Simulate
     num_layers: int
-    device_rates: Rates
+    device_rates: Callable[[], Rates]
     host_budget: int
     tiles: Sequence[int] = ()
     reserved: bool = False
@@ -331,7 +341,7 @@ class Space:
     def rates(self) -> Rates:
         """The rates of the device in such a step."""
         found = self.simulate(self.uniform[LayerPlan()])
-        return self.device_rates.in_step(found.work("forward") + found.work("backward"))
+        return self.device_rates().in_step(found.work("forward") + found.work("backward"))
 
     def time(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step under a plan."""
@@ -467,12 +477,16 @@ class Budget:
         return max(total, needed + free)
 
 
-def find_plan(*spaces: Space, budget: Budget, batch: int, seq: int) -> MemoryPlan:
+def find_plan(
+    *spaces: Space, budget: Budget, batch: int, seq: int, times: bool = True
+) -> MemoryPlan:
     """Return the fastest plan that fits a budget, with its prediction.
 
     Args:
         spaces: the plans to choose from. Those of later spaces are slower if they keep as much.
         batch, seq: the shape, for the prediction.
+        times: whether the prediction has the seconds also where every layer keeps all. Nothing else
+            needs the rates of the device then.
     Raises:
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
@@ -492,6 +506,8 @@ def find_plan(*spaces: Space, budget: Budget, batch: int, seq: int) -> MemoryPla
         )
     plan, space = best
     simulation = space.simulate(plan)
+    whole = plan == space.uniform[LayerPlan()]
+    kept = tuple(map(_kept, _forward(simulation))) if whole else space.task.kept_by(plan.layers)
     prediction = Prediction(
         batch=batch,
         seq=seq,
@@ -503,9 +519,9 @@ def find_plan(*spaces: Space, budget: Budget, batch: int, seq: int) -> MemoryPla
         weight_bytes=simulation.weight_bytes,
         grad_bytes=simulation.grad_bytes,
         host_bytes=simulation.host_bytes,
-        seconds=space.time(plan),
+        seconds=space.time(plan) if times or not whole else None,
         gains=tuple(space.gains(plan)),
-        layer_bytes=space.task.kept_by(plan.layers),
+        layer_bytes=kept,
     )
     return replace(plan, prediction=prediction)
 

@@ -508,7 +508,7 @@ class Run:
         if accumulates and casts and self.casts_once:
             self.casts_once = run.least_bytes(*largest) + casts <= run.budget
             run.budget -= casts if self.casts_once else 0
-        plan = run.plan(*largest)
+        plan = run.plan(*largest, times=False)
         model.set_memory_plan(plan)
         self._note(f"memory: {summary(plan)}", shows=self.show is None)  # or the header does
 

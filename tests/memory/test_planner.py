@@ -83,7 +83,7 @@ COST = {"all": 0, "no_gate_up": 6, "attention": 10, "input": 12}
 
 
 def space(excess: int = 0) -> Space:
-    return Space(fake(KEPT, COST, excess), 4, RATES, 0)
+    return Space(fake(KEPT, COST, excess), 4, lambda: RATES, 0)
 
 
 @pytest.mark.parametrize("excess", [0, 7, 20])
@@ -118,7 +118,7 @@ def test_a_block_as_large_as_the_largest_is_left_free() -> None:
         found = fake(KEPT, COST)(plan)
         return replace(found, reserved_bytes=found.peak_bytes, largest_bytes=60)
 
-    made = Space(simulate, 4, RATES, 0, reserved=True)
+    made = Space(simulate, 4, lambda: RATES, 0, reserved=True)
     for reserve in (0.0, 0.03, 0.5):
         needed = made.least_budget(Budget(0, 77, reserve))
         said = find_plan(made, budget=Budget(needed, 77, reserve), batch=1, seq=1).prediction
@@ -130,7 +130,7 @@ def test_a_block_as_large_as_the_largest_is_left_free() -> None:
 def test_only_the_layers_that_set_the_peak_have_tiles() -> None:
     """That is the first one here, whose backward runs when most gradients exist."""
     less = fake(KEPT | {"input": 4}, COST)
-    whole, tiled = Space(less, 4, RATES, 0), Space(less, 4, RATES, 0, [64])
+    whole, tiled = Space(less, 4, lambda: RATES, 0), Space(less, 4, lambda: RATES, 0, [64])
     assert tiled.least_budget(Budget(0)) < whole.least_budget(Budget(0))
     counts = []
     for budget in range(tiled.least_budget(Budget(0)), 520, 4):
@@ -158,7 +158,7 @@ def test_a_smaller_chunk_of_the_head_is_taken_where_its_bytes_make_the_layers_fa
         made.peak_bytes = max(phase.peak for phase in made.phases.values())
         return made
 
-    spaces = [Space(simulate, 4, RATES, 0, head_chunk=chunk) for chunk in (None, 64)]
+    spaces = [Space(simulate, 4, lambda: RATES, 0, head_chunk=chunk) for chunk in (None, 64)]
     chunks = []
     for budget in range(spaces[1].least_budget(Budget(0)), 620, 5):
         plan = find_plan(*spaces, budget=Budget(budget), batch=1, seq=1)
@@ -171,7 +171,7 @@ def test_a_smaller_chunk_of_the_head_is_taken_where_its_bytes_make_the_layers_fa
 
 def test_further_bytes_are_priced() -> None:
     big = {policy: size * 2**26 for policy, size in KEPT.items()}
-    whole = Space(fake(big, COST), 4, RATES, 0)
+    whole = Space(fake(big, COST), 4, lambda: RATES, 0)
     plan = find_plan(whole, budget=Budget(whole.least_budget(Budget(0))), batch=1, seq=1)
     assert plan.prediction is not None
     gains = plan.prediction.gains
@@ -184,7 +184,7 @@ def test_host_memory_makes_a_plan_faster_within_its_budget() -> None:
     rates = replace(RATES, products=1e3, host_bytes=1e4 * MIB)
     times = []
     for host in (0, 60 * MIB, 400 * MIB):
-        here = Space(fake(sizes, COST), 8, rates, host)
+        here = Space(fake(sizes, COST), 8, lambda: rates, host)
         plan = here.searched(here.task.at_head + 110 * MIB)
         assert plan is not None and plan.uses_host == (host > 0)
         assert sum(sizes[layer.policy] for layer in plan.layers if layer.host) <= host
