@@ -60,5 +60,6 @@ def decode_attention(
         raise misfit(_OP, f"({batch},)", ends=ends, firsts=firsts)
     if sinks is not None and sinks.shape != (heads,):
         raise misfit(_OP, f"({heads},)", sinks=sinks)
+    of_rows = [x if x is None else x.contiguous() for x in (ends, firsts, sinks)]
     ops = select(_OP, q)
-    return ops.decode_attention_forward(q, new, k, v, ends, firsts, sinks, scale, window, softcap)
+    return ops.decode_attention_forward(q, new, k, v, *of_rows, scale, window, softcap)

@@ -227,7 +227,8 @@ def adapted_expert_mlp(
     x = cast(x, autocast_dtype(x) or x.dtype)
     biases = [None if each is None else each.to(x.dtype) for each in (gate_up_bias, down_bias)]
     rows, top_k = x.reshape(-1, x.shape[-1]), experts.shape[-1]
-    routes = weights.reshape(-1, top_k), experts.reshape(-1, top_k).to(torch.int32)
+    experts = experts.reshape(-1, top_k).to(torch.int32).contiguous()
+    routes = weights.reshape(-1, top_k), experts
     args: Any = (rows, *routes, *biases, count, activation)
     drops = any(each.adapter is not None and each.adapter.dropout for each in (gate_up, down))
     few = not torch.is_grad_enabled() and select(_OP, x).are_few(experts.numel(), count)

@@ -92,7 +92,7 @@ def routing(
                 f"{_OP}: experts are {experts.dtype} {tuple(experts.shape)}; expected integers "
                 f"{(*leading, top_k)}"
             )
-        given = experts.reshape(-1, top_k).to(torch.int32)
+        given = experts.reshape(-1, top_k).to(torch.int32).contiguous()
     elif n_group > 1:
         with torch.no_grad():
             given = experts_of_groups(rows, bias, top_k, options, n_group, topk_group)

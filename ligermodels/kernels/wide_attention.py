@@ -64,4 +64,5 @@ def wide_attention(
             f"dtype, with heads of {LARGEST} at most"
         )
         raise misfit("wide_attention", expected, q=q, k=k, v=v)
-    return _WideAttention.apply(q, k, v, scale, *ranges, *((None, None) if ids is None else ids))
+    rest = [x if x is None else x.contiguous() for x in (*ranges, *(ids or (None, None)))]
+    return _WideAttention.apply(q, k, v, scale, *rest)

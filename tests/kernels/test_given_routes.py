@@ -13,7 +13,8 @@ from ligermodels.kernels.dispatch import select
 @pytest.mark.parametrize("normalize", [False, True])
 def test_an_expert_that_is_named_twice(float32_place, score, normalize) -> None:
     torch.manual_seed(0)
-    experts = torch.tensor([[0, 0, 2], [1, 2, 3], [4, 4, 4]], device=float32_place.device)
+    # Their transpose is contiguous.
+    experts = torch.tensor([[0, 1, 4], [0, 2, 4], [2, 3, 4]], device=float32_place.device).t()
     logits = torch.randn(3, 5, device=float32_place.device, requires_grad=True)
     exact = logits.detach().double().requires_grad_()
     scores = exact.softmax(-1) if score == "softmax" else exact.sigmoid()

@@ -92,8 +92,10 @@ def test_values_and_gradients(
         ids = torch.stack((token // 50, token // 31))
         given["document_ids"] = ids if rows == "packed" else ids % 2
     mask = AttentionMask(queries, keys, **given)
-    ranges = mask.key_ranges(window, 2, q.device, causal=causal)
-    out = wide_attention(q, k, v, *ranges, scale=scale)
+    ranges, ids = mask.key_ranges(window, 2, q.device, causal=causal)
+    ranges = tuple(x.repeat_interleave(2, -1)[..., ::2] for x in ranges)  # any strides
+    ids = None if ids is None else tuple(x.repeat_interleave(2, -1)[..., ::2] for x in ids)
+    out = wide_attention(q, k, v, ranges, ids, scale=scale)
     grads = torch.autograd.grad(out, (q, k, v), upstream)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     expected = attended(*wide, mask.dense(window, q.device, causal=causal), scale)
