@@ -143,9 +143,7 @@ class Checkpoint:
         weight_map = self.weight_map
         expected = weight_map.source_shapes()
         for name, shape in expected.items():
-            if name.endswith(MXFP4_BLOCKS):
-                self._join_mxfp4(name, shape)
-            self._join_float8(name)
+            self._join(name, shape)
         optional = {
             name: expected[original]
             for name, original in weight_map.aliases.items()
@@ -211,24 +209,22 @@ class Checkpoint:
         self.weight_map = layouts[self.layout]
         self._entries = {entry.name: entry for entry in self.weight_map}
 
-    def _join_mxfp4(self, blocks: str, shape: tuple[int, ...]) -> None:
-        """Let the blocks and the scales of a weight in MXFP4 count as one tensor of its shape."""
-        scales, groups = scales_of(blocks), (*shape[:-1], shape[-1] // 32)
-        one, other = self.tensors.get(blocks), self.tensors.get(scales)
-        if one is None or other is None or not one.dtype == other.dtype == "U8":
-            return
-        if one.shape == (*groups, 16) and other.shape == groups:
-            nbytes = one.nbytes + other.nbytes
-            self.tensors[blocks] = replace(one, dtype=MXFP4, shape=shape, nbytes=nbytes)
-            del self.tensors[scales]
-
-    def _join_float8(self, name: str) -> None:
-        """Let a matrix in e4m3 and the scales of its rows count as one tensor."""
+    def _join(self, name: str, shape: tuple[int, ...]) -> None:
+        """Let the two tensors of a weight in MXFP4, of this shape, or in float8 count as one."""
         one, scale = self.tensors.get(name), self.tensors.get(scales_of(name))
-        if one is None or scale is None or one.dtype != "F8_E4M3" or scale.dtype not in DTYPES:
+        if one is None or scale is None:
             return
-        if len(one.shape) == 2 and scale.shape == (one.shape[0], 1):
-            self.tensors[name] = replace(one, dtype=FLOAT8, nbytes=one.nbytes + scale.nbytes)
+        if name.endswith(MXFP4_BLOCKS):
+            groups = (*shape[:-1], shape[-1] // 32)
+            kind, wide, long = MXFP4, (*groups, 16), groups
+            fits = one.dtype == scale.dtype == "U8"
+        else:
+            shape = one.shape  # another one is a fault of its own
+            kind, wide, long = FLOAT8, shape, (*shape[:1], 1)
+            fits = len(shape) == 2 and one.dtype == "F8_E4M3" and scale.dtype in DTYPES
+        if fits and (one.shape, scale.shape) == (wide, long):
+            nbytes = one.nbytes + scale.nbytes
+            self.tensors[name] = replace(one, dtype=kind, shape=shape, nbytes=nbytes)
             del self.tensors[scales_of(name)]
 
     def _leave_out(self, towers: Towers) -> None:
