@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError
+from ligermodels.kernels.loss_options import LossOptions
 from ligermodels.layers import LossHead
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.inputs import next_token_targets
@@ -110,6 +111,7 @@ class MedusaHeads(nn.Module):
         document_ids: Tensor | None = None,
         *,
         normalizer: float | Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
         **options: Any,
     ) -> DraftOutput:
         """Return the sum of the heads' losses.
@@ -120,7 +122,7 @@ class MedusaHeads(nn.Module):
                 ignore_index of the head is ignored.
             document_ids: (batch, seq); no head predicts a token of another document.
             normalizer: what divides each head's sum over tokens; by default it is the head's own
-                number of targets.
+                number of targets. num_items_in_batch is another name of it.
             options: those of `LossHead.forward` that choose targets, chunks and memory.
         Raises: what `LossHead.forward` raises.
         """
@@ -128,6 +130,9 @@ class MedusaHeads(nn.Module):
         ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [draft_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
+        if normalizer is None:
+            normalizer = num_items_in_batch
+        LossOptions.of(normalizer=normalizer)  # raises
         divisors = loss_divisors(valid, normalizer)
         divisors = divisors.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         decays = self.decay ** torch.arange(1, count + 1, device=hidden.device).to(divisors)

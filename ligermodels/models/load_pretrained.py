@@ -236,6 +236,8 @@ def _check_writable(
                 f"{what} is on the meta device; allocate it first (module.to_empty), or build the "
                 "module on another device"
             )
+        if not parameter.is_floating_point():
+            raise CheckpointError(f"{what} has {parameter.dtype}; give it a floating point dtype")
         if hasattr(parameter, "full_tensor"):  # a DTensor
             raise CheckpointError(f"{what} is sharded; load before sharding the module")
         if id(parameter) in names:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from runpy import run_path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ligermodels.adapters.adapted_model import quantize
 from ligermodels.adapters.reference import WithoutAdapters
 from ligermodels.errors import ConfigError, LigerError, first_line, short_repr
 from ligermodels.generation.generation_config import resolve_rule
@@ -40,7 +42,7 @@ from ligermodels.ranks import error_on_all_ranks, rank
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Document, Group, read_prompts
 from ligermodels.training.losses import GRPO
-from ligermodels.training.model import frozen_dtype
+from ligermodels.training.model import bits_of, frozen_dtype
 from ligermodels.training.objectives import Call, Files, Objective, Rows, log_probs_of
 from ligermodels.training.packing import GroupBatch, GroupedRows, padded, stack
 from ligermodels.training.run_dir import file_hash
@@ -99,21 +101,27 @@ class GRPOObjective(Objective):
         dtype = frozen_dtype(self.config.model.precision or "float32")
         device: Any = model.rotary_emb.inv_freq.device
         is_divided = any(map(is_sharded, model.parameters()))
-        copies: list[DecoderModel] = []
+        adapter, copies = self.config.adapter, list[DecoderModel]()
 
-        def copied(device: Any) -> DecoderModel:
-            copy = type(model).from_hf(str(model.source.folder), dtype=dtype, device=device)
+        def copied(place: Any) -> DecoderModel:
+            copy = type(model).from_hf(str(model.source.folder), dtype=dtype, device=place)
+            if adapter.load_in is not None and not is_divided:  # as the weights of the model are
+                quantize(copy, bits_of(adapter.load_in), device)
             copies.append(copy.requires_grad_(False).eval())
             return copy
 
         if is_divided:
             self.sampler = copied(device)
-        adapter = self.config.adapter
         if self.options.beta and adapter.lora_r is not None and not adapter.modules_to_save:
             self.reference_model = WithoutAdapters(model)
         elif self.options.beta:
-            self.reference_model = shard(copied("meta")) if is_divided else copied(device)
-        return sum(local_tensor(x).nbytes for copy in copies for x in copy.parameters())
+            self.reference_model = (
+                shard(copied("meta"))
+                if is_divided
+                else copied("cpu" if adapter.load_in else device)
+            )
+        held = (x for copy in copies for x in chain(copy.parameters(), copy.buffers()))
+        return sum(local_tensor(x).nbytes for x in held)
 
     def hashes(self) -> dict[str, str]:
         """Return the hash of the reward function's file, if it has one."""

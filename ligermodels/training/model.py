@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ligermodels.adapters.adapted_model import add_adapters, merged, quantize, train_whole
-from ligermodels.adapters.quantized import FLOAT8
+from ligermodels.adapters.quantized import FLOAT8, Bits
 from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -76,7 +76,7 @@ def load_model(
     model.router_losses = balance, z
     if adapter.lora_r is not None:
         if adapter.load_in is not None:
-            quantize(model, {"4bit": 4, "8bit": 8}.get(adapter.load_in, FLOAT8), device)
+            quantize(model, bits_of(adapter.load_in), device)
         add_adapters(
             model,
             adapter.lora_r,
@@ -169,6 +169,11 @@ def weight_dtype(precision: str) -> torch.dtype:
 def frozen_dtype(precision: str) -> torch.dtype:
     """Return the dtype of weights that no optimizer updates: the one in which they are used."""
     return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def bits_of(load_in: str) -> Bits:
+    """Return what `quantize` takes for a value of --load-in."""
+    return 4 if load_in == "4bit" else 8 if load_in == "8bit" else FLOAT8
 
 
 def planner(

@@ -76,6 +76,9 @@ def test_the_losses_of_all_heads(tied, num_blocks, chunk_size) -> None:
     for normalizer in (0, torch.tensor(0)):  # It counts as one.
         out = heads(hidden, torch.full_like(labels, -100), normalizer=normalizer)
         assert out.loss == 0 and (out.losses == 0).all()
+    assert torch.equal(heads(hidden, labels, num_items_in_batch=20).loss, whole.loss)
+    with pytest.raises(ValueError, match="normalizer"):
+        heads(hidden, labels, normalizer=-1)
 
 
 def test_targets_stay_in_their_document() -> None:

@@ -176,6 +176,12 @@ def on_meta() -> LigerLlama:
         return LigerLlama(LlamaConfig(**SIZES))
 
 
+def with_integers() -> LigerLlama:
+    model = llama(seed=2)
+    model.norm.weight = nn.Parameter(torch.zeros(48, dtype=torch.int32), requires_grad=False)
+    return model
+
+
 def with_norm(norm: nn.Module | None = None, **attributes: Any) -> LigerLlama:
     model = llama(seed=2)
     model.norm = norm or model.norm
@@ -213,6 +219,7 @@ def with_norm(norm: nn.Module | None = None, **attributes: Any) -> LigerLlama:
             r".*\n  body.layers.\*.mlp.down_proj.weight \(3 layers\)\n",
         ),
         (on_meta, r"'embed_tokens\.weight' is on the meta device"),
+        (with_integers, r"'norm\.weight' has torch.int32; give it a floating point dtype"),
         # load_pretrained knows a DTensor by this method.
         (lambda: with_norm(full_tensor=None), r"'norm\.weight' is sharded; load before sharding"),
     ],

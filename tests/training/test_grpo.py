@@ -86,7 +86,10 @@ def test_the_reward_rises_and_a_run_resumes_exactly(folder: Path, tmp_path: Path
     assert all(w.equal(trained[name]) for name, w in resumed.model.state_dict().items())
 
 
-@pytest.mark.parametrize("adapter", [{"lora_r": 2}, {}])
+@pytest.mark.parametrize(
+    "adapter",
+    [{"lora_r": 2}, {}, {"lora_r": 2, "load_in": "4bit", "modules_to_save": ["norm"]}],
+)
 def test_the_reference_is_the_first_model(folder: Path, tmp_path: Path, adapter: dict) -> None:
     metrics = run(
         folder, tmp_path, "ranked", max_steps=2, beta=0.1, eval_files=None, **adapter
