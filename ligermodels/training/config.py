@@ -378,7 +378,10 @@ class FinetuneConfig:
             "output_dir": self.output.output_dir,
         }
         if missing := [name for name, value in needed.items() if not value]:
-            raise ConfigError(f"{', '.join(missing)}: missing")
+            raise ConfigError(
+                f"{', '.join(missing)}: missing; a run needs ligermodels finetune MODEL "
+                "--train-files FILE --output-dir DIR"
+            )
         parts = [getattr(self, subject.name) for subject in fields(self)]
         given = {
             flat_name(each)
