@@ -9,6 +9,7 @@ goes on.
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 from collections.abc import Callable
@@ -83,6 +84,7 @@ def run(given: Arguments) -> None:
     from ligermodels.text.tokenizer import Tokenizer
     from ligermodels.training.data import local_files, read_prompts
     from ligermodels.training.finetune import pick_device
+    from ligermodels.training.run_dir import writing
 
     if given.input is not None and given.prompt is not None:
         raise LigerError("generate: give --input or PROMPT")
@@ -101,7 +103,10 @@ def run(given: Arguments) -> None:
         output = Path(given.output)
         if output.exists() and output.samefile(given.input):
             raise LigerError(f"generate: --output {output} is the file of --input; give another")
-        _answer_file(given, output, groups, folder, device, tokenizer)
+        with writing(output), open(output, "ab") as lock:
+            # The process holds this lock, so a killed one leaves no lock behind.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _answer_file(given, output, groups, folder, device, tokenizer)
         return
     if not given.chat and not (ids := tokenizer.encode(prompt)):
         raise LigerError("generate: PROMPT is empty; give a text to continue")

@@ -257,7 +257,7 @@ def writing(path: Path) -> Iterator[None]:
     except SaveError:
         raise
     except BlockingIOError:
-        raise LigerError(f"{path}: another process is writing a run to this folder") from None
+        raise LigerError(f"{path}: another process is writing to it") from None
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SaveError(f"{path}: cannot be written: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
@@ -177,6 +178,9 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
         assert err == (f"{output}: {said} of 3 prompts answered\n" if said else "")
     prompts.write_text(prompts.read_text().replace("a dog", "a cow"))
     assert_one_line(call(*command), f"{output}:3: this line is not an answer to prompt 3")
+    with open(output) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert_one_line(call(*command), f"{output}: another process is writing to it")
     assert output.read_bytes() == whole
     for note in ("a note", "\n", '{"prompt"\n'):  # It is no line that was cut short.
         output.write_text(note)
