@@ -15,7 +15,7 @@ from ligermodels.kernels.triton.float8_tile import (
     _tile_of,
 )
 
-CAST = Launches(nvidia=((None, Launch(1024, 8, rows=8)),), amd=((None, Launch(1024, 4, rows=8)),))
+CAST = Launches(nvidia=((None, Launch(512, 4, rows=16)),), amd=((None, Launch(1024, 4, rows=8)),))
 # A tile is a block with one scale, or its rows are blocks, or its columns.
 BLOCKS = Launches(
     nvidia=((None, Launch(BLOCK, 8, rows=BLOCK)),), amd=((None, Launch(BLOCK, 8, rows=BLOCK)),)
@@ -25,7 +25,7 @@ BLOCKS_TURNED = Launches(
 )
 # The transpose goes through shared memory.
 TRANSPOSE = Launches(
-    nvidia=((None, Launch(64, 8, rows=128)),), amd=((None, Launch(64, 4, rows=64)),)
+    nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
 )
 
 
