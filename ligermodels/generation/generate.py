@@ -7,11 +7,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ligermodels.errors import short_repr
 from ligermodels.generation.cache_memory import check_room
@@ -23,11 +23,11 @@ from ligermodels.generation.decode_step import (
     kept_decoder,
 )
 from ligermodels.generation.draft import DraftModel, drafted_passes
-from ligermodels.generation.generation_config import RULE_OPTIONS, check_names, resolve_rule
+from ligermodels.generation.generation_config import check_names, resolve_rule
 from ligermodels.generation.models import DraftHeads
 from ligermodels.generation.prefill import chunks, read_prompts
 from ligermodels.generation.prompts import Prompts, batch_prompts
-from ligermodels.generation.sampling import Sampler, no_token_error
+from ligermodels.generation.sampling import RuleOptions, Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.kv_cache import KVCache
@@ -40,6 +40,32 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 ROOM = 256
 
 
+class StreamOptions(RuleOptions, total=False):
+    """The options that `generate`, `stream` and `stream_text` share; `generate` describes them."""
+
+    heads: DraftHeads | None
+    draft_model: DecoderModel | None
+    num_drafts: int
+    inputs_embeds: Tensor | None
+    prefix_lengths: Tensor | None
+    memory: Tensor | None
+    memory_mask: Tensor | None
+    max_new_tokens: int
+    logits_processor: LogitsProcessor | None
+    stop_strings: Sequence[str]
+    attention_mask: Tensor | None
+    generator: torch.Generator | None
+    cache: KVCache | None
+
+
+class GenerateOptions(StreamOptions, total=False):
+    """The options of `DecoderModel.generate`."""
+
+    callback: Callable[[Tensor], object] | None
+    tokenizer: Decoder | None
+    return_log_probs: bool
+
+
 def generate(
     model: DecoderModel,
     input_ids: Prompts | None = None,
@@ -47,7 +73,7 @@ def generate(
     callback: Callable[[Tensor], object] | None = None,
     tokenizer: Decoder | None = None,
     return_log_probs: bool = False,
-    **options: Any,
+    **options: Unpack[StreamOptions],
 ) -> Any:
     """Continue prompts, with the likeliest tokens or, if `do_sample`, with random draws.
 
@@ -121,7 +147,7 @@ def stream(
     input_ids: Prompts | None = None,
     *,
     tokenizer: Decoder | None = None,
-    **options: Any,
+    **options: Unpack[StreamOptions],
 ) -> Iterator[int]:
     """Return an iterator over the new tokens of one prompt, each as soon as it is computed.
 
@@ -142,7 +168,7 @@ def stream_text(
     model: DecoderModel,
     tokenizer: Decoder,
     input_ids: Prompts | None = None,
-    **options: Any,
+    **options: Unpack[StreamOptions],
 ) -> Iterator[str]:
     """Return an iterator over the new text of one prompt, in pieces that never split a character.
 
@@ -183,15 +209,14 @@ def _start(
     attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
-    **rule: Any,
+    **rule: Unpack[RuleOptions],
 ) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor | None]]]:
     """Check the arguments. Return the padded prompts (B, S) and an iterator over the steps.
 
     For inputs_embeds, the prompts have no columns. Each step has one token for each row, (B,), or
     with drafts the tokens of a pass, (new,), and as many log-probabilities, or None.
     """
-    own = (*signature(generate).parameters, *signature(_start).parameters)
-    check_names("generate", rule, (*RULE_OPTIONS, *own))
+    check_names("generate", rule, GenerateOptions.__annotations__)
     config = model.config
     if draft_model is not None:
         if heads is not None:

@@ -64,11 +64,6 @@ def _checked_config(model: DecoderModel) -> dict[str, Any]:
     return found
 
 
-# The options that `resolve_rule` takes.
-RULE_OPTIONS = [name for name in Sampling.__dataclass_fields__ if name not in ("stops", "pad")]
-RULE_OPTIONS += ["eos_token_id", "pad_token_id"]
-
-
 def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for an option that there is not, as Python does, but with a suggestion."""
     for name in given:

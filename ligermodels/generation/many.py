@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ligermodels.generation.cache_memory import free_bytes, row_bytes
 from ligermodels.generation.decode_step import HostCopy, StepDecoder, can_decode
-from ligermodels.generation.generate import generate, stop_strings_of
-from ligermodels.generation.generation_config import RULE_OPTIONS, check_names, resolve_rule
+from ligermodels.generation.generate import StreamOptions, generate, stop_strings_of
+from ligermodels.generation.generation_config import check_names, resolve_rule
 from ligermodels.generation.prefill import read_prompts
 from ligermodels.generation.prompts import batch_prompts
-from ligermodels.generation.sampling import Sampler, no_token_error
+from ligermodels.generation.sampling import RuleOptions, Sampler, no_token_error
 from ligermodels.kernels.checks import check_count
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.models.base import DecoderModel
@@ -29,6 +30,18 @@ from ligermodels.text.streaming import Decoder, StopStrings
 MOST_ROWS, MOST_ROWS_ON_CPU = 256, 16
 # The part of the free memory that the cache may take. Reading prompts needs some, too.
 CACHE_SHARE = 0.8
+
+
+class ManyOptions(RuleOptions, total=False):
+    """The options of `generate_many`, which describes them."""
+
+    max_batch: int | None
+    num_samples: int
+    return_log_probs: bool
+    tokenizer: Decoder | None
+    stop_strings: Sequence[str]
+    generator: torch.Generator | None
+    progress: bool
 
 
 def generate_many(
@@ -43,7 +56,7 @@ def generate_many(
     stop_strings: Sequence[str] = (),
     generator: torch.Generator | None = None,
     progress: bool = False,
-    **rule: Any,
+    **rule: Unpack[RuleOptions],
 ) -> Iterator[Any]:
     """Continue many prompts of any lengths, as many at a time as the batch holds.
 
@@ -98,7 +111,7 @@ def generate_many(
         raise ValueError(f"generate_many: {len(most)} max_new_tokens for {len(given)} prompts")
     for number in most:
         check_count("generate_many", "max_new_tokens", number, 1)
-    check_names("generate_many", rule, RULE_OPTIONS)
+    check_names("generate_many", rule, RuleOptions.__annotations__)
     choice = resolve_rule(model, **rule)
     rows = [
         Row(
@@ -117,8 +130,8 @@ def generate_many(
     steps = can_decode(model, cache, {"input_ids"}, captures=False)
     batch = _batch_size(model, cache, len(rows), num_samples, max_batch)
     if not steps:
-        rule |= {"return_log_probs": True, "generator": generator, "pad_token_id": choice.pad}
-        found = _in_batches(model, rows, batch, rule)
+        options: StreamOptions = {**rule, "generator": generator, "pad_token_id": choice.pad}
+        found = _in_batches(model, rows, batch, options)
     else:
         cache = KVCache.of(model, batch, longest)
         sampler = Sampler(choice, batch, vocab_size, device, generator, return_log_probs)
@@ -160,14 +173,14 @@ def _results(rows: list[Row], found: Iterator[int], with_log_probs: bool) -> Ite
 
 
 def _in_batches(
-    model: DecoderModel, rows: list[Row], batch: int, options: dict[str, Any]
+    model: DecoderModel, rows: list[Row], batch: int, options: StreamOptions
 ) -> Iterator[int]:
     """Generate batch by batch, for models whose steps are forwards."""
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         prompts = [row.prompt for row in part]
-        most = max(row.most for row in part)
-        found, log_probs = generate(model, prompts, max_new_tokens=most, **options)
+        options["max_new_tokens"] = max(row.most for row in part)
+        found, log_probs = generate(model, prompts, return_log_probs=True, **options)
         new = found[:, -log_probs.shape[1] :].tolist()
         for index, (row, tokens, values) in enumerate(zip(part, new, log_probs.tolist()), start):
             any(row.push(*each) for each in zip(tokens, values))

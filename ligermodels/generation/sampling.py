@@ -6,9 +6,10 @@ Shape legend: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ from ligermodels.kernels.checks import check_count
 # At this temperature a draw takes the likeliest token. Closer to 0, the logits would overflow.
 _LEAST_TEMPERATURE = 1e-20
 _LARGEST = torch.finfo(torch.float32).max
+
+
+class RuleOptions(TypedDict, total=False):
+    """The options of `generate` that choose tokens and end rows: those of `Sampling`, by name."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    eos_token_id: int | Iterable[int] | None
+    pad_token_id: int | None
 
 
 @dataclass(frozen=True)

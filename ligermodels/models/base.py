@@ -1,10 +1,10 @@
 """The decoder that all families share: it builds the modules from a config and runs them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +59,11 @@ from ligermodels.models.inputs import (
 from ligermodels.models.kernel_report import kernels_of
 from ligermodels.models.module_map import FUSED, ONE_BY_ONE, map_of
 from ligermodels.models.planned import PlannedModel
+
+if TYPE_CHECKING:
+    from ligermodels.generation.generate import GenerateOptions
+    from ligermodels.generation.many import ManyOptions
+    from ligermodels.generation.prompts import Prompts
 
 # What generation keeps for the next call with a model in evaluation mode.
 kept_for_generation: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -754,17 +759,24 @@ class DecoderModel(HFModel, PlannedModel):
             kept_for_generation.pop(self, None)
         return super().train(mode)
 
-    def generate(self, input_ids: Tensor | list[Any] | None = None, **options: Any) -> Tensor:
+    def generate(
+        self, input_ids: "Prompts | None" = None, **options: "Unpack[GenerateOptions]"
+    ) -> Any:
         """Continue prompts, greedily by default; see `ligermodels.generation.generate`."""
         from ligermodels.generation.generate import generate
 
         return generate(self, input_ids, **options)
 
-    def generate_many(self, prompts: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
+    def generate_many(
+        self,
+        prompts: Iterable[Tensor | Sequence[int]],
+        max_new_tokens: int | Sequence[int] = 64,
+        **options: "Unpack[ManyOptions]",
+    ) -> Iterator[Any]:
         """Continue many prompts in a full batch; see `ligermodels.generation.generate_many`."""
         from ligermodels.generation.many import generate_many
 
-        return generate_many(self, prompts, *args, **options)
+        return generate_many(self, prompts, max_new_tokens, **options)
 
     def kernels(self) -> dict[str, str]:
         """Return which implementation each op uses on this model in its present state, and why.

@@ -1,4 +1,5 @@
 import math
+from inspect import signature
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ligermodels.generation import Sampling
-from ligermodels.generation.sampling import Sampler
+from ligermodels.generation import Sampling, generate, generate_many
+from ligermodels.generation.generate import GenerateOptions, StreamOptions
+from ligermodels.generation.many import ManyOptions
+from ligermodels.generation.sampling import RuleOptions, Sampler
 from tests.tiny_models import VOCAB
 
 
@@ -100,3 +103,18 @@ def test_numbers_out_of_range_are_refused():
     ):
         with pytest.raises(ValueError, match=next(iter(options))):
             Sampling(do_sample=True, **options)
+
+
+def test_the_typed_options_of_a_model_are_those_of_the_functions():
+    """mypy sees a name too many; this sees one that is missing."""
+
+    def own(kind, base):
+        return kind.__annotations__.keys() - base.__annotations__.keys()
+
+    def keywords(function):
+        return {x.name for x in signature(function).parameters.values() if x.kind == x.KEYWORD_ONLY}
+
+    assert own(RuleOptions, Sampling) == {"eos_token_id", "pad_token_id"}
+    assert own(Sampling, RuleOptions) == {"stops", "pad"}
+    assert own(GenerateOptions, StreamOptions) == keywords(generate)
+    assert own(ManyOptions, RuleOptions) == keywords(generate_many)
