@@ -304,7 +304,14 @@ class _Checks:
             and values.shape == expected[name].shape
             and not _relative(values, expected[name]) <= CHECKS["logits"][0]
         )
-        return _Worst(error, next(far, ""))
+        if not (name := next(far, "")):
+            return _Worst(error, "")
+        ours_of, theirs_of = found[name].double(), expected[name].double()
+        factor = ((ours_of * theirs_of).sum() / ours_of.square().sum()).item()
+        is_scaled = _relative(factor * ours_of, theirs_of) <= CHECKS["logits"][0]
+        return _Worst(
+            error, f"{name}: transformers' output is {factor:.5g} times it" if is_scaled else name
+        )
 
     def _loss(self) -> float:
         expected = self._reference()(self.ids, labels=self.labels).loss

@@ -118,12 +118,15 @@ def skeleton(name: str, folder: Path) -> str:
         f"projections with a bias: {', '.join(sorted(biased)) or 'none'}",
         f"keys that are used: {', '.join([activation, *used])}",
     ]
+    usual_keys = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    around = [k for k in shapes if not k.startswith("model.layers.") and k not in usual_keys]
     questions = [
         *(
             f"Does {k}, which is {short_repr(v)}, change the computation?"
             for k, v in odd_keys.items()
         ),
         *(f"What does {each} of a layer compute?" for each in strange),
+        *(f"What does {key} compute? It is outside of the layers." for key in around[:5]),
         *(f"Why does {x} differ from layer 0 in {y}?" for x, y in _other_layers(shapes).items()),
     ]
     if layer["self_attn.q_proj.weight"][0] != head * both["num_attention_heads"]:

@@ -74,6 +74,15 @@ def test_the_parameter_with_a_wrong_gradient_is_named() -> None:
     assert "small config, gradients: the worst is embed_tokens.weight" in report
 
 
+def test_a_factor_between_outputs_is_named() -> None:
+    def __init__(self: Any, config: Any) -> None:
+        DecoderModel.__init__(self, config)
+        self.build(norm=RMSNorm(config.hidden_size), embedding_scale=0.5)
+
+    note = failed(family(__init__=__init__))["logits"]
+    assert note.endswith("embed_tokens: transformers' output is 2 times it")
+
+
 def test_a_gradient_that_is_not_a_number_fails() -> None:
     one, nan = torch.ones(2), torch.full((2,), torch.nan)
     assert module._worst({"a": one, "b": nan}, {"a": one, "b": one}) == (math.inf, "b")
