@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-00000100` of safetensors files that torch.distributed.checkpoint
 writes, for one process and for many: each rank writes the parts of the tensors that it holds, so
 that any number of ranks, in any layout, can read what another wrote. Besides, `facts.json` holds
-the id of the run and the SHA-256 of each file, which a load compares. It is written last.
+the id of the run and the names of the files. It is written last.
 
 A checkpoint holds `model.NAME` for each trained weight, `optimizer.KEY.NAME` for what the optimizer
 keeps for it, and `float8.NAME` for the delayed scales of a linear. Frozen weights are not in it,
@@ -34,9 +34,9 @@ from ligermodels.float8 import load_scales, scales
 from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.models.layout import local_slices, splits_of
 from ligermodels.parallel.state import SlicedTensor
-from ligermodels.ranks import error_on_all_ranks, gathered, is_distributed, num_ranks, rank
+from ligermodels.ranks import error_on_all_ranks, gathered, is_distributed, rank
 from ligermodels.training.optimizers import allocate_state, state_of
-from ligermodels.training.run_dir import PART, hashes_of, writing
+from ligermodels.training.run_dir import PART, writing
 
 FACTS = "facts.json"
 _NAME = re.compile(r"step-(\d{8,18})")
@@ -100,8 +100,7 @@ class Checkpoints:
             # torch flushes a file before the last bytes have left Python's buffer.
             for name in mine:
                 sync_file(aside / name)
-            hashes = hashes_of(aside, mine)
-        files = {name: digest for each in gathered(hashes) for name, digest in each.items()}
+        files = [name for each in gathered(mine) for name in each]
         with error_on_all_ranks(SaveError), writing(folder):
             if rank() == 0:
                 facts = {"run": self.run_id, "files": files}
@@ -136,22 +135,19 @@ class Checkpoints:
                     )
                 # The reader takes the tensors of every file of the folder.
                 found = {path.name for path in folder.glob("*.safetensors")}
-                then = facts.get("files") or {}
-                if odd := found ^ {*then}:
+                if odd := found ^ {*facts["files"]}:
                     name = folder / min(odd)
                     raise CheckpointError(f"{name}: it is missing, or no run has written it")
-                now = hashes_of(folder, sorted(found)[rank() :: num_ranks()])
-                if other := [name for name in now if now[name] != then[name]]:
-                    raise CheckpointError(f"{folder / other[0]}: it is not as the run wrote it")
             with _quiet(CheckpointError, f"{folder}: cannot be read") as dcp:
                 reader, alone = dcp.HuggingFaceStorageReader(str(folder)), not is_distributed()
                 state = sharded_state(model, optimizer)
                 dcp.load(state, storage_reader=reader, no_dist=alone)
             load_scales(model, {name: state[_SCALES + name] for name in scales(model)})
         except CheckpointError as error:
-            way_out = f"remove the folder {folder} to resume from an earlier checkpoint"
-            error.args = (f"{first_line(error)}; {way_out}",)
-            raise
+            raise CheckpointError(
+                f"{first_line(error)}; remove the folder {folder} to resume from an earlier "
+                "checkpoint"
+            ) from None
 
     def prune(self, keep: int, best: int | None = None) -> None:
         """Remove all except the newest `keep` checkpoints, and folders that a kill cut short.

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from ligermodels.models.config import ModelConfig
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import freeze
-from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, START, RunDir, hashes_of
+from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, START, RunDir, file_hash
 from ligermodels.training.start import has_own_start
 
 # run/checkpoints/step-00000500, run/checkpoint-500
@@ -144,7 +145,9 @@ def file_hashes(source: Path) -> dict[str, str]:
     optional = (CONFIG_NAME, ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, *ADDED_WEIGHTS)
     names = [name for name in optional if (source / name).exists()]
     names += [*copied_files(source), *([] if is_adapter(source) else local_weight_files(source)[0])]
-    return hashes_of(source, names)
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(lambda name: file_hash(source / name, CheckpointError), names)
+        return dict(zip(names, hashes))
 
 
 def check_same(source: str | Path, run: Path, then: Mapping[str, Any], now: dict[str, str]) -> None:

@@ -26,8 +26,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ OWNED = (
 PART = ".part"  # the end of the name of a file that is not whole
 
 # The version of run.json and of the checkpoints. A run of another one is not resumed.
-RUN_FORMAT = 8
+RUN_FORMAT = 7
 
 # One line of metrics.jsonl: the "step", and the values measured at it, such as "loss".
 Metrics = dict[str, float]
@@ -297,13 +296,6 @@ def file_hash(path: str | Path, kind: type[LigerError] = DataError) -> str:
         except OSError as error:
             raise kind(f"{path}: the file cannot be read: {error.strerror}") from None
     return digest.hexdigest()
-
-
-def hashes_of(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of each of the named files in a folder, or raise CheckpointError."""
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda name: file_hash(folder / name, CheckpointError), names)
-        return dict(zip(names, found))
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

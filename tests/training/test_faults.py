@@ -56,12 +56,6 @@ def at_moment(left: int, fault: Callable[[], None]) -> None:
         setattr(holder, name, watched(getattr(holder, name)))
 
 
-def flip_bit(file: Path, draw: random.Random) -> None:
-    whole = bytearray(file.read_bytes())
-    whole[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
-    file.write_bytes(whole)
-
-
 class Run:
     """A run of six steps with checkpoints after 2, 4 and 6, and the faults that come to it."""
 
@@ -116,18 +110,18 @@ class Run:
         limit = self.draw.choice([0, 100, 1000, 20_000])
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-    def damaged_checkpoint(self) -> None:
+    def cut_checkpoint(self) -> None:
         if folders := self.checkpoints():
             file = self.draw.choice(sorted(folders[-1].iterdir()))
-            if file.suffix == ".safetensors" and self.draw.random() < 0.5:
-                flip_bit(file, self.draw)
-            else:
-                os.truncate(file, self.draw.randrange(file.stat().st_size))
+            os.truncate(file, self.draw.randrange(file.stat().st_size))
 
     def flipped_bit(self) -> None:
         """A bit of the model that the run started from flips, once the run has begun."""
         if (self.out / "run.json").exists():
-            flip_bit(self.model / "model.safetensors", self.draw)
+            file = self.model / "model.safetensors"
+            whole = bytearray(file.read_bytes())
+            whole[self.draw.randrange(len(whole))] ^= 1 << self.draw.randrange(8)
+            file.write_bytes(whole)
 
     def missing_file(self) -> None:
         """A file of the run, of the data or of the model is gone, once the run has begun."""
@@ -144,7 +138,7 @@ class Run:
                 os.utime(path, (now, now + self.draw.choice([0, 10**9])))
 
 
-FAULTS = ("kill", "full_disk", "damaged_checkpoint", "flipped_bit", "missing_file", "wrong_clock")
+FAULTS = ("kill", "full_disk", "cut_checkpoint", "flipped_bit", "missing_file", "wrong_clock")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +182,7 @@ def check_round(twin: Run, folder: Path, faults: Sequence[str], draw: random.Ran
             assert code == 2 and len(lines) == 1, f"{fault}: exit code {code}: {said}"
         for path, content in inputs.items():
             path.write_bytes(content)
-        if fault not in ("damaged_checkpoint", "missing_file"):
+        if fault not in ("cut_checkpoint", "missing_file"):
             assert complete()[0] >= newest and complete()[1] >= exported, f"lost after {fault}"
             continue
         # The user removes the checkpoint that the message names, and restores the settings.
