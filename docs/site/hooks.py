@@ -38,13 +38,15 @@ core: user and system time of all processes, loading included.
 RECIPES = """\
 A recipe holds the options of `ligermodels finetune` for one model on one GPU of 80 GB, without your
 data: `ligermodels finetune --config examples/recipes/llama-3.1-8b-qlora.yaml --train-files my.jsonl
---output-dir runs/mine`. The numbers are those of an H100, from a benchmark with the same
-sizes, rows and optimizer and random weights; the memory is what tensors take at the peak. Where
-memory is to spare, a run keeps more and recomputes less. `python -m benchmarks.recipes` measures
-all recipes as `finetune` runs them.
+--output-dir runs/mine`. The numbers are from benchmarks with the same sizes and optimizer and
+random weights, on the GPU in the table; the memory is what tensors take at the peak. Where memory
+is to spare, a run keeps more and recomputes less. Where the measured rows were shorter than the
+recipe's, the table says how many tokens of how many a step had, and the memory is that of the
+shorter rows. `python -m benchmarks.recipes` measures all recipes as `finetune` runs them.
 """
 _LLAMA = {"layers": 32, "batch x seq": "1 x 8192", "AdamW": "ligermodels", "run": 2}
-# Recipe -> the file, the list and the row of a benchmark with its model, sizes and optimizer.
+# Recipe -> the file, the list and the row of a benchmark with its model, sizes and optimizer. The
+# other recipes have theirs in recipes.json, from `benchmarks.recipes`.
 MEASURED = {
     "llama-3.1-8b": ("float8", "steps", _LLAMA | {"row": "bfloat16"}),
     "llama-3.1-8b-float8": ("float8", "steps", _LLAMA | {"row": "delayed"}),
@@ -304,12 +306,12 @@ def recipe_lines(family: Any = None) -> Iterator[str]:
     from ligermodels.training.config import read_config
 
     rows = {}
-    for recipe, (name, part, wanted) in MEASURED.items():
-        found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))[part]
-        rows[recipe] = next(row for row in found if wanted.items() <= row.items())
-    if (file := RESULTS / "recipes.json").exists():  # what `benchmarks.recipes` has measured
-        found = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        rows |= {row["recipe"]: row for row in found if "ms" in row}
+    found = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))
+    own = {row["recipe"]: ("recipes", "rows", row) for row in found["rows"] if "ms" in row}
+    for recipe, (name, part, wanted) in (MEASURED | own).items():
+        found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        row = next(row for row in found[part] if wanted.items() <= row.items())
+        rows[recipe] = row | {"gpu": found["environment"]["gpu"].split()[1]}
     files = {
         file: preset_of(read_config(file)["model"])[0]
         for file in sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
@@ -317,13 +319,21 @@ def recipe_lines(family: Any = None) -> Iterator[str]:
     files = {file: cls for file, cls in files.items() if family in (None, cls)}
     if files:
         yield from ("", "## Recipes for GPUs", "", *RECIPES.splitlines(), "")
-        yield "| recipe | what it trains | seconds a step | tokens/s | peak GiB |"
-        yield "| --- | --- | --- | --- | --- |"
+        yield (
+            "| recipe | what it trains | GPU | tokens a step | seconds a step | tokens/s "
+            "| peak GiB |"
+        )
+        yield "| --- | --- | --- | --- | --- | --- | --- |"
     for file in files:
         what = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        numbers = "not measured | |"
+        options = read_config(file)
+        whole = options["batch_size"] * options["seq_len"] * (1 + (options.get("loss") == "dpo"))
+        numbers = f"not measured | {whole:,} | | |"
         if (row := rows.get(file.stem)) is not None:
-            numbers = f"{row['ms'] / 1e3:.2f} | {row['tokens/s']:,.0f} | {row['peak GiB']:.1f}"
+            tokens = round(row["ms"] * row["tokens/s"] / 1e3)
+            of = "" if tokens > 0.99 * whole else f" of {whole:,}"
+            numbers = f"{row['gpu']} | {tokens:,}{of} | {row['ms'] / 1e3:.2f} "
+            numbers += f"| {row['tokens/s']:,.0f} | {row['peak GiB']:.1f}"
         yield f"| [{file.stem}]({BLOB}{file.relative_to(ROOT)}) | {what} | {numbers} |"
 
 
