@@ -135,7 +135,7 @@ class Checkpoints:
                     )
                 # The reader takes the tensors of every file of the folder.
                 found = {path.name for path in folder.glob("*.safetensors")}
-                if odd := found ^ {*facts["files"]}:
+                if odd := found ^ {*facts.get("files", ())}:
                     name = folder / min(odd)
                     raise CheckpointError(f"{name}: it is missing, or no run has written it")
             with _quiet(CheckpointError, f"{folder}: cannot be read") as dcp:
@@ -144,10 +144,9 @@ class Checkpoints:
                 dcp.load(state, storage_reader=reader, no_dist=alone)
             load_scales(model, {name: state[_SCALES + name] for name in scales(model)})
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{first_line(error)}; remove the folder {folder} to resume from an earlier "
-                "checkpoint"
-            ) from None
+            way_out = f"remove the folder {folder} to resume from an earlier checkpoint"
+            error.args = (f"{first_line(error)}; {way_out}",)
+            raise
 
     def prune(self, keep: int, best: int | None = None) -> None:
         """Remove all except the newest `keep` checkpoints, and folders that a kill cut short.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ligermodels.errors import CheckpointError, LigerError
+from ligermodels.training import checkpoints
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
 
 
@@ -89,6 +91,17 @@ def test_every_cut_file_is_found(folder, saved):
             refuse(folder)
         file.write_bytes(whole)
     folder.load(1, *make_model())
+
+
+def test_what_all_ranks_find_is_reported_by_one(folder, saved, monkeypatch):
+    for file in saved.glob("*.safetensors"):
+        file.write_bytes(b"")
+    monkeypatch.setattr(checkpoints, "rank", lambda: 1)
+    with pytest.raises(CheckpointError, match="; remove the folder ") as error:
+        folder.load(1, *make_model())
+    assert error.value.is_repeated
+    (saved / "facts.json").write_text(json.dumps({"run": folder.run_id}))  # it names no files
+    assert "it is missing, or no run has written it" in refuse(folder)
 
 
 def test_a_file_that_is_missing_or_is_a_folder_is_refused(folder, saved):
