@@ -113,8 +113,8 @@ class Planner:
         Args:
             batch, seq: the shape of the largest batch; smaller ones, evaluation among them, need
                 less.
-            times: whether to predict the seconds of a step also where every layer keeps all. The
-                plan does not depend on them then, and a GPU whose rates are not known is measured.
+            times: whether to predict the seconds of a step also if every layer keeps all and the
+                loss head has its default chunk. Such a plan needs no rates of the GPU otherwise.
         Raises:
             ConfigError: the budget is too small; the message names the least bytes.
         """

@@ -61,7 +61,8 @@ class Prediction:
             gradients, and of the optimizer's states.
         reserve_bytes: the part of the budget that is left free.
         host_bytes: bytes in pinned host memory.
-        seconds: of forward and backward; None where everything fits and no time was asked for.
+        seconds: of forward and backward. None in a run whose layers keep everything, which does not
+            measure the GPU.
         gains: (further bytes, seconds) for larger budgets that make the step faster.
         layer_bytes: what each layer keeps, on the GPU or in host memory.
     """
@@ -159,8 +160,7 @@ class MemoryPlan:
                 f"host memory {said.host_bytes / gib:.2f} GiB",
             ]
             if said.seconds is not None:
-                time = f"{said.seconds * 1e3:.0f} ms"
-                lines.append(f"predicted time of forward and backward: {time}")
+                lines.append(f"predicted time of forward and backward: {said.seconds * 1e3:.0f} ms")
             lines += [
                 f"  with {more / gib:.0f} GiB more: {seconds * 1e3:.0f} ms"
                 for more, seconds in said.gains

@@ -485,8 +485,8 @@ def find_plan(
     Args:
         spaces: the plans to choose from. Those of later spaces are slower if they keep as much.
         batch, seq: the shape, for the prediction.
-        times: whether the prediction has the seconds also where every layer keeps all. Nothing else
-            needs the rates of the device then.
+        times: whether the prediction has the seconds also of the first space's plan that keeps all.
+            Nothing else needs the rates of the device then.
     Raises:
         ConfigError: no plan fits. The message names the least bytes with which one does.
     """
@@ -519,7 +519,7 @@ def find_plan(
         weight_bytes=simulation.weight_bytes,
         grad_bytes=simulation.grad_bytes,
         host_bytes=simulation.host_bytes,
-        seconds=space.time(plan) if times or not whole else None,
+        seconds=space.time(plan) if times or plan != spaces[0].uniform[LayerPlan()] else None,
         gains=tuple(space.gains(plan)),
         layer_bytes=kept,
     )

@@ -505,10 +505,14 @@ class Run:
         )
         run.budget = max(0, run.budget - held)
         largest, casts = self.objective.largest_batch(rows), float8.casts_bytes(model)
+        plan = None
         if accumulates and casts and self.casts_once:
-            self.casts_once = run.least_bytes(*largest) + casts <= run.budget
-            run.budget -= casts if self.casts_once else 0
-        plan = run.plan(*largest, times=False)
+            run.budget -= casts
+            with contextlib.suppress(ConfigError):
+                plan = run.plan(*largest, times=False)
+            self.casts_once = plan is not None
+            run.budget += 0 if self.casts_once else casts
+        plan = plan or run.plan(*largest, times=False)
         model.set_memory_plan(plan)
         self._note(f"memory: {summary(plan)}", shows=self.show is None)  # or the header does
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,29 @@ def test_too_small_a_budget_names_the_least_bytes(reserve: float) -> None:
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes + plan.prediction.reserve_bytes <= needed
     assert plan.prediction.optimizer_bytes == 77
+
+
+def test_a_plan_that_keeps_everything_takes_one_simulation_and_no_rates() -> None:
+    """Unless its seconds are asked for. It is the same plan, and the search is the same."""
+    simulated = []
+
+    def simulate(plan: MemoryPlan) -> Simulation:
+        simulated.append(plan)
+        return fake(KEPT, COST)(plan)
+
+    def find(rates: Callable[[], Rates], budget: int, times: bool) -> MemoryPlan:
+        spaces = (Space(simulate, 4, rates, 0, head_chunk=chunk) for chunk in (None, 64))
+        return find_plan(*spaces, budget=Budget(budget), batch=1, seq=1, times=times)
+
+    whole = find(lambda: pytest.fail("measured"), 520, False)
+    assert simulated == [replace(whole, prediction=None)] and "time" not in str(whole)
+    assert MemoryPlan.from_dict(whole.to_dict()) == whole
+    timed = find(lambda: RATES, 520, True)
+    assert timed.prediction is not None and timed.prediction.seconds is not None
+    said = replace(timed.prediction, seconds=None)
+    assert replace(timed, prediction=said) == whole
+    assert sum(said.layer_bytes) == 4 * KEPT["all"]
+    assert find(lambda: RATES, 400, False) == find(lambda: RATES, 400, True) != whole
 
 
 def test_a_block_as_large_as_the_largest_is_left_free() -> None:
