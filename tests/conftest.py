@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if INTERPRETER_FOLDER in item.path.parents:
             item.add_marker("interpreter")
-        if "gpu" in item.keywords and (interpreting or not torch.cuda.is_available()):
+        if item.get_closest_marker("gpu") and (interpreting or not torch.cuda.is_available()):
             item.add_marker(no_gpu)
         if "interpreter" in item.keywords and not interpreting:
             item.add_marker(other_process)

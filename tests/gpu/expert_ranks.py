@@ -1,6 +1,7 @@
 """Train a model with experts on two GPUs, and print its losses beside those of one.
 
 torchrun --nproc-per-node 2 -m tests.gpu.expert_ranks DIMENSION [compiled]
+torchrun --nproc-per-node 2 -m tests.gpu.expert_ranks adapters FOLDER DEVICE
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import copy
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ligermodels import LigerLlama, LlamaConfig, clip_grad_norm_, mean_over_ranks, shard
 from ligermodels.layers import Experts, Router
+from ligermodels.training.finetune import finetune
+from tests.training import test_processes as runs
 
 STEPS, SEQ, EXPERTS = 4, 200, 13
 
@@ -92,5 +96,25 @@ def main(dimension: str, how: str = "") -> None:
     dist.destroy_process_group()
 
 
+def adapters(folder: Path, device: str) -> None:
+    """Make the runs of two processes, in float32 and in 4 bits; print the losses of the latter."""
+    rank = int(os.environ["RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    runs.SIZES |= {"device": device, "precision": "float32"}
+    steps = runs.adapted_experts(rank, folder / "case")
+    given = {"expert_parallel": 2, "load_in": "4bit", "precision": "bf16", "export": "adapter"}
+    config = runs.with_experts(folder, "four bits", 2, **given, **runs.ADAPTED)
+    losses = [each["loss"] for each in finetune(config, progress=False).metrics if "loss" in each]
+    if rank == 0:
+        print("RESULT", json.dumps([steps, losses]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "adapters":
+        adapters(Path(sys.argv[2]), sys.argv[3])
+    else:
+        main(*sys.argv[1:])
