@@ -117,7 +117,8 @@ def parse(
         name = next((word for word in more if word.startswith("--")), more[0]).partition("=")[0]
         hint = did_you_mean(name, [f"--{x.replace('_', '-')}" for x in known], OTHER_NAMES)
         for without in (x for x, each in known.items() if each.metadata["positional"]):
-            hint = hint.replace(f"'--{without}'", f"{without.upper()}, without a name before it")
+            usage = f"{without.upper()} is given without {printable(name)}"
+            hint = hint.replace(f"did you mean '--{without}'?", usage)
         said = f"unrecognized arguments: {printable(name)}{hint}"
         complain(command, (owners or {}).get(name[2:].replace("-", "_"), said))
     found = {k: typed(types[k], v) for group in given.values() for k, v in group.items()}

@@ -3,6 +3,8 @@
 huggingface_hub downloads them into its cache.
 """
 
+import contextlib
+import difflib
 import logging
 import os
 import re
@@ -108,17 +110,30 @@ def resolve(
     if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
         raise CheckpointError(
             f"{printable(name)}: there is no such folder, and the name is not a possible hub id"
+            f"{_near(folder)}"
         )
     repo = ALIASES.get(name, name)
     try:
         return _fetch(repo, revision, weights, **options)
     except CheckpointError as error:
+        if near := _near(folder):
+            said = f"{name}: there is no such local folder{near} As a hub id, {error}"
+            raise CheckpointError(said) from error
         if repo == name:
             raise
         raise CheckpointError(
             f"{name} is an alias, and a folder {name} in the working directory takes its place "
             f"(python examples/{name}.py {name} makes it without the hub); {error}"
         ) from error
+
+
+def _near(folder: Path) -> str:
+    """Return "; did you mean 'x'?" with a checkpoint of almost this path, or ""."""
+    with contextlib.suppress(OSError, ValueError):
+        names = [x.name for x in folder.parent.iterdir() if (x / CONFIG_NAME).is_file()]
+        for name in difflib.get_close_matches(folder.name, names, 1, 0.8):
+            return f"; did you mean {os.fspath(folder.with_name(name))!r}?"
+    return ""
 
 
 def _fetch(

@@ -416,7 +416,11 @@ class Trainer:
         with error_on_all_ranks(SaveError):
             if rank() == 0:
                 self.run_dir.metrics.sync()
-        self.checkpoints.save(self.done, self.model, self.optimizer)
+        try:
+            self.checkpoints.save(self.done, self.model, self.optimizer)
+        except SaveError:
+            self._prune()  # A part of a checkpoint would keep the disk full.
+            raise
         self._saved = self.done
         self._prune()
         return True

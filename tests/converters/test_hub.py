@@ -189,6 +189,13 @@ def test_what_is_not_there_says_what_to_do(hub, monkeypatch):
         resolve(REPO)
 
 
+@pytest.mark.parametrize("name", ["remtoe", "./remtoe"])
+def test_a_folder_of_almost_this_name_is_suggested(hub, remote, monkeypatch, name):
+    monkeypatch.chdir(remote.parent)
+    with pytest.raises(CheckpointError, match=rf"^{name}: there is no .*did you mean 'remote'\?"):
+        resolve(name)
+
+
 def test_an_alias_is_an_id_and_a_folder_comes_first(hub, make, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_module, "ALIASES", {"small": REPO})
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger, MemoryPlan
-from ligermodels.errors import ConfigError, LigerError
+from ligermodels.errors import ConfigError, LigerError, SaveError
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
 from ligermodels.training.processes import Interrupted
@@ -79,6 +79,20 @@ def test_a_last_update_that_is_not_finite_is_not_exported(
         )
     assert not (tmp_path / "run" / "model").exists()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_checkpoint_that_the_disk_has_no_room_for_leaves_nothing(
+    checkpoint, text, tmp_path, monkeypatch
+):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ligermodels.training.checkpoints.sync_file", full)
+    with pytest.raises(SaveError, match="step-00000001: cannot be written: No space left"):
+        run(checkpoint, text, tmp_path / "run", max_steps=1)
+    assert not os.listdir(tmp_path / "run" / "checkpoints")
+    monkeypatch.undo()
+    assert run(checkpoint, text, tmp_path / "run", max_steps=1, resume=True).steps == 1
 
 
 def test_weights_too_large_for_the_dtype_of_the_export_are_kept(text, tmp_path):
