@@ -13,6 +13,7 @@ import fcntl
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,9 +104,11 @@ def run(given: Arguments) -> None:
         output = Path(given.output)
         if output.exists() and output.samefile(given.input):
             raise LigerError(f"generate: --output {output} is the file of --input; give another")
-        with writing(output), open(output, "ab") as lock:
-            # The process holds this lock, so a killed one leaves no lock behind.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as opened:
+            with writing(output):
+                lock = opened.enter_context(open(output, "ab"))
+                # The process holds this lock, so a killed one leaves no lock behind.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _answer_file(given, output, groups, folder, device, tokenizer)
         return
     if not given.chat and not (ids := tokenizer.encode(prompt)):

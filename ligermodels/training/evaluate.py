@@ -23,6 +23,7 @@ from ligermodels.text.streaming import text_after
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Group, read_documents
 from ligermodels.training.packing import PackedRows
+from ligermodels.training.run_dir import writing
 from ligermodels.training.trainer import perplexity
 
 KEY = "generated"  # of the answers, in the records of the prompts
@@ -194,7 +195,7 @@ def write_answers(
     output: Path, groups: Iterable[Group], found: Iterable[Answer]
 ) -> Iterator[Answer]:
     """Append a line to a file for each prompt, its record and its texts; yield the answers."""
-    with open(output, "ab") as file:
+    with writing(output), open(output, "ab") as file:
         for group, answer in zip(groups, found):
             texts: Any = answer.texts[0] if len(answer.texts) == 1 else answer.texts
             line = json.dumps(texts, ensure_ascii=False)

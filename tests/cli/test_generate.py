@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from importlib import import_module
+from unittest.mock import Mock
 
 import pytest
 
@@ -156,7 +157,7 @@ def prompts(tmp_path):
 
 
 def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
-    call, checkpoint, prompts, tmp_path
+    call, checkpoint, prompts, tmp_path, monkeypatch
 ):
     """Each text is that of the prompt alone. A kill may leave any number of the file's bytes."""
     output = tmp_path / "answers.jsonl"
@@ -181,6 +182,14 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
     with open(output) as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert_one_line(call(*command), f"{output}: another process is writing to it")
+    prompts.write_text(prompts.read_text().replace("a cow", "a dog"))
+    output.write_bytes(whole[:first])
+    with monkeypatch.context() as patch:  # What else cannot be read or written is named itself.
+        full = OSError(28, "No space left on device", "a cache")
+        patch.setattr(AutoLiger, "from_hf", Mock(side_effect=full))
+        code, _, err = call(*command)
+    assert code == 2 and err.endswith("ligermodels: a cache: No space left on device\n")
+    output.write_bytes(whole)
     assert output.read_bytes() == whole
     for note in ("a note", "\n", '{"prompt"\n'):  # It is no line that was cut short.
         output.write_text(note)
