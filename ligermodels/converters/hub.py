@@ -3,7 +3,6 @@
 huggingface_hub downloads them into its cache.
 """
 
-import contextlib
 import difflib
 import logging
 import os
@@ -117,8 +116,7 @@ def resolve(
         return _fetch(repo, revision, weights, **options)
     except CheckpointError as error:
         if near := _near(folder):
-            said = f"{name}: there is no such local folder{near} As a hub id, {error}"
-            raise CheckpointError(said) from error
+            raise CheckpointError(f"{name}: no such folder{near} As a hub id, {error}") from error
         if repo == name:
             raise
         raise CheckpointError(
@@ -129,10 +127,9 @@ def resolve(
 
 def _near(folder: Path) -> str:
     """Return "; did you mean 'x'?" with a checkpoint of almost this path, or ""."""
-    with contextlib.suppress(OSError, ValueError):
-        names = [x.name for x in folder.parent.iterdir() if (x / CONFIG_NAME).is_file()]
-        for name in difflib.get_close_matches(folder.name, names, 1, 0.8):
-            return f"; did you mean {os.fspath(folder.with_name(name))!r}?"
+    beside = folder.parent.glob(f"*/{CONFIG_NAME}") if folder.parent.is_dir() else ()
+    for name in difflib.get_close_matches(folder.name, [x.parent.name for x in beside], 1, 0.8):
+        return f"; did you mean {os.fspath(folder.with_name(name))!r}?"
     return ""
 
 

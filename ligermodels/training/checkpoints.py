@@ -248,6 +248,8 @@ def _quiet(kind: type[LigerError], what: str) -> Iterator[Any]:
     except (dcp.CheckpointException, OSError, RuntimeError, ValueError) as error:
         failures = getattr(error, "failures", {})
         first = next((each[0] for each in failures.values()), error)
+        if isinstance(first, KeyboardInterrupt):
+            raise first from None
         found = kind(f"{what}: {first_line(first)}")
         found.is_repeated = rank() != 0
         raise found from error

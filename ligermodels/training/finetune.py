@@ -582,7 +582,11 @@ class Run:
             self.checkpoints.load(last, trainer.model)
             self._note(f"the export has the weights after step {last}, of the best evaluation")
         with stage("writing the export", shows=self.progress):
-            model = self._export(trainer)
+            try:
+                model = self._export(trainer)
+            except SaveError:
+                trainer.save()  # With save_steps=0, nothing else has the weights.
+                raise
         self.exported = True
         metrics = from_rank_0(self.run_dir.metrics.read() if rank() == 0 else [])
         with error_on_all_ranks():

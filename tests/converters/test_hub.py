@@ -192,7 +192,9 @@ def test_what_is_not_there_says_what_to_do(hub, monkeypatch):
 @pytest.mark.parametrize("name", ["remtoe", "./remtoe"])
 def test_a_folder_of_almost_this_name_is_suggested(hub, remote, monkeypatch, name):
     monkeypatch.chdir(remote.parent)
-    with pytest.raises(CheckpointError, match=rf"^{name}: there is no .*did you mean 'remote'\?"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{name}: .*no such folder.*did you mean 'remote'\?"
+    ):
         resolve(name)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,14 @@ def take_steps(model, optimizer, steps):
         model(torch.randn(5, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_ctrl_c_in_a_save_is_no_fault_of_the_disk(folder):
+    model, optimizer = make_model()
+    save = "torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data"
+    with patch(save, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        folder.save(1, model, optimizer)
+    assert folder.latest() is None
 
 
 def weights(model):

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from ligermodels import AutoLiger, MemoryPlan
 from ligermodels.errors import ConfigError, LigerError, SaveError
+from ligermodels.models.base import DecoderModel
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.finetune import finetune, resumed_settings
 from ligermodels.training.processes import Interrupted
@@ -93,6 +95,14 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_leaves_nothing(
     assert not os.listdir(tmp_path / "run" / "checkpoints")
     monkeypatch.undo()
     assert run(checkpoint, text, tmp_path / "run", max_steps=1, resume=True).steps == 1
+
+
+def test_an_export_that_fails_keeps_the_trained_weights(checkpoint, text, tmp_path, monkeypatch):
+    fails = patch.object(DecoderModel, "save_hf", side_effect=SaveError("full"))
+    with fails, pytest.raises(SaveError, match="full"):
+        run(checkpoint, text, tmp_path / "run", max_steps=1, save_steps=0)
+    monkeypatch.setattr(Trainer, "step", None)
+    assert run(checkpoint, text, tmp_path / "run", max_steps=1, save_steps=0, resume=True).loss
 
 
 def test_weights_too_large_for_the_dtype_of_the_export_are_kept(text, tmp_path):
