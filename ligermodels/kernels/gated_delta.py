@@ -12,6 +12,7 @@ from ligermodels.kernels.dispatch import (
     compute_dtype,
     refuse_double_backward,
     select,
+    without_autocast,
 )
 
 _OP = "gated_delta"
@@ -32,7 +33,9 @@ class _GatedDelta(torch.autograd.Function):
         refuse_double_backward(_OP)
         rule = DeltaRule(*ctx.saved_tensors)
         grad_out = torch.zeros_like(rule.v) if grad_out is None else grad_out
-        *grads, grad_initial = ctx.ops.gated_delta_backward(rule, ctx.scale, grad_out, grad_final)
+        upstream = grad_out, grad_final
+        with without_autocast(grad_out):
+            *grads, grad_initial = ctx.ops.gated_delta_backward(rule, ctx.scale, *upstream)
         return None, *grads, None, grad_initial if ctx.needs_input_grad[7] else None
 
 
@@ -82,7 +85,8 @@ def gated_delta(
         initial_state = initial_state.to(compute_dtype(q))
     rows = [x.flatten(0, 1) for x in tensors]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, state = apply(_GatedDelta, scale, *rows, starts, initial_state)
+    with without_autocast(q):
+        out, state = apply(_GatedDelta, scale, *rows, starts, initial_state)
     return out.view(v.shape), state
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.dispatch import select, without_autocast
 
 
 def gated_delta_decode(
@@ -31,6 +31,6 @@ def gated_delta_decode(
     Source: arXiv:2412.06464.
     """
     ops = select("gated_delta_decode", projected)
-    return ops.gated_delta_decode_forward(  # type: ignore[no-any-return]
-        projected, weights, state, key_heads, key_dim, eps
-    )
+    args = projected, weights, state, key_heads, key_dim, eps
+    with without_autocast(projected):
+        return ops.gated_delta_decode_forward(*args)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from ligermodels.kernels.dispatch import (
     compute_dtype,
     refuse_double_backward,
     select,
+    without_autocast,
 )
 from ligermodels.kernels.gated_delta import row_starts
 
@@ -46,9 +47,11 @@ class _GatedDeltaLayer(torch.autograd.Function):
         made = ctx.ops[0].gated_delta_inputs_forward(inputs, *ctx.sizes)
         grad_out = torch.zeros_like(made[2]) if grad_out is None else grad_out
         rule = DeltaRule(*(*made, inputs.cu_seqlens, initial_state))
-        *grads, grad_initial = ctx.ops[1].gated_delta_backward(rule, scale, grad_out, grad_final)
-        del made, rule
-        grads = ctx.ops[0].gated_delta_inputs_backward(inputs, grads)
+        upstream = grad_out, grad_final
+        with without_autocast(grad_out):
+            *grads, grad_initial = ctx.ops[1].gated_delta_backward(rule, scale, *upstream)
+            del made, rule
+            grads = ctx.ops[0].gated_delta_inputs_backward(inputs, grads)
         return None, None, *grads, None, grad_initial if ctx.needs_input_grad[9] else None
 
 
@@ -104,5 +107,6 @@ def gated_delta_layer(
         initial_state = initial_state.to(compute_dtype(qkv))
     rows, starts = (x.flatten(0, 1) for x in (qkv, b, a)), row_starts(qkv, cu_seqlens)
     given = *rows, weight, a_log, dt_bias, starts, initial_state
-    out, state = apply(_GatedDeltaLayer, key_heads, key_dim, *given)
+    with without_autocast(qkv):
+        out, state = apply(_GatedDeltaLayer, key_heads, key_dim, *given)
     return out.unflatten(0, qkv.shape[:2]), state

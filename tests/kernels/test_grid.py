@@ -140,6 +140,17 @@ def test_autocast(float32_place, name, dtype, backward) -> None:
     )
 
 
+@pytest.mark.parametrize("name", [name for name in FIRST if name != "linear_divergence"])
+def test_autocast_changes_nothing_in_its_dtype(name) -> None:
+    """No op loses the float32 of its sums; only the teacher of a divergence has another dtype."""
+    case = CASES[name]
+    made = leaves(case, case.inputs(*SIZES["odd"]), Place("cpu", torch.bfloat16))
+    expected = outputs_and_gradients(case.function, made)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outputs_and_gradients(case.function, made)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("place", places(FLOAT32, gpu=(BFLOAT16,)), indirect=True)
 @pytest.mark.parametrize("name", FIRST if INTERPRETING else CASES)
 def test_twice_over_a_retained_graph(place, name) -> None:
