@@ -14,7 +14,7 @@ class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(..., fused=True)` with the same state, faster for large parameters.
 
     PyTorch's kernel reaches two thirds of the bandwidth of an H100. It still updates parameters on
-    a CPU, in float64, or of fewer than 2^20 elements.
+    a CPU, in float64, of fewer than 2^20 elements, or of a group with amsgrad or maximize.
 
     Args: params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; lr is a number.
     """
@@ -34,12 +34,13 @@ class AdamW(torch.optim.AdamW):
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
         options = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         filled = [each for each in lists if each]  # parameter, gradient, two moments, step
+        usual = not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor))
         rest, steps = [], []
         for tensors in zip(*filled):
             local = [getattr(each, "_local_tensor", each) for each in tensors]  # of a DTensor
             placements = {getattr(each, "placements", None) for each in tensors[:4]}
             alike = len(placements) == 1 and getattr(self, "found_inf", None) is None
-            if alike and all(map(_is_large, local[:4])):
+            if usual and alike and all(map(_is_large, local[:4])):
                 select("adamw", local[0]).adamw(*local, *options)
                 steps.append(tensors[-1])
             else:

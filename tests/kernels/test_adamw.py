@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from ligermodels import AdamW
 from ligermodels.kernels import adamw
 
 
-def test_steps(place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_group", [{}, {"maximize": True}, {"amsgrad": True}])
+def test_steps(place, of_group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bfloat16 number may round to a neighbour, because the order of operations differs."""
     monkeypatch.setattr(adamw, "LARGE", 1000)
     draw = torch.Generator().manual_seed(0)
@@ -20,7 +23,10 @@ def test_steps(place, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [normal(3, 1001).requires_grad_(), normal(10).requires_grad_()]
     theirs = [x.detach().clone().requires_grad_() for x in ours]
     options = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
-    one, other = AdamW(ours, **options), torch.optim.AdamW(theirs, **options, fused=True)
+    one, other = (
+        make([{"params": x, **of_group}], **options)
+        for make, x in ((AdamW, ours), (partial(torch.optim.AdamW, fused=True), theirs))
+    )
     for step in range(5):
         for a, b in zip(ours, theirs):
             a.grad = normal(*a.shape)
