@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.checks import misfit
-from ligermodels.kernels.dispatch import refuse_double_backward, select
+from ligermodels.kernels.dispatch import refuse_double_backward, select, without_autocast
+from ligermodels.kernels.launch import cdiv
 
 LARGEST = 512  # elements of a head
+MOST_PROGRAMS = 65_535  # that CUDA takes on the second and third axis of a grid
 
 
 class _WideAttention(torch.autograd.Function):
@@ -26,7 +28,8 @@ class _WideAttention(torch.autograd.Function):
         refuse_double_backward("wide_attention")
         q, k, v, out, lse, *rest = ctx.saved_tensors
         options = tuple(rest[:4]), tuple(rest[4:]), ctx.scale
-        grads = ctx.ops.wide_attention_backward(grad, q, k, v, out, lse, *options)
+        with without_autocast(grad):
+            grads = ctx.ops.wide_attention_backward(grad, q, k, v, out, lse, *options)
         return *grads, None, *(None,) * len(rest)
 
 
@@ -65,4 +68,12 @@ def wide_attention(
         )
         raise misfit("wide_attention", expected, q=q, k=k, v=v)
     rest = [x if x is None else x.contiguous() for x in (*ranges, *(ids or (None, None)))]
-    return _WideAttention.apply(q, k, v, scale, *rest)
+    most = max(1, MOST_PROGRAMS // heads)  # rows of the batch in a launch
+    with without_autocast(q):
+        if len(q) <= most:
+            return _WideAttention.apply(q, k, v, scale, *rest)
+        parts = [
+            [x] * cdiv(len(q), most) if x is None or len(x) == 1 else x.split(most)
+            for x in (q, k, v, *rest)
+        ]
+        return torch.cat([_WideAttention.apply(*x[:3], scale, *x[3:]) for x in zip(*parts)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ligermodels.kernels import wide_attention as op
 from ligermodels.kernels.launch import Launch, Launches
 from ligermodels.kernels.wide_attention import wide_attention
 from ligermodels.layers.attention_mask import AttentionMask
@@ -106,6 +107,23 @@ def test_values_and_gradients(
             assert relative(grad, want) <= bound
         else:  # in a window of one, the only weight is 1 for any score
             assert grad.norm() <= bound * upstream.norm()
+
+
+def test_a_batch_of_more_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows and heads than a grid takes are computed in parts."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, n, 7, 264, generator=draw).requires_grad_() for n in (4, 2, 2))
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2]]).repeat(5, 1)
+    for given in ({}, {"document_ids": ids}):
+        mask = AttentionMask(7, 7, **given)
+        ranges = mask.key_ranges(None, 5, q.device, causal=True)
+        both = []
+        for most in (op.MOST_PROGRAMS, 9):
+            monkeypatch.setattr(op, "MOST_PROGRAMS", most)
+            out = op.wide_attention(q, k, v, *ranges, scale=0.1)
+            both.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for found, expected in zip(*both):
+            torch.testing.assert_close(found, expected)
 
 
 def test_refusals() -> None:
