@@ -185,7 +185,8 @@ def quantized_expert_linear(
     """Launch the kernels for `reference.quantized_expert_linear`."""
     experts = len(starts) - 1
     if transposed and len(x) <= ROWS_IN_TILE[levels is not None] * experts:
-        x, features = x.contiguous(), len(codes) // experts
+        x, codes, scales = x.contiguous(), codes.contiguous(), scales.contiguous()
+        features = len(codes) // experts
         out = x.new_empty(len(x), features)
         if len(x):
             setting = launch(QUANTIZED, x.element_size())
@@ -210,7 +211,8 @@ def quantized_expert_linear_few(
     count: int,
 ) -> Tensor:
     """Launch the kernel for `reference.quantized_expert_linear_few`."""
-    x, pairs, features = x.contiguous(), experts.numel(), len(codes) // count
+    x, codes, scales = x.contiguous(), codes.contiguous(), scales.contiguous()
+    pairs, features = experts.numel(), len(codes) // count
     out = x.new_empty(pairs, features)
     if pairs:
         setting = launch(QUANTIZED_FEW, x.element_size())
