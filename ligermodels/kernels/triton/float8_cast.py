@@ -108,7 +108,7 @@ def float8_cast(
     padded = cdiv(rows, MULTIPLE) * MULTIPLE
     if straight and transposed and amax is None:
         # One launch for both took longer than two: each of its tiles has 128 x 128 elements.
-        first, _ = float8_cast(x, None, dtype, square, True, False)
+        first, _ = float8_cast(x, None, dtype, square, True, False, seen)
         return first, float8_cast(x, None, dtype, square, False, True)[1]
     if transposed and x.element_size() > 2:
         # Triton 3.6 transposes a tile of float32 on its way to float8 wrongly on Hopper.
