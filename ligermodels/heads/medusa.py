@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.loss_options import LossOptions
 from ligermodels.layers import LossHead
+from ligermodels.layers.loss_head import only_normalizer
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.inputs import next_token_targets
 
@@ -130,8 +131,7 @@ class MedusaHeads(nn.Module):
         ignore_index = options.get("ignore_index", self.ignore_index)
         targets = [draft_targets(labels, i + 1, document_ids, ignore_index) for i in range(count)]
         valid = torch.stack([(x != ignore_index).sum() for x in targets])
-        if normalizer is None:
-            normalizer = num_items_in_batch
+        normalizer = only_normalizer(normalizer, num_items_in_batch)
         LossOptions.of(normalizer=normalizer)  # raises
         divisors = loss_divisors(valid, normalizer)
         divisors = divisors.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)

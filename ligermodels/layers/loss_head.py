@@ -209,6 +209,22 @@ class HeadOutput(NamedTuple):
         )
 
 
+def only_normalizer(
+    normalizer: float | Tensor | None, num_items_in_batch: float | Tensor | None
+) -> float | Tensor | None:
+    """Return the one of two names of an option that is given, or None.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if normalizer is not None and num_items_in_batch is not None:
+        raise ValueError(
+            "the loss head: normalizer and num_items_in_batch are two names of one option; pass "
+            "only one of them"
+        )
+    return num_items_in_batch if normalizer is None else normalizer
+
+
 class LossHead(nn.Module):
     """A linear projection fused with cross entropy, computed chunk by chunk.
 
@@ -330,12 +346,8 @@ class LossHead(nn.Module):
             Also everything that `ligermodels.kernels.linear_cross_entropy` raises.
         """
         if num_items_in_batch is not None:
-            if loss_options.get("normalizer") is not None:
-                raise ValueError(
-                    "LossHead: normalizer and num_items_in_batch are two names of one option; pass "
-                    "only one of them"
-                )
-            loss_options["normalizer"] = num_items_in_batch
+            given_normalizer = loss_options.get("normalizer")
+            loss_options["normalizer"] = only_normalizer(given_normalizer, num_items_in_batch)
         given = self._with_defaults("", loss_options, LOSS_OPTIONS)
         if loss_function is not None:
             asked = {**loss_options, "teacher": teacher}

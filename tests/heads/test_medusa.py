@@ -77,6 +77,8 @@ def test_the_losses_of_all_heads(tied, num_blocks, chunk_size) -> None:
         out = heads(hidden, torch.full_like(labels, -100), normalizer=normalizer)
         assert out.loss == 0 and (out.losses == 0).all()
     assert torch.equal(heads(hidden, labels, num_items_in_batch=20).loss, whole.loss)
+    with pytest.raises(ValueError, match="two names of one option"):
+        heads(hidden, labels, normalizer=20, num_items_in_batch=20)
     with pytest.raises(ValueError, match="normalizer"):
         heads(hidden, labels, normalizer=-1)
 
