@@ -59,6 +59,20 @@ def test_no_companion_package_is_imported_at_the_top() -> None:
     assert not [path for path in core if companion.search(path.read_text(encoding="utf-8"))]
 
 
+def test_what_the_core_imports_is_a_dependency() -> None:
+    """Imports inside functions may be of extras, and integrations name what they lack."""
+    project = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    listed = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+    named = re.findall(r'^    "([\w-]+)', listed, re.M)
+    ours = {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in named}
+    ours |= {"ligermodels", *sys.stdlib_module_names}
+    for path in set(files(PACKAGE)) - set(files(PACKAGE / "integrations")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert {name.partition(".")[0] for name in names} <= ours, path
+
+
 def test_rooms_are_not_importable_from_the_top() -> None:
     """transformers itself tries to import a package named `kernels`."""
     for room in STANDS_ON:

@@ -219,8 +219,10 @@ def _cached(
     Args: fault: why the hub did not answer; None if it was not asked.
     """
     import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors
 
+    # An older huggingface_hub has neither the error nor the function that raises it.
+    no_list = getattr(errors, "CachedRepoTreeNotFoundError", AttributeError)
     reason = "local_files_only is set"
     if fault is not None:
         reason = f"the hub gives no answer that can be used ({first_line(fault)})"
@@ -246,7 +248,7 @@ def _cached(
             f"{repo}: {reason}, and the cached copy is incomplete; download the rest first\n"
             f"  {incomplete}"
         ) from fault
-    except Exception:  # an older huggingface_hub, or another program took files one by one
+    except no_list:  # another program may have taken files one by one
         for name in (GENERATION_CONFIG_NAME, "tokenizer.json") if weights else ():
             if huggingface_hub.try_to_load_from_cache(repo, name, cache, revision) is None:
                 logger.warning("%s: the cached copy has no %s; the hub may have it", repo, name)

@@ -136,6 +136,12 @@ def test_a_cache_of_single_files_is_used_with_a_warning(hub, caplog):
         resolve(REPO)
     assert "has no tokenizer.json; the hub may have it" in caplog.text
     assert "generation_config" not in caplog.text
+    with (
+        offline(),
+        patch.object(huggingface_hub, "get_cached_repo_tree", side_effect=TypeError("a fault")),
+        pytest.raises(TypeError, match="a fault"),
+    ):
+        resolve(REPO)
 
 
 LOADS = {
