@@ -105,7 +105,7 @@ class GRPOObjective(Objective):
 
         def copied(place: Any) -> DecoderModel:
             copy = type(model).from_hf(str(model.source.folder), dtype=dtype, device=place)
-            if adapter.load_in is not None and not is_divided:  # as the weights of the model are
+            if adapter.load_in is not None:  # as the weights of the model are; it is not divided
                 quantize(copy, bits_of(adapter.load_in), device)
             copies.append(copy.requires_grad_(False).eval())
             return copy

@@ -56,6 +56,7 @@ def make(**changes):
         ({"lora_alpha": 4.0}, "lora_alpha: this needs lora_r"),
         ({"data_weights": [1, 2]}, "data_weights: there are 2, but train_files has 1"),
         (DPO_ | {"context_parallel": 2}, "cannot be combined with the loss dpo"),
+        (GRPO_ | {"expert_parallel": 2}, "combined with the loss grpo, which needs whole models"),
         (DPO_ | {"stream": True}, "stream: this is for packed documents, not for dpo"),
         (DPO_ | {"label_smoothing": 0.1}, "this is only for the loss_type robust, exo_pair"),
         (DPO_ | {"discopop_tau": 0.1}, "discopop_tau: this is only for the loss_type"),
