@@ -68,6 +68,12 @@ class Checkpoints:
         """Return the step of the newest checkpoint, or None if there is none."""
         return max(self.folders(), default=None)
 
+    def said_latest(self) -> str:
+        """Say which is the newest checkpoint."""
+        if (step := self.latest()) is None:
+            return "no checkpoint was written before"
+        return f"{self.folders()[step]} has the weights after step {step}"
+
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
         """Write the state after `step` steps. Every rank must call it.
 
@@ -80,7 +86,7 @@ class Checkpoints:
         if name := first_not_finite((key, x) for key, _, x in _state(model, optimizer)):
             raise LigerError(
                 f"step {step}: the update makes {name} infinite or NaN, so no checkpoint is "
-                "written; try a lower learning rate or a longer warm-up"
+                f"written; {self.said_latest()}; try a lower learning rate or a longer warm-up"
             )
         folder = self.folder / f"step-{step:08d}"
         aside = folder.with_name(folder.name + PART)

@@ -195,13 +195,12 @@ def write_answers(
     output: Path, groups: Iterable[Group], found: Iterable[Answer]
 ) -> Iterator[Answer]:
     """Append a line to a file for each prompt, its record and its texts; yield the answers."""
-    with writing(output), open(output, "ab") as file:
-        for group, answer in zip(groups, found):
-            texts: Any = answer.texts[0] if len(answer.texts) == 1 else answer.texts
-            line = json.dumps(texts, ensure_ascii=False)
+    for group, answer in zip(groups, found):
+        texts: Any = answer.texts[0] if len(answer.texts) == 1 else answer.texts
+        line = json.dumps(texts, ensure_ascii=False)
+        with writing(output), open(output, "ab") as file:
             file.write(_begin(group) + line.encode(errors="replace") + b"}\n")
-            file.flush()
-            yield answer
+        yield answer
 
 
 def _begin(group: Group) -> bytes:

@@ -199,6 +199,12 @@ class Run:
             self.began = saved is not None
             if saved is not None:
                 self._check_settings(saved["settings"])
+                if saved.get("ended") and self.checkpoints.latest() is None:
+                    raise LigerError(
+                        f"{self.run_dir.path}: this run has ended, its model is in "
+                        f"{self.run_dir.model_dir}, and there is no checkpoint to resume from; to "
+                        "train once more, overwrite it (--overwrite-output-dir)"
+                    )
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
             files = {} if rank() else file_hashes(source)
@@ -566,7 +572,7 @@ class Run:
                     self.interrupts.check()
                 self.run_dir.clear()
             self.run_dir.write_settings(facts, config_text(settings, command))
-        self.began = True
+        self.began, self.facts = True, facts
 
     def _finish(self, trainer: Trainer) -> FinetuneResult:
         """Export the model, draw the losses and return the result."""
@@ -576,6 +582,8 @@ class Run:
             self._note(
                 f"ended early after step {last}: no evaluation since step {trainer.best} was better"
             )
+        if options.keep_best and not trainer.has_helped:
+            self._note("no evaluation is better than that before the first step")
         if options.keep_best and trainer.best not in (None, last):
             trainer.save()  # with the weights of its last step
             last = trainer.best
@@ -597,6 +605,7 @@ class Run:
                         "loss.png was not drawn, because matplotlib is not installed "
                         "(pip install 'ligermodels[plot]')"
                     )
+                self.run_dir.write_settings({**self.facts, "ended": True})
                 if not options.save_steps:  # An interruption may have written some.
                     self.checkpoints.clear()
                 if options.push_to_hub is not None:

@@ -196,11 +196,12 @@ class RunDir:
             )
         return found
 
-    def write_settings(self, settings: Mapping[str, Any], config: str) -> None:
-        """Write run.json, and the text of run.yaml."""
+    def write_settings(self, settings: Mapping[str, Any], config: str | None = None) -> None:
+        """Write run.json, and the text of run.yaml, if it is given."""
         text = json.dumps(settings, indent=2) + "\n"
         atomic_write(self.path / RUN_FILE, lambda part: part.write_text(text, "utf-8"))
-        atomic_write(self.path / "run.yaml", lambda part: part.write_text(config, "utf-8"))
+        if config is not None:
+            atomic_write(self.path / "run.yaml", lambda part: part.write_text(config, "utf-8"))
 
     def log(self, entry: Metrics) -> None:
         """Append a line to metrics.jsonl."""

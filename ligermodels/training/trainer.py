@@ -335,8 +335,16 @@ class Trainer:
     @property
     def best(self) -> int | None:
         """The step of the best evaluation after the first step, the first of equal ones."""
+        return self._best_from(1)
+
+    @property
+    def has_helped(self) -> bool:
+        """Whether an evaluation is better than that before the first step, or there is none."""
+        return self._best_from(0) != 0
+
+    def _best_from(self, first: int) -> int | None:
         sign = -1 if self.objective.higher_is_better else 1
-        found = {step: sign * x for step, x in self._evaluated.items() if 0 < step <= self.done}
+        found = {i: sign * x for i, x in self._evaluated.items() if first <= i <= self.done}
         return min(found, key=lambda step: (found[step], step), default=None)
 
     def _is_at_end(self) -> bool:
@@ -438,7 +446,8 @@ class Trainer:
         key, name = self.objective.shown
         if odd := next((k for k in found if not math.isfinite(found[k])), None):
             label = "held-out loss" if odd == "eval_loss" else odd
-            raise LigerError(f"step {self.done}: the {label} is {found[odd]}")
+            kept = self.checkpoints.said_latest()
+            raise LigerError(f"step {self.done}: the {label} is {found[odd]}; {kept}")
         self._evaluated[self.done] = found[key]
         self.run_dir.log({"step": self.done, **found, **sample(self.done)})
         loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
@@ -468,7 +477,8 @@ class Trainer:
             if not math.isfinite(entry["loss"]) or not math.isfinite(entry["grad_norm"]):
                 raise LigerError(
                     f"step {entry['step']}: the loss is {entry['loss']} and the gradient norm is "
-                    f"{entry['grad_norm']}; try a lower learning rate or a longer warm-up"
+                    f"{entry['grad_norm']}; {self.checkpoints.said_latest()}; try a lower learning "
+                    "rate or a longer warm-up"
                 )
             self.run_dir.log(entry)
         if advance is not None:

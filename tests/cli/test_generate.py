@@ -16,6 +16,7 @@ from ligermodels import AutoLiger
 from ligermodels.heads.medusa import MedusaHeads
 from ligermodels.heads.medusa_file import save_heads
 from ligermodels.text.tokenizer import Tokenizer
+from ligermodels.training.evaluate import write_answers
 from tests.cli.helpers import assert_one_line
 from tests.training.tiny_run import make_checkpoint
 
@@ -201,6 +202,15 @@ def test_what_may_not_be_the_file_of_answers(call, checkpoint, prompts, tmp_path
     command = ["generate", checkpoint, "--device", "cpu", "--input", prompts]
     assert_one_line(call(*command, "--output", prompts), "is the file of --input; give another")
     assert_one_line(call(*command, "--output", tmp_path), "Is a directory")
+
+
+def test_a_fault_of_the_generation_is_none_of_the_file_of_answers(tmp_path):
+    def found():
+        raise OSError("a library is missing")
+        yield
+
+    with pytest.raises(OSError, match=r"^a library is missing$"):
+        next(write_answers(tmp_path / "answers.jsonl", [None], found()))
 
 
 def test_draws_after_a_kill_are_other_ones(call, checkpoint, prompts, tmp_path):

@@ -111,6 +111,7 @@ def test_adapters_stop_when_their_time_is_up_and_go_on(inputs, tmp_path, monkeyp
     lora = {"lora_r": 8, "lora_dora": True, "lora_rslora": True, "export": "adapter"}
     lora |= {"modules_to_save": ["embed_tokens", "norm"], "lr_factors": ["*.lora_b=16"]}
     given = COMMON | lora | {"eval_fraction": 0.1, "max_steps": 12, "learning_rate": 1e-3}
+    given |= {"save_steps": 12}
     with pytest.raises(Interrupted, match=r"max_hours: .*the state after step"):
         run(*inputs, tmp_path / "run", **given, max_hours=8 / 3600)
     done = run(*inputs, tmp_path / "run", **given, max_hours=1.0, resume=True)

@@ -51,6 +51,13 @@ def test_early_stopping_keeps_the_best_and_a_resumed_run_ends_there(inputs, meas
     assert (again.steps, again.eval_after) == (8, result.eval_after)
 
 
+def test_a_run_says_if_it_began_with_its_best_evaluation(inputs, measured, tmp_path):
+    measured[0] = 0.5
+    result = run(*inputs, tmp_path / "run", keep_best=True, eval_steps=2, max_steps=4)
+    assert result.exported_step == 4
+    assert any("no evaluation is better than that before" in note for note in result.notes)
+
+
 def test_a_run_stops_when_its_time_is_up_and_goes_on(inputs, tmp_path):
     base = {"eval_fraction": 0, "max_steps": 2}
     with pytest.raises(Interrupted, match="max_hours: the time of 1e-09 hours was over before"):

@@ -69,7 +69,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text, tmp_path):
 def test_a_last_update_that_is_not_finite_is_not_exported(
     checkpoint, text, tmp_path, save_steps, fraction
 ):
-    with pytest.raises(LigerError, match=r"infinite or NaN|held-out loss is nan"):
+    with pytest.raises(LigerError, match=r"infinite or NaN.*no checkpoint was|loss is nan; no"):
         run(
             checkpoint,
             text,
@@ -103,6 +103,28 @@ def test_an_export_that_fails_keeps_the_trained_weights(checkpoint, text, tmp_pa
         run(checkpoint, text, tmp_path / "run", max_steps=1, save_steps=0)
     monkeypatch.setattr(Trainer, "step", None)
     assert run(checkpoint, text, tmp_path / "run", max_steps=1, save_steps=0, resume=True).loss
+
+
+def test_a_run_that_has_ended_without_checkpoints_is_not_trained_again(checkpoint, text, tmp_path):
+    given = {"max_steps": 1, "save_steps": 0}
+    run(checkpoint, text, tmp_path / "run", **given)
+    with pytest.raises(LigerError, match=r"this run has ended, its model is in .*/run/model"):
+        run(checkpoint, text, tmp_path / "run", **given, resume=True)
+
+
+def test_a_loss_that_is_not_finite_names_the_checkpoint_that_is_left(
+    checkpoint, text, tmp_path, monkeypatch
+):
+    step = Trainer.step
+
+    def broken(trainer, number, batches):
+        made = step(trainer, number, batches)
+        return {**made, "loss": torch.tensor(torch.nan)} if number == 1 else made
+
+    monkeypatch.setattr(Trainer, "step", broken)
+    left = r"the loss is nan .*step-00000001 has the weights after step 1; try a lower"
+    with pytest.raises(LigerError, match=left):
+        run(checkpoint, text, tmp_path / "run", max_steps=2, save_steps=1)
 
 
 def test_weights_too_large_for_the_dtype_of_the_export_are_kept(text, tmp_path):
