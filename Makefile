@@ -87,7 +87,7 @@ lint: $(VENV)/.test
 	$(BIN)/python -m mypy
 
 site: $(VENV)/.test
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 parity: $(VENV)/.test
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.models.parity_table -n $(WORKERS)

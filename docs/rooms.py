@@ -185,10 +185,7 @@ def against_the_order() -> list[str]:
 
 
 def picture() -> str:
-    """Return a Mermaid graph with an arrow from each room to each room that it imports.
-
-    An arrow is left out if other arrows already lead from the first room to the second.
-    """
+    """Return a line of rooms for each level, the highest first: a room imports lower levels."""
     graph: dict[str, set[str]] = {room: set() for room in STANDS_ON}
     for module, imported in module_graph().items():
         room = room_of(module) or ""
@@ -196,14 +193,15 @@ def picture() -> str:
             others = {room_of(other) or "" for other in imported}
             graph[room] |= (others & graph.keys()) - {room}
 
-    def reached(room: str) -> set[str]:
-        return graph[room].union(*(reached(other) for other in graph[room]))
+    def level(room: str) -> int:
+        return 1 + max((level(other) for other in graph[room]), default=0)
 
-    lines = ["```mermaid", "flowchart TD"]
-    for room, others in graph.items():
-        indirect = set().union(*(reached(near) for near in others))
-        lines += [f"    {room} --> {other}" for other in sorted(others - indirect)]
-    return "\n".join([*lines, "```"])
+    levels = {room: level(room) for room in graph}
+    lines = [
+        "  ".join(room for room in graph if levels[room] == each)
+        for each in sorted(set(levels.values()), reverse=True)
+    ]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def with_current_picture(page: str) -> str:

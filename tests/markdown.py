@@ -30,7 +30,7 @@ from tests import limits
 
 ROOT = Path(__file__).parent.parent
 PYTHON, SHELL = ("python",), ("bash", "sh")
-SHOWN = ("text", "mermaid")  # blocks that a reader looks at and does not run
+SHOWN = ("text",)  # blocks that a reader looks at and does not run
 # The pages use a small checkpoint that needs no account, so that everybody can run them.
 CHECKPOINT = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

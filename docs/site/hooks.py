@@ -150,6 +150,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return outside_links(markdown, page.file.src_uri)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Keep the link to the repository from asking GitHub for its stars."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def outside_links(markdown: str, uri: str) -> str:
     """Return the text of the page `uri` with each link that leaves docs/ replaced."""
 
@@ -363,10 +368,19 @@ def file_lines() -> Iterator[str]:
 def reference_pages() -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each page of the reference, and of its index."""
     index = ["# Reference", "", "The public names, with the text of their docstrings.", ""]
-    for title, places in REFERENCE.items():
+    listed = {
+        title: dict.fromkeys(each for place in places for each in public_objects(place))
+        for title, places in REFERENCE.items()
+    }
+    page_of = {path: title for title, paths in listed.items() for path in paths}  # the last one
+    for title, objects in listed.items():
         page = title.lower().replace(" ", "_") + ".md"
-        objects = {each: None for place in places for each in public_objects(place)}
-        lines = [f"# {title}", "", *(f"::: {path}\n" for path in objects)]
+        lines = [f"# {title}", ""]
+        elsewhere = [path for path in objects if page_of[path] != title]
+        if elsewhere:
+            links = (f"[{path.rpartition('.')[2]}][{path}]" for path in elsewhere)
+            lines += [f"On other pages: {', '.join(links)}.", ""]
+        lines += [f"::: {path}\n" for path in objects if page_of[path] == title]
         names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in objects)
         index.append(f"- [{title}]({page}): {names}")
         yield f"reference/{page}", "\n".join(lines)

@@ -94,8 +94,10 @@ def grpo_loss(
             Intellect 2025, arXiv 2505.07291).
         importance_sampling_level: "token", or "sequence" for the geometric mean of the completion's
             ratios (GSPO, Zheng et al. 2025, arXiv 2507.18071).
-        sapo_temperature_pos, ..., vespo_lambda_neg: constants of these two, for advantages above 0
-            (vespo: at least 0) and for the others.
+        sapo_temperature_pos, sapo_temperature_neg: constants of "sapo", for advantages above 0 and
+            for the others.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: constants of "vespo", for
+            advantages of at least 0 and for the others.
         off_policy_mask_threshold: a completion has no loss if its advantage is negative and the
             mean log ratio of the sampler to the policy is above this (arXiv 2512.02556).
         top_entropy_quantile: the share of the tokens of this batch, those of highest entropy, whose

@@ -596,8 +596,8 @@ class DecoderModel(HFModel, PlannedModel):
         Args:
             inputs: ids (batch, seq) or embeddings (batch, seq, hidden), of which only the shape and
                 the device count.
-            position_ids, cu_seqlens, max_seqlen, attention_mask, prefix_lengths, memory,
-                memory_mask, cache: as in `forward`.
+            position_ids, cu_seqlens, max_seqlen, attention_mask: as in `forward`.
+            prefix_lengths, memory, memory_mask, cache: as in `forward`.
         Raises:
             ValueError: the arguments contradict each other, or one has a wrong shape or dtype.
         """

@@ -185,8 +185,7 @@ def linear_log_probs(
         targets: (...) int64. targets[i] is the class of hidden[i]: this function shifts nothing.
         bias: (vocab), in weight's dtype.
         entropy: whether to return the entropy.
-        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes,
-            skip_ignored, max_valid, vocab_shard: as in `linear_cross_entropy`.
+        vocab_shard, options: as in `linear_cross_entropy`.
     Returns: log-probabilities (...) and entropy (...) or None, in float32 (float64 for float64
         inputs). Both are 0 if the target is ignored.
     Raises:

@@ -72,12 +72,11 @@ def linear_group_loss(
     Args:
         hidden: (batch, seq, in), floating point. Groups are group_size neighbours in the batch.
         weight: (vocab, in). bias: (vocab). targets: (batch, seq) int64, aligned with hidden.
-        return_token_stats (("log_probs",)), alternatives: the statistics for loss_function, as in
-            `linear_cross_entropy`.
+        return_token_stats, alternatives: the statistics for loss_function, as in
+            `linear_cross_entropy`, by default ("log_probs",).
         skip_ignored: whether the matrix products skip ignored targets. It costs two host
             synchronisations.
-        ignore_index, softcap, logit_scale, temperature, chunk_size, max_scratch_bytes, max_valid,
-            vocab_shard: as in `linear_cross_entropy`.
+        options: the others are those of `linear_cross_entropy`.
     Returns: the sum, a scalar.
     Raises:
         ValueError: a shape, dtype or option is wrong, or loss_function does not return a scalar.
