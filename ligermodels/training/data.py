@@ -591,14 +591,19 @@ def _hub_data(what: str) -> Any:
 
 
 def read_pairs(
-    paths: Sequence[str | Path], tokenizer: Tokenizer, columns: Columns | None = None
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    columns: Columns | None = None,
+    *,
+    margins: bool = False,
 ) -> list[Group]:
     """Return groups of a chosen and a rejected completion, in file order.
 
+    Args: margins: whether a "margin" of a record must be a finite number or null.
     Raises:
         DataError: a file or a line is wrong; the message names them.
     """
-    return list(_read(paths, tokenizer, _pair, columns))
+    return list(_read(paths, tokenizer, partial(_pair, margins=margins), columns))
 
 
 def read_judged(
@@ -654,7 +659,10 @@ def _read(
         raise DataError(f"{', '.join(map(str, paths))}: there is no record")
 
 
-def _pair(record: Record, encoder: Encoder) -> Group:
+def _pair(record: Record, encoder: Encoder, margins: bool = False) -> Group:
+    margin = record.get("margin") if margins else None
+    if margin is not None and not (type(margin) in (int, float) and abs(margin) < 1e30):
+        raise DataError(f'"margin" must be a finite number or null, found {short_repr(margin)}')
     prompt = _checked_text(record, "prompt") if "prompt" in record else None
     pair = [_checked_text(record, key) for key in ("chosen", "rejected")]
     if prompt is None or (isinstance(prompt, str) and isinstance(pair[0], list)):

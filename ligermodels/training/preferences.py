@@ -251,6 +251,10 @@ class RewardObjective(PairObjective):
     shown = ("eval_accuracy", "accuracy")
     padding = 0
 
+    def read(self, files: Files, tokenizer: Tokenizer) -> list[Any]:
+        """Return pairs, whose margins are checked."""
+        return read_pairs(files, tokenizer, self.config.data.names, margins=True)
+
     def load(self, model: DecoderModel) -> int:
         """Find the padding, before which the model reads the last token of a text."""
         self.padding = model.config.pad_token_id or 0
@@ -263,11 +267,11 @@ class RewardObjective(PairObjective):
         batch = replace(batch, input_ids=batch.input_ids.masked_fill(is_padding, self.padding))
         out: Any = call(batch, labels=None)
         chosen, rejected = out.logits.float()[:, 0].chunk(2)
-        margins = [group.record.get("margin") for group in batch.groups]
-        given = None if None in margins else torch.tensor(margins, device=chosen.device).float()
+        margins = [float(group.record.get("margin") or 0) for group in batch.groups]
+        margin = torch.tensor(margins, device=chosen.device)
         options = self.options.formula_options(bradley_terry_loss)
         normalizer = normalizers["normalizer"]
-        return bradley_terry_loss(chosen, rejected, margin=given, normalizer=normalizer, **options)
+        return bradley_terry_loss(chosen, rejected, margin=margin, normalizer=normalizer, **options)
 
 
 def _labels(batch: GroupBatch) -> Tensor:

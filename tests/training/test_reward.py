@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from ligermodels.errors import DataError
 from ligermodels.heads.classifier import LigerClassifier
 from ligermodels.training.packing import row_order
 from tests.training.tiny_run import forget, make_text, run, same
@@ -46,6 +47,22 @@ def test_a_reward_model_learns_resumes_and_opens_in_transformers(checkpoint, pai
     ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     assert hf.config.num_labels == 1
     torch.testing.assert_close(scores(ours, ids), scores(hf, ids), rtol=1e-5, atol=1e-6)
+
+
+def test_a_margin_is_a_finite_number_or_null(checkpoint, tmp_path):
+    pair = {"prompt": "a", "chosen": " b", "rejected": " c"}
+    kept = [{**pair, "margin": x} for x in (None, 2, 0.5)]
+    file = tmp_path / "pairs.jsonl"
+    for odd in (float("nan"), "2", True):
+        file.write_text("\n".join(map(json.dumps, [*kept, {**pair, "margin": odd}])))
+        with pytest.raises(DataError, match=r'pairs.jsonl:4: "margin" must be a finite number'):
+            run(checkpoint, file, tmp_path / "run", **RATE)
+    losses = []
+    for each in (kept, [{**pair, "margin": x} for x in (0, 2, 0.5)]):  # null is no margin
+        file.write_text("\n".join(map(json.dumps, each)))
+        given = {**RATE, "eval_fraction": 0, "max_steps": 1, "overwrite_output_dir": True}
+        losses.append(run(checkpoint, file, tmp_path / "run", **given).loss)
+    assert losses[0] == losses[1]
 
 
 def test_the_first_loss_is_that_of_trl(checkpoint, pairs, tmp_path):
