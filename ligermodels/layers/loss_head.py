@@ -33,9 +33,9 @@ from ligermodels.kernels.linear_cross_entropy.groups import (
     group_options,
 )
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
-    GatherClasses,
-    SumGradient,
     VocabShard,
+    gather_classes,
+    sum_gradient,
 )
 from ligermodels.kernels.loss_options import (
     HEAD_OPTIONS,
@@ -504,7 +504,7 @@ class LossHead(nn.Module):
         The option `temperature` does not change what this returns.
         """
         if self.vocab_shard is not None:
-            hidden = SumGradient.apply(hidden, self.vocab_shard.group)
+            hidden = sum_gradient(hidden, self.vocab_shard.group)
         sharded = is_sharded(getattr(self.proj, "weight", None)) if not self._tied else False
         if self._tied or sharded or (dtype is not None and self.is_linear):
             weight = _whole(self.weight)
@@ -517,7 +517,7 @@ class LossHead(nn.Module):
             logits = self.proj(hidden)
             logits = logits if dtype is None else logits.to(dtype)
         if self.vocab_shard is not None:
-            logits = GatherClasses.apply(logits, self.vocab_shard)
+            logits = gather_classes(logits, self.vocab_shard)
         logits = logits * self.loss_options.get("logit_scale", 1.0)
         softcap = self.loss_options.get("softcap")
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

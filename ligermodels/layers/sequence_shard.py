@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather, reduce_scatter
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
+    all_gather,
+    exchanged,
+    reduce_scatter,
+    summed,
+)
 from ligermodels.kernels.loss_options import target_weight_sum
 from ligermodels.layers.loss_head import HeadOptions, HeadOutput, LossHead
 
@@ -60,11 +64,11 @@ class SequenceShard:
         """Return (batch, seq, ...) from each rank's (batch, seq / ranks, ...)."""
         if x.dtype == torch.bool:
             return self.whole(x.to(torch.uint8)).bool()
-        return _Whole.apply(x, self)
+        return exchanged(x, _whole, _summed_part, self)
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks."""
-        return _Total.apply(x, self.group)
+        return exchanged(x, summed, summed, self.group)
 
     def loss(
         self, head: LossHead, hidden: Tensor, targets: Tensor, options: HeadOptions
@@ -96,46 +100,25 @@ class SequenceShard:
         return output._make(joined)
 
 
-class _Whole(torch.autograd.Function):
-    """Gather the chunks of all ranks in their order. Gradients are summed in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard, ctx.dtype = shard, x.dtype
-        ranks, (batch, part, *rest) = shard.ranks, x.shape
-        parts = x.new_empty(ranks * batch, part, *rest)
-        if not x.is_meta:  # a simulation has one process
-            all_gather(parts, x.contiguous(), group=shard.group)
-        firsts, seconds = parts.view(ranks, batch, 2, part // 2, *rest).unbind(2)
-        # (batch, chunk, tokens of a chunk, ...)
-        chunks = torch.cat([firsts, seconds.flip(0)]).transpose(0, 1)
-        return chunks.reshape(batch, ranks * part, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ranks, (batch, seq, *rest) = ctx.shard.ranks, grad.shape
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        firsts, seconds = grad.unflatten(1, (2, ranks, -1)).transpose(0, 2).unbind(1)
-        parts = torch.stack([firsts, seconds.flip(0)], 2).to(dtype)
-        out = parts.new_empty(batch, seq // ranks, *rest)
-        if not grad.is_meta:
-            reduce_scatter(out, parts.reshape(ranks * batch, -1, *rest), group=ctx.shard.group)
-        return out.to(ctx.dtype), None
+def _whole(x: Tensor, shard: SequenceShard) -> Tensor:
+    """Gather the chunks of all ranks in their order."""
+    ranks, (batch, part, *rest) = shard.ranks, x.shape
+    parts = x.new_empty(ranks * batch, part, *rest)
+    if not x.is_meta:  # a simulation has one process
+        all_gather(parts, x.contiguous(), group=shard.group)
+    firsts, seconds = parts.view(ranks, batch, 2, part // 2, *rest).unbind(2)
+    # (batch, chunk, tokens of a chunk, ...)
+    chunks = torch.cat([firsts, seconds.flip(0)]).transpose(0, 1)
+    return chunks.reshape(batch, ranks * part, *rest)
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum(grad, ctx.group), None
-
-
-def _sum(x: Tensor, group: Any) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    if not x.is_meta:
-        dist.all_reduce(x, group=group)
-    return x
+def _summed_part(grad: Tensor, shard: SequenceShard) -> Tensor:
+    """Sum the gradients of all ranks in float32, and return this rank's chunks of them."""
+    ranks, (batch, seq, *rest) = shard.ranks, grad.shape
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    firsts, seconds = grad.unflatten(1, (2, ranks, -1)).transpose(0, 2).unbind(1)
+    parts = torch.stack([firsts, seconds.flip(0)], 2).to(dtype)
+    out = parts.new_empty(batch, seq // ranks, *rest)
+    if not grad.is_meta:
+        reduce_scatter(out, parts.reshape(ranks * batch, -1, *rest), group=shard.group)
+    return out.to(grad.dtype)

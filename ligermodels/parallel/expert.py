@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
 from ligermodels.kernels.dispatch import autocast_dtype, select
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import all_gather, exchanged
 from ligermodels.layers import Experts
 from ligermodels.layers.experts import STACKS
 from ligermodels.models.base import DecoderModel
@@ -102,7 +102,8 @@ class Exchange:
         x = x.to(autocast_dtype(x) or x.dtype)
         journey, expert, weight = self._plan(weights.detach(), experts)
         rows, weight = _Send.apply(x, weights, weight, journey)
-        return _Return.apply(mlps(rows, weight[:, None], expert[:, None]), journey)
+        pairs = mlps(rows, weight[:, None], expert[:, None])
+        return exchanged(pairs, journey.back, lambda grad: journey.there(grad / len(self.sizes)))
 
     def _plan(self, weights: Tensor, experts: Tensor) -> tuple[_Journey, Tensor, Tensor]:
         """Tell all ranks which tokens come to which of their experts, and with which weights.
@@ -204,8 +205,9 @@ def _sums(rows: Tensor, place: Tensor) -> Tensor:
 class _Send(torch.autograd.Function):
     """Send tokens to the ranks of their experts; their weights, `come`, have arrived already.
 
-    Between here and `_Return`, gradients are divided by the number of ranks. An expert's parameters
-    get the gradients of all these ranks' tokens as one sum, where other parameters get their mean.
+    From here until the results are back, gradients are divided by the number of ranks. An expert's
+    parameters get the gradients of all these ranks' tokens as one sum, where other parameters get
+    their mean.
     """
 
     @staticmethod
@@ -222,16 +224,3 @@ class _Send(torch.autograd.Function):
         journey, ranks = ctx.journey, len(ctx.journey.sent)
         grad_x = journey.back(grad_rows) * ranks
         return grad_x, journey.weights_back(grad_weights) * ranks, None, None
-
-
-class _Return(torch.autograd.Function):
-    """Bring the results back to their tokens, and sum those of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, pairs: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.back(pairs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.journey.there(grad / len(ctx.journey.sent)), None

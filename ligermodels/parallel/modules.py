@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ligermodels import kernels
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import (
-    SumGradient,
     all_gather,
+    exchanged,
     reduce_scatter,
+    sum_gradient,
 )
 from ligermodels.layers import LayerNorm, RMSNorm
 
@@ -44,8 +45,8 @@ class RowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, seq / ranks, outputs) for x (batch, seq, inputs of this rank)."""
-        y = ScatterSequence.apply(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + SumGradient.apply(self.bias, self.group)
+        y = exchanged(F.linear(x, self.weight), scatter_sequence, gather_sequence, self.group)
+        return y if self.bias is None else y + sum_gradient(self.bias, self.group)
 
 
 class SequenceRMSNorm(RMSNorm):
@@ -89,13 +90,14 @@ def _of_sequence(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Apply the first op of a norm to x, or the second one to x and a residual."""
     alone, added = ops
-    own = [None if p is None else SumGradient.apply(p, norm.group) for p in parameters]
+    own = [None if p is None else sum_gradient(p, norm.group) for p in parameters]
     total = None
     if residual is None:
         y = alone(x, *own, **options)
     else:
         y, total = added(x, residual, *own, **options)
-    y = GatherSequence.apply(y, norm.group) if norm.gathers else y
+    if norm.gathers:  # for what all ranks compute alike: each takes its part of the gradient
+        y = exchanged(y, gather_sequence, _own_part, norm.group)
     return y if total is None else (y, total)
 
 
@@ -141,7 +143,8 @@ class VocabularyEmbedding(nn.Embedding):
             # The padding token's embedding gets no gradient, as in nn.Embedding.
             trained = (mine & (input != self.padding_idx)).unsqueeze(-1)
             rows = torch.where(trained, rows, rows.detach())
-        rows = ScatterSequence.apply(rows.masked_fill(~mine.unsqueeze(-1), 0.0), self.group)
+        rows = rows.masked_fill(~mine.unsqueeze(-1), 0.0)
+        rows = exchanged(rows, scatter_sequence, gather_sequence, self.group)
         if self.scale is None:
             return rows
         return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
@@ -208,28 +211,5 @@ def scatter_sequence(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-class ScatterSequence(torch.autograd.Function):
-    """Sum over the ranks, and keep this rank's part of the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gather_sequence(grad, ctx.group), None
-
-
-class GatherSequence(torch.autograd.Function):
-    """Gather the sequence for what all ranks compute alike: each takes its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ranks, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return grad.chunk(ranks, 1)[rank], None
+def _own_part(grad: Tensor, group: Any) -> Tensor:
+    return grad.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]

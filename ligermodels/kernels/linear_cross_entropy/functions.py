@@ -23,7 +23,7 @@ from ligermodels.kernels.linear_cross_entropy.autograd import (
     NeedsGrad,
     RecomputeInBackward,
 )
-from ligermodels.kernels.linear_cross_entropy.vocab_shard import SumGradient, VocabShard
+from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard, sum_gradient
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,
     LOSS_OPTIONS,
@@ -260,7 +260,7 @@ def make_head(
             raise misfit(
                 "loss head", expected, top_k=options.top_k, alternatives=options.alternatives
             )
-        hidden = SumGradient.apply(hidden, shard.group)
+        hidden = sum_gradient(hidden, shard.group)
     needs_grad = NeedsGrad.of(hidden, weight, bias)
     index, row_targets = chunk_plan.valid_rows(targets, options)
     if token_weights is not None:

@@ -190,35 +190,52 @@ def _gathered(values: Tensor, shard: VocabShard) -> Tensor:
     return out
 
 
-class SumGradient(torch.autograd.Function):
-    """Return a tensor itself. Its gradient is summed over the ranks of a group."""
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *args: Any
+    ) -> Tensor:
+        ctx.back, ctx.args = back, args
+        return there(x, *args)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """Return x, which all ranks of the group have."""
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Sum the parts of the gradient that the ranks have."""
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.back(grad, *ctx.args), *[None] * (2 + len(ctx.args))
 
 
-class GatherClasses(torch.autograd.Function):
-    """Return the logits of all classes; each rank takes its part of their gradient."""
+def exchanged(
+    x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *args: Any
+) -> Tensor:
+    """Return there(x, *args), an exchange between ranks; its gradient takes the way `back`.
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
-        """Return (..., vocab) for each rank's (..., classes)."""
-        ctx.first, ctx.columns = shard.first, logits.shape[-1]
-        padded = torch.nn.functional.pad(logits, (0, shard.most_classes - ctx.columns))
-        every = _gathered(padded, shard).movedim(0, -2).flatten(-2)
-        return every[..., : shard.vocab].contiguous()
+    Args: back: maps the gradient of the result, and args, to the gradient of x.
+    """
+    return _Exchanged.apply(x, there, back, *args)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Return the gradient of this rank's classes."""
-        return grad[..., ctx.first : ctx.first + ctx.columns], None
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """Return the sum of a tensor over the ranks of a group, as a new tensor."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    if not x.is_meta:  # a simulation has one process
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def sum_gradient(x: Tensor, group: Any) -> Tensor:
+    """Return x, which all ranks of a group have. Its gradient is summed over them."""
+    return exchanged(x, lambda x, group: x.view_as(x), summed, group)
+
+
+def gather_classes(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Return (..., vocab) for each rank's (..., classes), which takes its part of the gradient."""
+    return exchanged(logits, _all_classes, _own_classes, shard)
+
+
+def _all_classes(logits: Tensor, shard: VocabShard) -> Tensor:
+    padded = torch.nn.functional.pad(logits, (0, shard.most_classes - logits.shape[-1]))
+    every = _gathered(padded, shard).movedim(0, -2).flatten(-2)
+    return every[..., : shard.vocab].contiguous()
+
+
+def _own_classes(grad: Tensor, shard: VocabShard) -> Tensor:
+    return grad[..., shard.first : shard.first + shard.most_classes]
