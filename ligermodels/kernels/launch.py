@@ -26,8 +26,9 @@ class Launch(NamedTuple):
     precision: str = "ieee"  # of products of float32; "tf32" rounds them, and AMD may not have it
 
 
-# (largest row length, launch config): the first entry that fits is used; None is any length.
-Table = tuple[tuple[int | None, Launch], ...]
+# (largest row length, launch config): the first entry that fits is used; None is any length. A
+# single config is for rows of any length.
+Table = tuple[tuple[int | None, Launch], ...] | Launch
 
 
 class Launches(NamedTuple):
@@ -41,9 +42,14 @@ class Launches(NamedTuple):
     amd: Table
 
 
+def entries(table: Table) -> tuple[tuple[int | None, Launch], ...]:
+    """Return the entries of a table: a single config is one for rows of any length."""
+    return ((None, table),) if isinstance(table, Launch) else table
+
+
 def launch_for(table: Table, length: int) -> Launch:
     """Return the config for rows of `length` elements. Block 0 becomes the next power of two."""
-    for limit, launch in table:
+    for limit, launch in entries(table):
         if limit is None or length <= limit:
             if launch.block:
                 return launch

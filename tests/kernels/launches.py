@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ligermodels.kernels.launch import Launch, Launches, launch_for
+from ligermodels.kernels.launch import Launch, Launches, entries, launch_for
 
 # It sums a row of each program of another kernel, of which there are some thousands.
 SMALL = ("column_sums_kernel",)
@@ -164,7 +164,7 @@ def recorder(monkeypatch: Any, vendor: str) -> Recording:
 
     def launch(launches: Launches, length: int) -> Launch:
         table = getattr(launches, vendor)
-        fits = (limit for limit, _ in table if limit is None or length <= limit)
+        fits = (limit for limit, _ in entries(table) if limit is None or length <= limit)
         recording.configs.add((names[id(launches)], next(fits)))
         return launch_for(table, length)
 

@@ -26,7 +26,7 @@ from ligermodels.kernels.dequantize import dequantize
 from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
 from ligermodels.kernels.gated_delta_decode import gated_delta_decode
-from ligermodels.kernels.launch import Launches
+from ligermodels.kernels.launch import Launches, entries
 from ligermodels.kernels.wide_attention import wide_attention
 from tests.kernels import ops_table
 from tests.kernels.checks import as_tuple
@@ -385,7 +385,7 @@ def test_the_table_reaches_every_kernel_and_every_launch_config(vendor) -> None:
     configs = {
         (name, limit)
         for name, launches in launch_configs().items()
-        for limit, _ in getattr(launches, vendor)
+        for limit, _ in entries(getattr(launches, vendor))
     }
     # An imported config also counts in the module that imports it, so each op needs its own.
     unreached = configs - recording.configs

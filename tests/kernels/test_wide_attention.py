@@ -74,7 +74,7 @@ def test_values_and_gradients(
     if INTERPRETING:  # takes seconds for a tile
         import ligermodels.kernels.triton.wide_attention as launchers
 
-        small = ((None, Launch(32, 4, rows=32, depth=32)),)
+        small = Launch(32, 4, rows=32, depth=32)
         for name in ("SCORES", "SUMS"):
             monkeypatch.setattr(launchers, name, Launches(small, small))
         monkeypatch.setattr(launchers, "TILE", 32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 
-ADAMW = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
+ADAMW = Launches(nvidia=Launch(1024, 4), amd=Launch(2048, 4))
 
 
 @triton.jit

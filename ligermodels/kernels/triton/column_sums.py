@@ -9,10 +9,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 
-COLUMN_SUMS = Launches(
-    nvidia=((None, Launch(16, 4, rows=64)),),
-    amd=((None, Launch(32, 4, rows=64)),),
-)
+COLUMN_SUMS = Launches(nvidia=Launch(16, 4, rows=64), amd=Launch(32, 4, rows=64))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, T
 
 # Configs of the one kernel, for each set of outputs that it computes.
 LOSS = Launches(
-    nvidia=((None, Launch(1024, 4, pieces=4)),),
+    nvidia=Launch(1024, 4, pieces=4),
     amd=((4096, Launch(1024, 4)), (None, Launch(4096, 8))),
 )
 STATISTICS = Launches(
@@ -417,7 +417,7 @@ def _fill_picked(
     stats.picked_log_probs.copy_(log_probs.masked_fill(ignored, 0.0))
 
 
-SCALED = Launches(nvidia=((None, Launch(4096, 8)),), amd=((None, Launch(4096, 8)),))
+SCALED = Launches(nvidia=Launch(4096, 8), amd=Launch(4096, 8))
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 
-DEQUANTIZE = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
+DEQUANTIZE = Launches(nvidia=Launch(1024, 4), amd=Launch(2048, 4))
 
 
 @triton.jit

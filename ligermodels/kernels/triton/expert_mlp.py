@@ -29,13 +29,13 @@ LINEAR_FEW = Launches(
     ),
     amd=((2, Launch(64, 4, rows=16, depth=64)), (None, Launch(32, 4, rows=16, depth=32))),
 )
-ROWS = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
-GLU_FORWARD = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+ROWS = Launches(nvidia=Launch(1024, 4), amd=Launch(2048, 4))
+GLU_FORWARD = Launches(nvidia=Launch(512, 2), amd=Launch(2048, 4))
 GLU_BACKWARD = Launches(
     nvidia=((1024, Launch(0, 4)), (None, Launch(1024, 4))),
     amd=((1024, Launch(0, 2)), (None, Launch(1024, 2))),
 )
-SUM = Launches(nvidia=((None, Launch(1024, 4)),), amd=((None, Launch(2048, 4)),))
+SUM = Launches(nvidia=Launch(1024, 4), amd=Launch(2048, 4))
 
 
 @triton.jit

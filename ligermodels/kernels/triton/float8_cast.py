@@ -15,18 +15,12 @@ from ligermodels.kernels.triton.float8_tile import (
     _tile_of,
 )
 
-CAST = Launches(nvidia=((None, Launch(512, 4, rows=16)),), amd=((None, Launch(1024, 4, rows=8)),))
+CAST = Launches(nvidia=Launch(512, 4, rows=16), amd=Launch(1024, 4, rows=8))
 # A tile is a block with one scale, or its rows are blocks, or its columns.
-BLOCKS = Launches(
-    nvidia=((None, Launch(BLOCK, 8, rows=BLOCK)),), amd=((None, Launch(BLOCK, 8, rows=BLOCK)),)
-)
-BLOCKS_TURNED = Launches(
-    nvidia=((None, Launch(64, 4, rows=BLOCK)),), amd=((None, Launch(64, 8, rows=BLOCK)),)
-)
+BLOCKS = Launches(nvidia=Launch(BLOCK, 8, rows=BLOCK), amd=Launch(BLOCK, 8, rows=BLOCK))
+BLOCKS_TURNED = Launches(nvidia=Launch(64, 4, rows=BLOCK), amd=Launch(64, 8, rows=BLOCK))
 # The transpose goes through shared memory.
-TRANSPOSE = Launches(
-    nvidia=((None, Launch(64, 4, rows=64)),), amd=((None, Launch(64, 4, rows=64)),)
-)
+TRANSPOSE = Launches(nvidia=Launch(64, 4, rows=64), amd=Launch(64, 4, rows=64))
 
 
 @triton.jit

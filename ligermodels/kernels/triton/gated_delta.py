@@ -49,7 +49,7 @@ CHUNKS = Launches(
         (2, Launch(1, 2, rows=32)),
         (None, Launch(1, 8, rows=32)),
     ),
-    amd=((None, Launch(1, 4, rows=32)),),
+    amd=Launch(1, 4, rows=32),
 )
 FORWARD = Launches(
     nvidia=((0, Launch(32, 4, 3)), (2, Launch(32, 2, 1)), (None, Launch(16, 4, 1))),
@@ -61,7 +61,7 @@ BACKWARD = Launches(
 )
 GRADIENTS = Launches(
     nvidia=((0, Launch(16, 4, 2)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),
-    amd=((None, Launch(16, 4, 1, reload=True)),),
+    amd=Launch(16, 4, 1, reload=True),
 )
 TUNED_DIM = 128
 INTEGERS = ["documents", "heads", "group"]  # one compiled kernel serves all

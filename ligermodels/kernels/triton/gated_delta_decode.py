@@ -8,7 +8,7 @@ from ligermodels.kernels.launch import Launch, Launches, launch, strided
 from ligermodels.kernels.triton.gated_delta_inputs import EPS, _softplus
 
 # By the size of a head's state.
-DECODE = Launches(nvidia=((4096, Launch(0, 2)), (None, Launch(0, 8))), amd=((None, Launch(0, 8)),))
+DECODE = Launches(nvidia=((4096, Launch(0, 2)), (None, Launch(0, 8))), amd=Launch(0, 8))
 
 
 @triton.jit

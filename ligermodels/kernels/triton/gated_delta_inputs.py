@@ -10,10 +10,8 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, launch, strided
 from ligermodels.kernels.triton.column_sums import column_sums
 
 # `rows` is the tokens of a tile, which has the columns of one head.
-INPUTS = Launches(nvidia=((None, Launch(0, 4, rows=32)),), amd=((None, Launch(0, 4, rows=32)),))
-INPUTS_BACKWARD = Launches(
-    nvidia=((None, Launch(0, 8, rows=32)),), amd=((None, Launch(0, 8, rows=32)),)
-)
+INPUTS = Launches(nvidia=Launch(0, 4, rows=32), amd=Launch(0, 4, rows=32))
+INPUTS_BACKWARD = Launches(nvidia=Launch(0, 8, rows=32), amd=Launch(0, 8, rows=32))
 MOST_PARTS = 256  # of the sums of a gradient of the weights
 EPS: tl.constexpr = tl.constexpr(1e-6)
 

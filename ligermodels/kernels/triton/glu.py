@@ -17,13 +17,10 @@ from ligermodels.kernels.triton.float8_tile import (
 
 # HIP counts the threads of a launch in 32 bits. On AMD, eight elements for each lane make that
 # enough for 2^35 elements.
-GLU = Launches(nvidia=((None, Launch(512, 2)),), amd=((None, Launch(2048, 4)),))
+GLU = Launches(nvidia=Launch(512, 2), amd=Launch(2048, 4))
 # Where a float8 gate_up is written or read, the columns of a tile have one scale.
-KEPT = Launches(
-    nvidia=((None, Launch(FLOAT8_BLOCK, 4, rows=16)),),
-    amd=((None, Launch(FLOAT8_BLOCK, 4, rows=32)),),
-)
-TURNED = Launches(nvidia=((None, Launch(64, 4, rows=32)),), amd=((None, Launch(64, 8, rows=64)),))
+KEPT = Launches(nvidia=Launch(FLOAT8_BLOCK, 4, rows=16), amd=Launch(FLOAT8_BLOCK, 4, rows=32))
+TURNED = Launches(nvidia=Launch(64, 4, rows=32), amd=Launch(64, 8, rows=64))
 
 
 @triton.jit

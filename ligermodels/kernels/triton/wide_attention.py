@@ -16,14 +16,14 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch,
 # much of the summed dimension a product reads at once. In forward 64 rows of 512 float32 sums take
 # half of the registers of 8 warps. The rows and the depth of SUMS divide the rows and the block of
 # SCORES, so that a program reads only tiles that have been written.
-_AMD = ((None, Launch(32, 4, num_stages=1, rows=32, depth=32)),)
+_AMD = Launch(32, 4, num_stages=1, rows=32, depth=32)
 FORWARD = Launches(
-    nvidia=((None, Launch(64, 8, num_stages=1, rows=64)),),
-    amd=((None, Launch(16, 4, num_stages=1, rows=32)),),
+    nvidia=Launch(64, 8, num_stages=1, rows=64),
+    amd=Launch(16, 4, num_stages=1, rows=32),
 )
-DELTA = Launches(nvidia=((None, Launch(0, 4, rows=8)),), amd=((None, Launch(0, 4, rows=8)),))
-SCORES = Launches(nvidia=((None, Launch(128, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
-SUMS = Launches(nvidia=((None, Launch(256, 8, num_stages=4, rows=128, depth=64)),), amd=_AMD)
+DELTA = Launches(nvidia=Launch(0, 4, rows=8), amd=Launch(0, 4, rows=8))
+SCORES = Launches(nvidia=Launch(128, 8, num_stages=4, rows=128, depth=64), amd=_AMD)
+SUMS = Launches(nvidia=Launch(256, 8, num_stages=4, rows=128, depth=64), amd=_AMD)
 
 TILE = 128  # the rows and the block of SCORES divide it
 SCRATCH = 2**29  # bytes that backward takes for scores, if TILE queries do not need more
