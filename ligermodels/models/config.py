@@ -55,8 +55,9 @@ class ModelConfig(hf_config.HFConfig):
     }
     # Name of a published size -> the fields that differ from the family's defaults.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    # Integers of at least 1 -> the largest value. These limits are far above any published model:
-    # a config beyond them is damaged or malicious, and is refused before anything is allocated.
+    # Integers of at least 1, if the family has them -> the largest value. These limits are far
+    # above any published model: a config beyond them is damaged or malicious, and is refused before
+    # anything is allocated.
     # A family adds its own fields: `largest = ModelConfig.largest | {"num_experts": 2**14}`.
     largest: ClassVar[dict[str, int]] = {
         "vocab_size": 2**24,
@@ -244,7 +245,7 @@ def _faults(config: ModelConfig) -> Iterator[str]:
     A check may rely on the checks before it, so the caller reads only the first description.
     """
     for name, largest in config.largest.items():
-        value = getattr(config, name)
+        value = getattr(config, name, 1)
         if name == "head_dim" and value is None:
             yield (
                 f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads "

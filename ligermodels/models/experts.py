@@ -15,8 +15,8 @@ class ExpertsConfig(ModelConfig):
     experts_field: ClassVar[str] = "num_local_experts"
     key_aliases: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
     largest: ClassVar[dict[str, int]] = ModelConfig.largest | {
-        "num_local_experts": 2**14,
-        "num_experts_per_tok": 2**14,
+        **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), 2**14),
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**22),
     }
     small_fields: ClassVar[dict[str, Any]] = {
         "num_local_experts": 4,

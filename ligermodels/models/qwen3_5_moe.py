@@ -22,12 +22,7 @@ class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
     architecture: ClassVar[str | None] = "Qwen3_5MoeForCausalLM"
     experts_field: ClassVar[str] = "num_experts"
     key_aliases: ClassVar[dict[str, str]] = {}
-    largest: ClassVar[dict[str, int]] = HybridConfig.largest | {
-        "num_experts": 2**14,
-        "num_experts_per_tok": 2**14,
-        "moe_intermediate_size": 2**22,
-        "shared_expert_intermediate_size": 2**22,
-    }
+    largest = HybridConfig.largest | ExpertsConfig.largest
     small_fields: ClassVar[dict[str, Any]] = HybridConfig.small_fields | {
         "num_experts": 4,
         "num_experts_per_tok": 2,

@@ -7,7 +7,7 @@ from torch import nn
 
 from ligermodels.layers import Experts, GatedMLP, Router
 from ligermodels.models.auto import register
-from ligermodels.models.config import ModelConfig, sizes
+from ligermodels.models.config import sizes
 from ligermodels.models.experts import ExpertsConfig
 from ligermodels.models.family import FamilyModel
 
@@ -19,12 +19,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     model_type: ClassVar[str] = "qwen3_moe"
     experts_field: ClassVar[str] = "num_experts"
     key_aliases: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
-    largest: ClassVar[dict[str, int]] = ModelConfig.largest | {
-        "num_experts": 2**14,
-        "num_experts_per_tok": 2**14,
-        "moe_intermediate_size": 2**22,
-        "decoder_sparse_step": 2**14,
-    }
+    largest = ExpertsConfig.largest | {"decoder_sparse_step": 2**14}
     small_fields: ClassVar[dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
