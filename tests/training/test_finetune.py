@@ -222,11 +222,15 @@ def test_a_signal_at_every_phase_loses_nothing(
     else:
         assert "nothing was changed" in said and not (tmp_path / "run").exists()
     monkeypatch.undo()
-    again = run(checkpoint, text, tmp_path / "run", **given, resume=True)
-    straight, weights = undisturbed
-    assert (again.model_dir / "model.safetensors").read_bytes() == weights
-    assert timeless(again.output_dir) == timeless(straight)
-    assert (again.output_dir / "checkpoints").exists() == bool(save_steps)
+    folder, (straight, weights) = tmp_path / "run", undisturbed
+    if (phase, save_steps) == ("export", 0):
+        with pytest.raises(LigerError, match="this run has ended"):
+            run(checkpoint, text, folder, **given, resume=True)
+    else:
+        run(checkpoint, text, folder, **given, resume=True)
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    assert timeless(folder) == timeless(straight)
+    assert (folder / "checkpoints").exists() == bool(save_steps)
 
 
 @pytest.mark.usefixtures("handlers")
