@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import faulthandler
 import itertools
 import json
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -43,7 +41,6 @@ from ligermodels.training.trainer import Trainer
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RECIPES = EXAMPLES / "recipes"
 STEPS, WARMUP = 10, 4
-SLOW = 40  # seconds after which a phase prints the stacks of all threads
 
 
 def preset_of(hub_id: str) -> tuple[type[DecoderModel], ModelConfig]:
@@ -104,7 +101,6 @@ class Phases:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         print(f"{self.recipe}: {phase}: {now - self.last:.2f} s", flush=True)
         self.last = now
-        faulthandler.dump_traceback_later(SLOW, repeat=True, file=sys.__stderr__)
 
     @contextlib.contextmanager
     def stage(self, what: str, *args: Any, **options: Any) -> Any:
@@ -206,7 +202,6 @@ def run_one(
                 module.finetune(config, progress=False)
             except Done:
                 pass
-    faulthandler.cancel_dump_traceback_later()
     measured["seconds in all"] = time.perf_counter() - began
     measured["seconds of phases"] = {k: round(x, 2) for k, x in phases.seconds.items()}
     if result is not None:

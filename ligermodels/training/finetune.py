@@ -199,12 +199,6 @@ class Run:
             self.began = saved is not None
             if saved is not None:
                 self._check_settings(saved["settings"])
-                if saved.get("ended") and self.checkpoints.latest() is None:
-                    raise LigerError(
-                        f"{self.run_dir.path}: this run has ended, its model is in "
-                        f"{self.run_dir.model_dir}, and there is no checkpoint to resume from; to "
-                        "train once more, overwrite it (--overwrite-output-dir)"
-                    )
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
             files = {} if rank() else file_hashes(source)
@@ -560,6 +554,12 @@ class Run:
                     f"{path}: the training data ({files}) or the part that is held out is not what "
                     "the run was started with; restore the files and their order, or start another "
                     "run"
+                )
+            if saved.get("ended") and self.checkpoints.latest() is None:
+                raise LigerError(
+                    f"{path}: this run has ended, its model is in {self.run_dir.model_dir}, and "
+                    "there is no checkpoint to resume from; to train once more, overwrite it "
+                    "(--overwrite-output-dir)"
                 )
         self.checkpoints.run_id = facts["id"]
         ranks = self.ranks * self.config.parallel.context_parallel
