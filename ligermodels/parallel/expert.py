@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from ligermodels.errors import ConfigError
@@ -94,7 +95,9 @@ class Exchange:
     sizes: list[int]
     rank: int
 
-    @torch.compiler.disable  # the host reads how many rows come, and no shape is known before
+    # The host reads how many rows come, and no shape is known before. torch.compiler.disable would
+    # import the compiler now.
+    @_disable_dynamo
     def __call__(
         self, mlps: Callable[..., Tensor], x: Tensor, weights: Tensor, experts: Tensor
     ) -> Tensor:

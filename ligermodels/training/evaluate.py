@@ -104,7 +104,7 @@ def file_loss(
         out = model(
             batch.input_ids.to(device),
             labels=batch.labels.to(device),
-            position_ids=batch.position_ids.to(device),
+            position_ids=batch.position_ids.to(device) if batch.is_packed else None,
             reduction="sum",  # without what layers add, such as the balance of experts
         )
         total += out.loss.double()

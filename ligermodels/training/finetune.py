@@ -500,6 +500,7 @@ class Run:
             budget or usual,
             precision=self.precision,
             accumulates=accumulates,
+            packed=any(each.is_packed for each in rows),
             optimizer_bytes=make_optimizer(trained, config.optimizer),
             step_module=self.objective.planned_step(trained),
         )

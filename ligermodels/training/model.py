@@ -185,9 +185,10 @@ def planner(
     *,
     precision: str,
     accumulates: bool = False,
+    packed: bool = True,
     **options: Any,
 ) -> Planner:
-    """Return a planner for the training steps of a run with packed rows.
+    """Return a planner for the training steps of a run.
 
     A head that skips the rows without a target needs less than it plans for.
 
@@ -196,6 +197,7 @@ def planner(
         budget: bytes, as an int or a text, or "auto".
         precision: that of ModelOptions.
         accumulates: whether gradients exist before forward, because a step has several batches.
+        packed: whether a row may have several documents.
         options: those of `Planner`, such as the optimizer; by default it is AdamW.
     """
     # Sharded weights are gathered in bfloat16 instead.
@@ -204,7 +206,7 @@ def planner(
         model,
         budget,
         autocast=torch.bfloat16 if casts else None,
-        packed=True,
+        packed=packed,
         gradients="kept" if accumulates else "new",
         **options,
     )

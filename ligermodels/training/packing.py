@@ -42,13 +42,17 @@ _MULTIPLE = 64  # a batch of groups is as long as its longest row, rounded up to
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows for the model: three (rows, width) int64 tensors, and two counts (int)."""
+    """Rows for the model: three (rows, width) int64 tensors, and two counts.
+
+    `is_packed` is whether a row may have several documents, besides the padding at its end.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
     num_tokens: int
     num_targets: int
+    is_packed: bool
 
     def uncounted(self) -> Self:
         """Return these rows as a batch that counts for nothing."""
@@ -154,6 +158,7 @@ class PackedRows:
 
     `sources` is the number of rows of each source; they follow one another. `width` is the length
     of the longest row, and all rows are padded to it. With little data it is less than `seq_len`.
+    `is_packed` is whether a row has several documents.
     `num_truncated` counts the examples with a prompt that were too long and lost their end.
     `num_dropped` counts those of them that have no target left, and `num_untargeted` the documents,
     of any length, that had no target at all; both are left out. `max_id` is the largest token id.
@@ -187,6 +192,7 @@ class PackedRows:
                 "(--seq-len)"
             )
         self.width = -(-longest // multiple) * multiple
+        self.is_packed = sum(map(len, self._pieces)) > len(self)
 
     def _cut(self, documents: Sequence[Document], seq_len: int) -> np.ndarray:
         """Return (document, start, stop) of each piece, and count."""
@@ -235,10 +241,11 @@ class PackedRows:
         `labels` are not shifted, and are -100 where a token is no target. `position_ids` restart at
         each document.
         """
-        return _filled([self.documents(index) for index in indices], self.width)
+        rows = [self.documents(index) for index in indices]
+        return _filled(rows, self.width, self.is_packed)
 
 
-def _filled(rows: Sequence[Sequence[Document]], width: int) -> Batch:
+def _filled(rows: Sequence[Sequence[Document]], width: int, is_packed: bool) -> Batch:
     """Return rows of documents, one after the other, as a batch."""
     shape = (len(rows), width)
     input_ids = torch.full(shape, PAD_ID)
@@ -256,7 +263,7 @@ def _filled(rows: Sequence[Sequence[Document]], width: int) -> Batch:
             num_targets += piece.num_targets
         position_ids[at, end:] = torch.arange(width - end)
         num_tokens += end
-    return Batch(input_ids, labels, position_ids, num_tokens, num_targets)
+    return Batch(input_ids, labels, position_ids, num_tokens, num_targets, is_packed)
 
 
 def _hash(documents: Iterable[Document], digest: Any) -> None:
@@ -342,7 +349,8 @@ def stack(documents: Sequence[Document], targets_of_prompt: int = 0) -> tuple[Ba
 
     Args: targets_of_prompt: in so many of the first documents, the prompt is a target, too.
     """
-    batch = _filled([[each] for each in documents], padded(max(map(len, documents))))
+    width = padded(max(map(len, documents)))
+    batch = _filled([[each] for each in documents], width, is_packed=False)
     mask = F.pad(batch.labels[:, 1:] != IGNORE_INDEX, (0, 1))
     for row, document in enumerate(documents[:targets_of_prompt]):
         batch.labels[row, 1 : len(document)] = batch.input_ids[row, 1 : len(document)]
@@ -363,6 +371,8 @@ class GroupedRows:
     numbers of targets of all documents, in order, and `reference` the reference model's
     log-probabilities of each document's targets, if a run has computed them.
     """
+
+    is_packed = False
 
     def __init__(
         self,

@@ -106,6 +106,8 @@ class Trainer:
         self.planned_steps = self.total_steps  # a run may end early
         self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         decoder = decoder_of(self.model)
+        attentions = (each for each in decoder.modules() if isinstance(each, Attention))
+        self.is_causal = all(each.causal for each in attentions)
         self._routes = (
             decoder is self.model
             and not self.config.loss.classifies
@@ -214,7 +216,7 @@ class Trainer:
             with self.autocast():
                 _, routing = self.forward(
                     batch.input_ids.to(self.device),
-                    position_ids=batch.position_ids.to(self.device),
+                    **self._documents(batch),
                     return_routing=True,
                 )
             counts.append(routing.counts * bool(batch.num_targets))
@@ -241,9 +243,8 @@ class Trainer:
 
         Args: options: those of the head; a model with another head gets labels=None.
         """
-        inputs = {"labels": batch.labels, "position_ids": batch.position_ids}
         skipping = {} if "labels" in options else self.head_options(batch)
-        inputs = {k: x.to(self.device) for k, x in inputs.items() if k not in options}
+        inputs = {"labels": batch.labels.to(self.device)} | self._documents(batch)
         if "loss_function" in options:  # With a bound, it costs a fourth matrix product.
             skipping.pop("max_valid", None)
         trains = model is None and self._routes and torch.is_grad_enabled()
@@ -251,11 +252,21 @@ class Trainer:
             options |= {"return_routing": True, "expert_counts": self.objective.expert_counts}
         with self.autocast():
             out: HeadOutput = (model or self.forward)(
-                batch.input_ids.to(self.device), **inputs, **options, **skipping
+                batch.input_ids.to(self.device), **(inputs | options), **skipping
             )
         if trains and out.routing is not None:
             self._routings.append(out.routing)
         return out
+
+    def _documents(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what tells the model the documents of a batch.
+
+        Rows of one document need nothing, if no token sees the padding after it. Attention then
+        takes the kernel for plain causal rows, which is faster and need not be compiled.
+        """
+        if self.is_causal and not batch.is_packed:
+            return {}
+        return {"position_ids": batch.position_ids.to(self.device)}
 
     def _batch(self, rows: Rows, indices: Iterable[int], is_extra: bool) -> Batch:
         """Return the rows with these indices, which count for nothing if the batch is an extra."""

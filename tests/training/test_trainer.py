@@ -335,3 +335,20 @@ def test_attention_counts_the_pairs_of_each_document():
     assert StepFlops(1, 0, ()).count(batch) == 35
     assert StepFlops(0, 1, ()).count(batch) == 32
     assert StepFlops(1, 1, ((1, None),)).count(batch.uncounted()) == 0
+
+
+@pytest.mark.parametrize("length", [8, 20])
+def test_only_packed_rows_tell_the_model_of_documents(length):
+    ids = np.arange(20, dtype=np.int32)
+    documents = [Document(ids[: length - i], np.arange(length - i) > 0, True) for i in range(4)]
+    trainer = make_trainer(PackedRows([documents], 20), batch_size=2)
+    batch, model = trainer.rows.batch([0, 1]), trainer.model
+    assert batch.is_packed == (length == 8)
+    given = []
+    model.register_forward_pre_hook(lambda *args: given.append(args[2]), with_kwargs=True)
+    losses = [
+        trainer.call(dataclasses.replace(batch, is_packed=packed), reduction="sum").loss
+        for packed in (batch.is_packed, True)
+    ]
+    assert ["position_ids" in inputs for inputs in given] == [batch.is_packed, True]
+    torch.testing.assert_close(*losses)
