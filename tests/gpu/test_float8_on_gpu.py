@@ -39,6 +39,20 @@ def test_casts_have_the_bits_of_the_reference(rows, columns, dtype) -> None:
                 assert torch.equal(found.scale, pair[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_does_not_fit_saturates_and_infinities_do_not(dtype) -> None:
+    x, amax = normal(64, 1024), torch.full((1, 1), 0.5, device="cuda")
+    x[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38])
+    for each in float8_cast(x, amax, dtype, straight=True, transposed=True):
+        found = each.values if each.values.shape == x.shape else each.values.t()
+        expected = reference.scaled(x, amax, dtype)[0]
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        assert found[0, 3].float() == torch.finfo(dtype).max
+        assert found.isnan().sum() == 3
+    zeros = float8_cast(torch.zeros_like(x), torch.zeros_like(amax), dtype, transposed=True)
+    assert not any(each.values.float().any() for each in zeros if each is not None)
+
+
 @pytest.mark.parametrize("rows, columns", [(8192, 4096), (1001, 14336), (3, 1040), (4096, 6144)])
 @pytest.mark.parametrize("square", [False, True])
 def test_casts_of_blocks_have_the_bits_of_the_reference(rows, columns, square) -> None:

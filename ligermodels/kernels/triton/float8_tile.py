@@ -1,7 +1,13 @@
 """Parts of kernels that write float8 or record what its scale is made from."""
 
+import torch
 import triton
 import triton.language as tl
+
+# On NVIDIA the conversion itself turns what is too large into the largest number.
+SATURATES: tl.constexpr = tl.constexpr(
+    torch.version.hip is None and not triton.knobs.runtime.interpret
+)
 
 
 @triton.jit
@@ -28,7 +34,7 @@ def _tile_of(columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scaled(x, amax, smallest, largest):
-    """Return x / scale in float32, at most as large as the largest number, and the scale.
+    """Return x / scale in float32, which becomes at most the largest number, and the scale.
 
     An infinity becomes NaN.
     """
@@ -38,8 +44,9 @@ def _scaled(x, amax, smallest, largest):
     x = x.to(tl.float32)
     zero = x * 0  # or NaN for an infinity, which must not saturate
     x *= tl.div_rn(largest, amax)
-    x = tl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
+    if not SATURATES:
+        x = tl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
     return x + zero, tl.div_rn(amax, largest)
 
 

@@ -18,6 +18,7 @@ from ligermodels.kernels.triton.float8_tile import (
 # HIP counts the threads of a launch in 32 bits. On AMD, eight elements for each lane make that
 # enough for 2^35 elements.
 GLU = Launches(nvidia=Launch(512, 2), amd=Launch(2048, 4))
+DIRECT = Launches(nvidia=Launch(1024, 2), amd=GLU.amd)  # the output is float8
 # Where a float8 gate_up is written or read, the columns of a tile have one scale.
 KEPT = Launches(nvidia=Launch(FLOAT8_BLOCK, 4, rows=16), amd=Launch(FLOAT8_BLOCK, 4, rows=32))
 TURNED = Launches(nvidia=Launch(64, 4, rows=32), amd=Launch(64, 8, rows=64))
@@ -204,7 +205,8 @@ def glu_forward(
         return out
     values, scale = kept or (None, None)
     largest = direct[0] if direct else None if values is None else values.dtype
-    rows, setting = out.numel() // width, launch(GLU if kept is None else KEPT, width)
+    launches = KEPT if kept is not None else DIRECT if direct else GLU
+    rows, setting = out.numel() // width, launch(launches, width)
     glu_forward_kernel[(cdiv(rows, setting.rows) * cdiv(width, setting.block),)](
         gate_up,
         out,
