@@ -190,8 +190,12 @@ def cast_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which autocast is disabled for x's device."""
-    if not autocast_is_on(x):
+    """Return a context in which autocast is disabled for x's device.
+
+    torch.compile traces a backward inside of its forward's contexts, but runs it under the autocast
+    that is on around the compiled function: so there, autocast is disabled even if it is off.
+    """
+    if not autocast_is_on(x) and not torch.compiler.is_compiling():
         return nullcontext()
     simulator = simulator_of(x.device)
     if simulator is not None:

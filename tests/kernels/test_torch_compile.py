@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ligermodels.kernels import dispatch
 from tests.kernels.conftest import BFLOAT16, FLOAT32, Place, places
 from tests.kernels.ops_table import CASES, FIRST, leaves, outputs_and_gradients
 
@@ -55,6 +56,32 @@ def test_equals_eager(place, name) -> None:
         expected = outputs_and_gradients(case.function, made)
         for ours, eager in zip(outputs_and_gradients(function, made), expected, strict=True):
             torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
+
+
+def test_a_compiled_backward_is_without_autocast() -> None:
+    """The whole op is compiled under autocast, as gated_delta is in a model."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x @ x
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            with dispatch.without_autocast(grad):
+                return grad @ x.mT + x.mT @ grad
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with dispatch.without_autocast(x):
+            return Product.apply(x)
+
+    x = torch.rand(4, 4, requires_grad=True)
+    exact = torch.autograd.grad(product(x).sum(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.compile(product, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), exact, rtol=0, atol=0)
 
 
 def test_what_is_traced_equals_eager(monkeypatch) -> None:
