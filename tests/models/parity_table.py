@@ -112,13 +112,14 @@ def page(text: str, collector: Collector, measures: Collection[str], gpu: bool =
     if others := [family for family in zoo.FAMILIES if family not in measures]:
         said, *earlier = old.partition("\n\n")[0].splitlines()
         rows_of: dict[str, list[str]] = {}
-        for each in earlier:  # The rows of mixtral, gpt_oss are of ...
-            names, _, how = each.removeprefix("The rows of ").partition(" are of ")
+        for each in earlier:  # The rows of mixtral, gpt_oss were measured with ...
+            names, _, how = each.removeprefix("The rows of ").partition(" were measured with ")
             rows_of[how] = [name for name in names.split(", ") if name in others]
         if said != f"{measured}.":
             rows_of.setdefault(f"{measured}.", []).extend(measures)
         for how, names_there in rows_of.items():
-            said += f"\nThe rows of {', '.join(names_there)} are of {how}" if names_there else ""
+            if names_there:
+                said += f"\nThe rows of {', '.join(names_there)} were measured with {how}"
     tables = {each[0]: each[4:] for each in map(str.splitlines, old.split("\n## "))}
 
     def kept(table: str, first: str = "") -> list[str]:
