@@ -1,11 +1,17 @@
 """The gated delta rule: a linear attention whose state forgets and is corrected."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import DeltaRule, check_documents, check_gated_delta
+from ligermodels.kernels.checks import (
+    DeltaInputs,
+    DeltaRule,
+    check_documents,
+    check_gated_delta,
+)
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,
@@ -18,25 +24,46 @@ from ligermodels.kernels.dispatch import (
 _OP = "gated_delta"
 
 
-class _GatedDelta(torch.autograd.Function):
+class DeltaFunction(torch.autograd.Function):
+    """The rule of the tensors of `DeltaRule`, or with `sizes` of what `gated_delta_layer` makes.
+
+    Args: sizes: key_heads and key_dim. Then the tensors are those of `DeltaInputs`, and the state.
+    """
+
     @staticmethod
-    def forward(ctx: Any, scale: float, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.ops, ctx.scale = select(_OP, inputs[0]), scale
-        ctx.save_for_backward(*inputs)
+    def forward(
+        ctx: Any, op: str, scale: float, sizes: tuple[int, int] | None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.ops = select("gated_delta_inputs", tensors[0]), select("gated_delta", tensors[0])
+        ctx.options = op, scale, sizes
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return ctx.ops.gated_delta_forward(DeltaRule(*inputs), scale)  # type: ignore[no-any-return]
+        rule = _rule(ctx.ops[0], sizes, tensors)
+        return ctx.ops[1].gated_delta_forward(rule, scale)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(_OP)
-        rule = DeltaRule(*ctx.saved_tensors)
+        (op, scale, sizes), tensors = ctx.options, ctx.saved_tensors
+        refuse_double_backward(op)
+        rule = _rule(ctx.ops[0], sizes, tensors)
         grad_out = torch.zeros_like(rule.v) if grad_out is None else grad_out
-        upstream = grad_out, grad_final
         with without_autocast(grad_out):
-            *grads, grad_initial = ctx.ops.gated_delta_backward(rule, ctx.scale, *upstream)
-        return None, *grads, None, grad_initial if ctx.needs_input_grad[7] else None
+            *grads, initial = ctx.ops[1].gated_delta_backward(rule, scale, grad_out, grad_final)
+            del rule
+            if sizes is not None:
+                inputs = DeltaInputs(*tensors[:-1])
+                grads = ctx.ops[0].gated_delta_inputs_backward(inputs, grads)
+        return None, None, None, *grads, None, initial if ctx.needs_input_grad[-1] else None
+
+
+def _rule(ops: Any, sizes: tuple[int, int] | None, tensors: Sequence[Tensor]) -> DeltaRule:
+    """Return what the rule reads, which backward computes again."""
+    if sizes is not None:
+        made = ops.gated_delta_inputs_forward(DeltaInputs(*tensors[:-1]), *sizes)
+        tensors = *made, *tensors[-2:]
+    return DeltaRule(*tensors)
 
 
 def gated_delta(
@@ -86,7 +113,7 @@ def gated_delta(
     rows = [x.flatten(0, 1) for x in tensors]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q):
-        out, state = apply(_GatedDelta, scale, *rows, starts, initial_state)
+        out, state = apply(DeltaFunction, _OP, scale, None, *rows, starts, initial_state)
     return out.view(v.shape), state
 
 

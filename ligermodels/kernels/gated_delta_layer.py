@@ -1,58 +1,12 @@
 """The gated delta rule with its inputs, which keeps only the outputs of the projections."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import (
-    DeltaInputs,
-    DeltaRule,
-    check_documents,
-    check_floating,
-    misfit,
-)
-from ligermodels.kernels.dispatch import (
-    apply,
-    autocast_dtype,
-    compute_dtype,
-    refuse_double_backward,
-    select,
-    without_autocast,
-)
-from ligermodels.kernels.gated_delta import row_starts
+from ligermodels.kernels.checks import DeltaInputs, check_documents, check_floating, misfit
+from ligermodels.kernels.dispatch import apply, autocast_dtype, compute_dtype, without_autocast
+from ligermodels.kernels.gated_delta import DeltaFunction, row_starts
 
 _OP = "gated_delta_layer"
-
-
-class _GatedDeltaLayer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, key_heads: int, key_dim: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.ops = select("gated_delta_inputs", tensors[0]), select("gated_delta", tensors[0])
-        ctx.sizes = key_heads, key_dim
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        *inputs, initial_state = tensors
-        made = ctx.ops[0].gated_delta_inputs_forward(DeltaInputs(*inputs), key_heads, key_dim)
-        rule = DeltaRule(*(*made, inputs[-1], initial_state))
-        return ctx.ops[1].gated_delta_forward(rule, key_dim**-0.5)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(_OP)
-        *tensors, initial_state = ctx.saved_tensors
-        inputs, scale = DeltaInputs(*tensors), ctx.sizes[1] ** -0.5
-        made = ctx.ops[0].gated_delta_inputs_forward(inputs, *ctx.sizes)
-        grad_out = torch.zeros_like(made[2]) if grad_out is None else grad_out
-        rule = DeltaRule(*(*made, inputs.cu_seqlens, initial_state))
-        upstream = grad_out, grad_final
-        with without_autocast(grad_out):
-            *grads, grad_initial = ctx.ops[1].gated_delta_backward(rule, scale, *upstream)
-            del made, rule
-            grads = ctx.ops[0].gated_delta_inputs_backward(inputs, grads)
-        return None, None, *grads, None, grad_initial if ctx.needs_input_grad[9] else None
 
 
 def gated_delta_layer(
@@ -108,5 +62,5 @@ def gated_delta_layer(
     rows, starts = (x.flatten(0, 1) for x in (qkv, b, a)), row_starts(qkv, cu_seqlens)
     given = *rows, weight, a_log, dt_bias, starts, initial_state
     with without_autocast(qkv):
-        out, state = apply(_GatedDeltaLayer, key_heads, key_dim, *given)
+        out, state = apply(DeltaFunction, _OP, key_dim**-0.5, (key_heads, key_dim), *given)
     return out.unflatten(0, qkv.shape[:2]), state
