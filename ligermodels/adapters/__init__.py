@@ -4,11 +4,4 @@ from ligermodels.adapters.adapted_model import add_adapters, export_adapter, mer
 from ligermodels.adapters.lora import LoraLinear
 from ligermodels.adapters.quantized import QuantizedLinear
 
-__all__ = [
-    "LoraLinear",
-    "QuantizedLinear",
-    "add_adapters",
-    "export_adapter",
-    "merged",
-    "quantize",
-]
+__all__ = ["LoraLinear", "QuantizedLinear", "add_adapters", "export_adapter", "merged", "quantize"]

@@ -262,8 +262,7 @@ def _experts_of(name: str, parts: Sequence[HFLinear], chosen: Sequence[HFLinear]
 
 
 def merged(
-    model: DecoderModel,
-    adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
+    model: DecoderModel, adapter: tuple[dict[str, Tensor], dict[str, Any]] | None = None
 ) -> DecoderModel:
     """Return the model of the checkpoint with the adapters added to its weights, on the CPU.
 

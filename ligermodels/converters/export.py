@@ -162,9 +162,7 @@ def _cast_weights(tensors: dict[str, _HFTensor], names: Collection[str]) -> dict
             continue
         tensors[name] = tensor._replace(dtype="F8_E4M3", nbytes=prod(tensor.shape), cast=_float8)
         tensors[f"{name}_scale"] = tensor._replace(
-            shape=(tensor.shape[0], 1),
-            nbytes=tensor.nbytes // tensor.shape[1],
-            cast=_row_scales,
+            shape=(tensor.shape[0], 1), nbytes=tensor.nbytes // tensor.shape[1], cast=_row_scales
         )
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {

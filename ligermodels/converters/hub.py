@@ -25,12 +25,7 @@ from ligermodels.converters.files import (
     weight_files,
 )
 from ligermodels.converters.save_dir import recover_dir
-from ligermodels.errors import (
-    CheckpointError,
-    did_you_mean,
-    first_line,
-    printable,
-)
+from ligermodels.errors import CheckpointError, did_you_mean, first_line, printable
 
 logger = logging.getLogger(__name__)
 # Short names of models. A folder of such a name in the working directory comes first.

@@ -90,12 +90,7 @@ class _DraftDecoder(Replayed):
     """
 
     def __init__(
-        self,
-        model: DecoderModel,
-        heads: DraftHeads,
-        cache: KVCache,
-        longest: int,
-        sampler: Sampler,
+        self, model: DecoderModel, heads: DraftHeads, cache: KVCache, longest: int, sampler: Sampler
     ) -> None:
         captures = (
             can_decode(model, cache, {"input_ids"})

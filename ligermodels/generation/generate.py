@@ -15,13 +15,7 @@ from typing_extensions import Unpack
 
 from ligermodels.errors import short_repr
 from ligermodels.generation.cache_memory import check_room
-from ligermodels.generation.decode_step import (
-    HostCopy,
-    StepDecoder,
-    can_decode,
-    keep,
-    kept_decoder,
-)
+from ligermodels.generation.decode_step import HostCopy, StepDecoder, can_decode, keep, kept_decoder
 from ligermodels.generation.draft import DraftModel, drafted_passes
 from ligermodels.generation.generation_config import check_names, resolve_rule
 from ligermodels.generation.models import DraftHeads

@@ -186,11 +186,7 @@ class MedusaHeads(nn.Module):
 
 
 def shared_head_loss(
-    head: LossHead,
-    states: Tensor,
-    targets: list[Tensor],
-    scales: Tensor,
-    **options: Any,
+    head: LossHead, states: Tensor, targets: list[Tensor], scales: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return a scaled sum of losses of one head, and the parts, from one loop over all tokens.
 

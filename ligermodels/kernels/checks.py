@@ -338,12 +338,7 @@ def check_expert_activation(op: str, activation: str | ClampedSwiGLU) -> None:
 
 
 def check_rope(
-    op: str,
-    shape: torch.Size,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    op: str, shape: torch.Size, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[int, int]:
     """Return both numbers of heads as ints.
 

@@ -466,11 +466,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 def token_output(
-    loss: Tensor,
-    z_loss: Tensor,
-    token_loss: Tensor,
-    request: TokenRequest,
-    stats: Iterable[Tensor],
+    loss: Tensor, z_loss: Tensor, token_loss: Tensor, request: TokenRequest, stats: Iterable[Tensor]
 ) -> CrossEntropyOutput:
     """Return the output with the statistics that were asked for, given in the request's order."""
     made = dict(zip(request.names, stats))

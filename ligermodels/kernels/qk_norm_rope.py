@@ -5,12 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import (
-    NormOptions,
-    check_floating,
-    check_rms_norm,
-    check_rope,
-)
+from ligermodels.kernels.checks import NormOptions, check_floating, check_rms_norm, check_rope
 from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 from ligermodels.kernels.rope import split_qkv
 

@@ -109,13 +109,7 @@ class CrossAttention(Planned, nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if not isinstance(mask, AttentionMask):
             mask = AttentionMask(q.shape[2], k.shape[2], mask=mask)
-        attention = partial(
-            attend,
-            mask=mask,
-            scale=self.scale,
-            softcap=self.softcap,
-            causal=False,
-        )
+        attention = partial(attend, mask=mask, scale=self.scale, softcap=self.softcap, causal=False)
         out = attend_once(attention, q, k, v) if self.keeps_output else attention(q, k, v)
         out = self.o_proj(out.transpose(1, 2).flatten(-2))
         return out if isinstance(x, Tensor) else (out, total)

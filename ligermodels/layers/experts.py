@@ -196,10 +196,7 @@ class Experts(Planned, nn.Module):
     exchange: Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor] | None
 
     def forward(
-        self,
-        x: Tensor | PreNormed,
-        experts: Tensor | None = None,
-        routed_by: Tensor | None = None,
+        self, x: Tensor | PreNormed, experts: Tensor | None = None, routed_by: Tensor | None = None
     ) -> tuple[Tensor, Routes] | tuple[Tensor, Tensor, Routes]:
         """Apply the experts to x, or to norm(x + residual) if x comes from `pre_norm`.
 

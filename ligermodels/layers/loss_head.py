@@ -91,11 +91,7 @@ class Teacher(NamedTuple):
     share: float = 1.0
 
     def loss(
-        self,
-        hidden: Tensor,
-        head: HeadParameters,
-        targets: Tensor,
-        options: LossOptions,
+        self, hidden: Tensor, head: HeadParameters, targets: Tensor, options: LossOptions
     ) -> Tensor:
         """Return the divergence from this teacher at the targets that are not ignored.
 
@@ -572,11 +568,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def replaced_loss(
-    proj: nn.Module,
-    vocab_size: int,
-    hidden: Tensor,
-    targets: Tensor,
-    options: LossOptions,
+    proj: nn.Module, vocab_size: int, hidden: Tensor, targets: Tensor, options: LossOptions
 ) -> CrossEntropyOutput:
     """Compute `linear_cross_entropy` with a projection that is called for each chunk.
 
@@ -599,9 +591,7 @@ def replaced_loss(
         alternatives = alternatives[index.clamp(max=max(targets.numel() - 1, 0))]
 
     def chunk_outputs(
-        chunk: Tensor,
-        chunk_targets: Tensor,
-        chunk_alternatives: Tensor | None,
+        chunk: Tensor, chunk_targets: Tensor, chunk_alternatives: Tensor | None
     ) -> tuple[Tensor, ...]:
         asked = request._replace(alternatives=chunk_alternatives)
         return row_losses(proj(chunk), chunk_targets, options, asked)

@@ -132,11 +132,7 @@ RowFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def tiled(
-    module: nn.Module,
-    function: RowFunction,
-    x: Tensor,
-    tile: int,
-    tensors: Sequence[Tensor] = (),
+    module: nn.Module, function: RowFunction, x: Tensor, tile: int, tensors: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """Return (out, x) of function(x, *tensors), computed for `tile` tokens at a time.
 

@@ -22,13 +22,7 @@ from ligermodels.kernels.dispatch import choose, simulating
 from ligermodels.layers import attention_backend
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.memory.plan import check_choice, checked_integer
-from ligermodels.memory.rates import (
-    BACKWARD,
-    AttentionKind,
-    Work,
-    attention_kind,
-    attention_pairs,
-)
+from ligermodels.memory.rates import BACKWARD, AttentionKind, Work, attention_kind, attention_pairs
 from ligermodels.memory.torch_private import (
     Flex,
     Gradients,

@@ -12,11 +12,7 @@ from typing import Any, TypeVar
 
 from ligermodels import models
 from ligermodels.converters import hf_config, hub
-from ligermodels.converters.files import (
-    ADAPTER_CONFIG_NAME,
-    is_adapter,
-    read_json_if_present,
-)
+from ligermodels.converters.files import ADAPTER_CONFIG_NAME, is_adapter, read_json_if_present
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.errors import (
     CheckpointError,

@@ -95,9 +95,7 @@ class FactorsModel(FamilyModel):
         """Return a layer with this MLP, where rope rotates so many elements of a head."""
         config = self.config
         attention = self.attention_of(
-            layer_index,
-            scale=config.attention_multiplier,
-            rotary_dim=rotary_dim,
+            layer_index, scale=config.attention_multiplier, rotary_dim=rotary_dim
         )
         norms = self.norm_of(), self.norm_of()
         return ScaledBlock(attention, mlp, *norms, factor=config.residual_multiplier)

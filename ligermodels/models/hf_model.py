@@ -24,11 +24,7 @@ from ligermodels.converters.files import (
     read_json_if_present,
 )
 from ligermodels.converters.hub import HubOptions
-from ligermodels.converters.safetensors_file import (
-    DTYPES,
-    StoredTensor,
-    empty_in_huge_pages,
-)
+from ligermodels.converters.safetensors_file import DTYPES, StoredTensor, empty_in_huge_pages
 from ligermodels.converters.save_dir import read_one_version
 from ligermodels.converters.weight_map import Entry, WeightMap, packed_entry
 from ligermodels.errors import CheckpointError, ConfigError, SaveError, first_line, listing

@@ -192,9 +192,7 @@ class ModelLayout:
         return whole_tensor(tensor, self.tensors.get(name))
 
     def save(
-        self,
-        weights: Mapping[str, Tensor],
-        write: Callable[[Callable[[str], Tensor]], None],
+        self, weights: Mapping[str, Tensor], write: Callable[[Callable[[str], Tensor]], None]
     ) -> None:
         """Call `write(get)` on rank 0, where `get(name)` returns a whole parameter.
 

@@ -111,6 +111,5 @@ class LigerPhi3(FamilyModel):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         return self.block_of(
-            self.attention_of(layer_index, rotary_dim=self.config.rotary_dim),
-            self.mlp_of(),
+            self.attention_of(layer_index, rotary_dim=self.config.rotary_dim), self.mlp_of()
         )

@@ -76,6 +76,5 @@ class LigerQwen2(FamilyModel):
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + attention(norm(x)), then h + mlp(norm(h))."""
         return self.block_of(
-            self.attention_of(layer_index, bias=True, out_bias=False),
-            self.mlp_of(),
+            self.attention_of(layer_index, bias=True, out_bias=False), self.mlp_of()
         )

@@ -29,12 +29,7 @@ from ligermodels.float8 import Float8Linear
 from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.models.base import DecoderModel
-from ligermodels.models.layout import (
-    ModelLayout,
-    local_slices,
-    reshard,
-    splits_of,
-)
+from ligermodels.models.layout import ModelLayout, local_slices, reshard, splits_of
 from ligermodels.parallel.context import context_parallel
 from ligermodels.parallel.expert import expert_parallel
 from ligermodels.parallel.state import give_whole_state

@@ -21,12 +21,7 @@ from ligermodels.layers import Attention, GatedMLP, LayerNorm, LossHead, RMSNorm
 from ligermodels.layers.fusion import has_plain_call, is_plain
 from ligermodels.models.base import DecoderModel
 from ligermodels.models.layout import IndexRange, ModelLayout, Ranges, TensorSplit
-from ligermodels.parallel.modules import (
-    ColumnLinear,
-    RowLinear,
-    VocabularyEmbedding,
-    sequence_norm,
-)
+from ligermodels.parallel.modules import ColumnLinear, RowLinear, VocabularyEmbedding, sequence_norm
 
 
 def tensor_parallel(model: DecoderModel, mesh: DeviceMesh) -> None:

@@ -162,8 +162,7 @@ class Tokenizer:
             for row in rows:
                 row.pad(length, direction=side, pad_id=self.pad_token_id or 0)
         encoding = Encoding(
-            input_ids=[row.ids for row in rows],
-            attention_mask=[row.attention_mask for row in rows],
+            input_ids=[row.ids for row in rows], attention_mask=[row.attention_mask for row in rows]
         )
         if return_tensors is not None:
             return as_tensors(encoding)

@@ -36,13 +36,7 @@ from ligermodels.ranks import error_on_all_ranks, from_rank_0, num_ranks, rank
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import decoder_of, make_optimizer, set_learning_rate
-from ligermodels.training.packing import (
-    IGNORE_INDEX,
-    Batch,
-    GroupedRows,
-    mixed_order,
-    row_order,
-)
+from ligermodels.training.packing import IGNORE_INDEX, Batch, GroupedRows, mixed_order, row_order
 from ligermodels.training.processes import (
     average_gradients,
     averaged,
@@ -215,9 +209,7 @@ class Trainer:
         for batch in batches:
             with self.autocast():
                 _, routing = self.forward(
-                    batch.input_ids.to(self.device),
-                    **self._documents(batch),
-                    return_routing=True,
+                    batch.input_ids.to(self.device), **self._documents(batch), return_routing=True
                 )
             counts.append(routing.counts * bool(batch.num_targets))
         return averaged(torch.stack(counts).sum(0))

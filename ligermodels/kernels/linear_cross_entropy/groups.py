@@ -22,11 +22,7 @@ from ligermodels.kernels.dispatch import (
 )
 from ligermodels.kernels.linear_cross_entropy.autograd import GradSums, Head, LossArgs, scaled_grad
 from ligermodels.kernels.linear_cross_entropy.chunk_plan import scatter
-from ligermodels.kernels.linear_cross_entropy.functions import (
-    linear_loss,
-    make_head,
-    token_outputs,
-)
+from ligermodels.kernels.linear_cross_entropy.functions import linear_loss, make_head, token_outputs
 from ligermodels.kernels.linear_cross_entropy.vocab_shard import VocabShard
 from ligermodels.kernels.loss_options import (
     LOG_PROB_OPTIONS,

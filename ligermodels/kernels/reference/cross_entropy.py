@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import cast, compute_dtype, real_device
-from ligermodels.kernels.loss_options import (
-    CrossEntropyOptions,
-    OutputGrads,
-    TokenStats,
-)
+from ligermodels.kernels.loss_options import CrossEntropyOptions, OutputGrads, TokenStats
 
 
 def cross_entropy_rows(

@@ -7,12 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import cast, compute_dtype
-from ligermodels.kernels.reference.float8_cast import (
-    BLOCK,
-    float8_cast,
-    recorded,
-    scaled,
-)
+from ligermodels.kernels.reference.float8_cast import BLOCK, float8_cast, recorded, scaled
 
 
 def glu_forward(

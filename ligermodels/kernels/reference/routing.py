@@ -28,12 +28,7 @@ def routing_weights(logits: Tensor, experts: Tensor, options: Routing) -> Tensor
 
 
 def experts_of_groups(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    options: Routing,
-    n_group: int,
-    topk_group: int,
+    logits: Tensor, bias: Tensor | None, top_k: int, options: Routing, n_group: int, topk_group: int
 ) -> Tensor:
     """Return the top_k experts (tokens, top_k) int32 of the best topk_group of n_group groups.
 

@@ -39,12 +39,7 @@ def column_sums(x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
     if columns:
         setting = launch(COLUMN_SUMS, columns)
         column_sums_kernel[(cdiv(columns, setting.block),)](
-            x,
-            out,
-            rows,
-            columns,
-            ROWS=setting.rows,
-            **keywords(setting),
+            x, out, rows, columns, ROWS=setting.rows, **keywords(setting)
         )
     if len(dtypes) == 1:
         return (out,)

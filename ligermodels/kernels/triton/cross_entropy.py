@@ -437,11 +437,5 @@ def scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if out.numel() == 0:
         return out
     setting = launch(SCALED, x.numel())
-    scaled_kernel[(cdiv(x.numel(), setting.block),)](
-        x,
-        scale,
-        out,
-        x.numel(),
-        **keywords(setting),
-    )
+    scaled_kernel[(cdiv(x.numel(), setting.block),)](x, scale, out, x.numel(), **keywords(setting))
     return out

@@ -53,13 +53,6 @@ def dequantize_forward(
         return out
     setting = launch(DEQUANTIZE, width)
     dequantize_kernel[(rows * cdiv(width, setting.block),)](
-        codes,
-        scales,
-        levels,
-        out,
-        width,
-        columns // blocks,
-        blocks,
-        **keywords(setting),
+        codes, scales, levels, out, width, columns // blocks, blocks, **keywords(setting)
     )
     return out

@@ -26,15 +26,7 @@ MIN_LOG: tl.constexpr = tl.constexpr(-200.0)  # 2 to the power of it is 0 in flo
 
 
 @triton.jit
-def _inputs(
-    student_ptr,
-    teacher_ptr,
-    at,
-    mask,
-    inner,
-    teacher_inner,
-    EVICT: tl.constexpr,
-):
+def _inputs(student_ptr, teacher_ptr, at, mask, inner, teacher_inner, EVICT: tl.constexpr):
     """Load a tile of both rows: the logits, or with a softcap their tanh; -inf outside the row.
 
     inner is 2 log2(e) * logit_scale / softcap, or None, and tanh(x) = 1 - 2 / (1 + e^2x).

@@ -8,12 +8,7 @@ from torch import Tensor
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch, reusable
 from ligermodels.kernels.reference.float8_cast import BLOCK as FLOAT8_BLOCK
 from ligermodels.kernels.reference.float8_cast import SMALLEST
-from ligermodels.kernels.triton.float8_tile import (
-    _record_amax,
-    _scaled,
-    _store_turned,
-    _tile_of,
-)
+from ligermodels.kernels.triton.float8_tile import _record_amax, _scaled, _store_turned, _tile_of
 
 # HIP counts the threads of a launch in 32 bits. On AMD, eight elements for each lane make that
 # enough for 2^35 elements.

@@ -73,16 +73,7 @@ CENTRED_BACKWARD = Launches(
 
 
 @triton.jit
-def _tile(
-    grad_y_ptr,
-    grad_s_ptr,
-    s_ptr,
-    row,
-    rows,
-    column,
-    columns,
-    EVICTION: tl.constexpr,
-):
+def _tile(grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, EVICTION: tl.constexpr):
     """Load s, grad_y and, unless its pointer is None, grad_s; elements outside are zero."""
     mask = (row < rows) & (column < columns)
     at = row.to(tl.int64) * columns + column
