@@ -6,12 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import (
-    DeltaInputs,
-    DeltaRule,
-    check_documents,
-    check_gated_delta,
-)
+from ligermodels.kernels.checks import DeltaInputs, DeltaRule, check_documents, check_gated_delta
 from ligermodels.kernels.dispatch import (
     apply,
     autocast_dtype,

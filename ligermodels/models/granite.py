@@ -113,5 +113,4 @@ class LigerGranite(FactorsModel):
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + factor * attention(norm(x)), then h + factor * mlp(norm(h))."""
-        config = self.config
-        return self.scaled_block(layer_index, self.mlp_of(), config.head_dim)
+        return self.scaled_block(layer_index, self.mlp_of(), self.config.head_dim)

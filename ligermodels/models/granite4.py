@@ -55,7 +55,7 @@ Granite4Config.presets = {
     "granite-4.0-micro": PUBLISHED
     | sizes(2560, 8192, 40, 40, 8, attention_multiplier=1 / 64, logits_scaling=10.0)
     | {"vocab_size": 100352, "shared_intermediate_size": 8192, "position_embedding_type": "rope"}
-    | {"pad_token_id": 100256, "bos_token_id": 100257, "eos_token_id": 100257},
+    | {"pad_token_id": 100256, "bos_token_id": 100257, "eos_token_id": 100257}
 }
 
 

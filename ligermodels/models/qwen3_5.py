@@ -10,12 +10,7 @@ from torch import nn
 
 from ligermodels.converters.weight_map import Towers
 from ligermodels.errors import ConfigError
-from ligermodels.layers import (
-    GatedMLP,
-    LinearAttention,
-    LinearBlock,
-    SharedExperts,
-)
+from ligermodels.layers import GatedMLP, LinearAttention, LinearBlock, SharedExperts
 from ligermodels.models.auto import register
 from ligermodels.models.config import ModelConfig, sizes
 from ligermodels.models.family import FamilyModel
@@ -113,7 +108,7 @@ Qwen3_5Config.presets = {
 
 
 class HybridModel(FamilyModel):
-    """A decoder of both kinds of layers. A family defines `make_mlp`."""
+    """A decoder of both kinds of layers."""
 
     config: Any
     norm_options: ClassVar[dict[str, Any]] = {"offset": 1.0, "casting_mode": "gemma"}
@@ -122,7 +117,7 @@ class HybridModel(FamilyModel):
 
     def make_mlp(self) -> GatedMLP | SharedExperts:
         """Return the MLP of a layer, or what stands in its place."""
-        raise NotImplementedError
+        return self.mlp_of()
 
     def make_block(self, layer_index: int) -> nn.Module:
         """Return a layer: h = x + mixer(norm(x)), then h + mlp(norm(h))."""
@@ -153,7 +148,3 @@ class LigerQwen3_5(HybridModel):
 
     config_class = Qwen3_5Config
     config: Qwen3_5Config
-
-    def make_mlp(self) -> GatedMLP:
-        """Return the MLP of a layer."""
-        return self.mlp_of()

@@ -90,6 +90,7 @@ PUBLISHED = {
     "granite-3.3-8b": 8_170_864_640,
     "granite-4.0-micro": 3_402_836_480,
     "phi-3-mini-4k": 3_821_079_552,
+    # Of the next one only the card's 14B is known.
     "phi-3-medium-4k": 13_960_238_080,
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,

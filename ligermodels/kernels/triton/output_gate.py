@@ -21,8 +21,7 @@ from ligermodels.kernels.launch import (
 from ligermodels.kernels.triton.column_sums import column_sums
 
 GATE = Launches(
-    nvidia=((128, Launch(0, 4, rows=16)), (None, Launch(0, 4, rows=8))),
-    amd=Launch(0, 4, rows=8),
+    nvidia=((128, Launch(0, 4, rows=16)), (None, Launch(0, 4, rows=8))), amd=Launch(0, 4, rows=8)
 )
 GATE_BACKWARD = Launches(
     nvidia=((128, Launch(0, 4, rows=8, programs=8)), (None, Launch(0, 4, rows=4, programs=8))),

@@ -18,8 +18,7 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch,
 # SCORES, so that a program reads only tiles that have been written.
 _AMD = Launch(32, 4, num_stages=1, rows=32, depth=32)
 FORWARD = Launches(
-    nvidia=Launch(64, 8, num_stages=1, rows=64),
-    amd=Launch(16, 4, num_stages=1, rows=32),
+    nvidia=Launch(64, 8, num_stages=1, rows=64), amd=Launch(16, 4, num_stages=1, rows=32)
 )
 DELTA = Launches(nvidia=Launch(0, 4, rows=8), amd=Launch(0, 4, rows=8))
 SCORES = Launches(nvidia=Launch(128, 8, num_stages=4, rows=128, depth=64), amd=_AMD)
