@@ -297,41 +297,38 @@ def step_bars(folder: Path) -> list[tuple[str, list[Row]]]:
 
 
 def draw_steps(folder: Path, path: Path) -> None:
-    """Time and memory of a training step as bars, each with its name and its value.
+    """Time and memory of a training step as bars with their values, large enough for a phone.
 
     The bars of a workload are relative to transformers, so that workloads of any size fit.
     """
     workloads = step_bars(folder)
-    quantities = (
-        ("ms", "Time of a training step", "{:.0f} ms"),
-        ("peak GiB", "Peak GPU memory", "{:.1f} GiB"),
-    )
-    places = [5 * number + bar for number in range(len(workloads)) for bar in range(len(BARS))]
-    with picture(10, 1.2 * len(workloads) + 0.9) as figure:
+    quantities = (("ms", "Time of a step", "{:.0f} ms"), ("peak GiB", "Peak memory", "{:.1f} GiB"))
+    with picture(6.4, 1.4 * len(workloads) + 1.5) as figure:
         panels = figure.subplots(1, 2, sharey=True)
         for axes, (quantity, title, text) in zip(panels, quantities):
             for number, (workload, rows) in enumerate(workloads):
                 for bar, row in enumerate(rows):
                     name, place = row["implementation"], 5 * number + bar
-                    share, bold = row[quantity] / rows[0][quantity], name == OURS
-                    axes.barh(place, share, height=0.86, color=BARS[name])
-                    words, weight = text.format(row[quantity]), "bold" if bold else "normal"
-                    axes.text(share + 0.02, place, words, va="center", weight=weight)
+                    share = row[quantity] / rows[0][quantity]
+                    label = name if not number and axes is panels[0] else None
+                    axes.barh(place, share, height=0.86, color=BARS[name], label=label)
+                    words, weight = text.format(row[quantity]), "bold" if name == OURS else "normal"
+                    axes.text(share + 0.02, place, words, va="center", weight=weight, fontsize=13)
                 if axes is panels[0]:
-                    axes.text(0, 5 * number - 0.75, workload, fontsize=11, va="bottom")
-            axes.set_title(title, fontsize=13, weight="bold", pad=14)
+                    axes.text(0, 5 * number - 0.65, workload, fontsize=13, va="bottom")
+            axes.set_title(title, fontsize=15, weight="bold", pad=20)
             axes.spines[["bottom", "left"]].set_visible(False)
             axes.set_xticks([])
-            axes.tick_params(left=False)
-            axes.margins(x=0.16)
+            axes.set_yticks([])
+            axes.margins(x=0.36)
             axes.set_xlim(left=0)
-        panels[0].set_yticks(places, list(BARS) * len(workloads), fontsize=10)
         panels[0].invert_yaxis()
-        for label in panels[0].get_yticklabels():
-            if label.get_text() == OURS:
-                label.set_fontweight("bold")
         gpu = json.loads((folder / STEPS[0][0]).read_text())["environment"]["gpu"]
-        figure.supxlabel(f"Shorter is better. One {gpu}, bf16, AdamW.", fontsize=10)
+        figure.legend(
+            title=f"Shorter is better. One {gpu}, bf16, AdamW.",
+            **dict(loc="outside lower center", ncols=len(BARS), fontsize=13, title_fontsize=13),
+            **dict(handlelength=1, handletextpad=0.4, columnspacing=1),
+        )
         figure.savefig(path, dpi=110)
 
 
