@@ -325,9 +325,13 @@ def draw_steps(folder: Path, path: Path) -> None:
         panels[0].invert_yaxis()
         gpu = json.loads((folder / STEPS[0][0]).read_text())["environment"]["gpu"]
         figure.legend(
+            loc="outside lower center",
             title=f"Shorter is better. One {gpu}, bf16, AdamW.",
-            **dict(loc="outside lower center", ncols=len(BARS), fontsize=13, title_fontsize=13),
-            **dict(handlelength=1, handletextpad=0.4, columnspacing=1),
+            title_fontsize=13,
+            fontsize=13,
+            ncols=len(BARS),
+            columnspacing=1,
+            handlelength=1,
         )
         figure.savefig(path, dpi=110)
 

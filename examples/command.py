@@ -125,8 +125,9 @@ def picture(folder: Path, title: str = "", height: float = 3.2) -> Iterator[Any]
 def draw_losses(folder: Path, title: str, curves: dict[str, list[float]], label: str) -> None:
     """Draw a number of each step, by the name of its curve."""
     with picture(folder, title) as axes:
-        for (name, values), colour in zip(curves.items(), pictures.ORDER):
-            axes.plot(range(1, len(values) + 1), values, color=colour, label=name)
+        for (name, values), colour, dash in zip(curves.items(), pictures.ORDER, ("-", "--", ":")):
+            steps = range(1, len(values) + 1)
+            axes.plot(steps, values, dash, color=colour, label=name)  # equal curves both show
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid()
