@@ -50,19 +50,19 @@ def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return markdown.small_checkpoint(smollm2, tmp_path_factory.mktemp("docs") / "smollm2")
 
 
+def files_before(block: markdown.Block) -> list[str]:
+    """Return the earlier blocks of a page that only write a file into runs/."""
+    blocks = markdown.runnable(block.page, markdown.SHELL)
+    texts = [one.text for one in blocks if one.line < block.line]
+    return [text for text in texts if text.startswith("mkdir -p runs\ncat > runs/")]
+
+
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
-    """The block runs unchanged, on a small checkpoint. The options on the pages are quick.
-
-    Earlier blocks of its page that only write a file into runs/ run before it.
-    """
+    """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
     checkout = markdown.make_checkout(tmp_path / "ligermodels")
-    earlier = [
-        one for one in markdown.runnable(block.page, markdown.SHELL) if one.line < block.line
-    ]
-    files = [one.text for one in earlier if one.text.startswith("mkdir -p runs\ncat > runs/")]
-    text = "\n".join([*files, block.text]).replace(markdown.CHECKPOINT, str(small_smollm2))
+    text = "\n".join([*files_before(block), block.text]).replace(markdown.CHECKPOINT, str(small_smollm2))
     text = text.replace("<hub id or folder>", str(small_smollm2))
     text = text.replace(" check-family ", " check-family --no-compile ")  # it would take minutes
     markdown.run_shell(text, checkout, tmp_path)
@@ -84,6 +84,9 @@ def test_python_block(
 ) -> None:
     monkeypatch.chdir(markdown.make_checkout(tmp_path / "ligermodels"))
     monkeypatch.setattr(auto, "_registered", dict(auto._registered))  # a block registers a class
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for text in files_before(block):
+        markdown.run_shell(text, Path.cwd(), tmp_path)
     torch.manual_seed(0)
     text = block.text.replace(markdown.CHECKPOINT, str(small_smollm2))
     if "class " in text:  # Python's prompt ends a class at the first empty line
