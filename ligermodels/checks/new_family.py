@@ -76,7 +76,7 @@ def skeleton(name: str, folder: Path) -> str:
     for pattern, where in _ELSEWHERE.items():
         if odd := next((key for key in layer if re.search(pattern, key)), None):
             raise ConfigError(f"{folder}: {start}{odd}: the family has {where} is where to begin")
-    parts = {key.removesuffix(".weight").rpartition(".")[2] for key in layer}
+    parts = {key.rpartition(".")[0].rpartition(".")[2] for key in layer}
     if missing := [each for each in _PROJECTIONS if each not in parts]:
         raise ConfigError(
             f"{folder}: no {missing[0]} in {start[:-1]}: the tensors are not named as those of "
@@ -89,6 +89,10 @@ def skeleton(name: str, folder: Path) -> str:
             "begin with a file of examples/families"
         )
     defaults, whose = _defaults(raw)
+    for each in (raw, defaults):  # transformers 5 keeps it among rope's values
+        rope = each.get("rope_parameters")
+        if isinstance(rope, dict) and "partial_rotary_factor" in rope:
+            each["partial_rotary_factor"] = rope["partial_rotary_factor"]
     both = {**defaults, **raw}
     used = [k for k in (*_USED, *_OF_ATTENTION, *_OF_BUILD) if both.get(k) is not None]
     activation = next((k for k in ("hidden_activation", "hidden_act") if k in raw), "hidden_act")
@@ -114,11 +118,12 @@ def skeleton(name: str, folder: Path) -> str:
         f"{len(shapes)} tensors, {raw.get('num_hidden_layers')} layers",
         "the head is " + ("stored" if "lm_head.weight" in shapes else "tied"),
         f"norms of a layer: {', '.join(norms)} ({norm})",
-        f"shape of the norm of queries: {q_norm}",
+        f"shape of the norm of queries: {q_norm or 'there is none'}",
         f"projections with a bias: {', '.join(sorted(biased)) or 'none'}",
         f"keys that are used: {', '.join([activation, *used])}",
     ]
     usual_keys = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    usual_keys |= {"model.norm.bias"} if norm == "LayerNorm" else set()
     around = [k for k in shapes if not k.startswith("model.layers.") and k not in usual_keys]
     questions = [
         *(
@@ -145,6 +150,7 @@ def skeleton(name: str, folder: Path) -> str:
         architecture="" if own == usual else own,
         activation=activation,
         epsilon=epsilon,
+        square=head * both["num_attention_heads"] == both["hidden_size"],
         whose=whose,
         fields=_fields(raw, defaults, (activation, *used)),
         used=used,

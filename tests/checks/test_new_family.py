@@ -45,6 +45,7 @@ def checkpoint(folder: Path, kind: str, **more: Any) -> Any:
     [
         ("olmo2", {}),
         ("granite", {"residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_bias": True}),
+        ("stablelm", {}),  # layer norms, rope on a part of a head
         ("exaone4", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}),
     ],
 )
