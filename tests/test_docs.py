@@ -62,7 +62,8 @@ def files_before(block: markdown.Block) -> list[str]:
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
     """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
     checkout = markdown.make_checkout(tmp_path / "ligermodels")
-    text = "\n".join([*files_before(block), block.text]).replace(markdown.CHECKPOINT, str(small_smollm2))
+    text = "\n".join([*files_before(block), block.text])
+    text = text.replace(markdown.CHECKPOINT, str(small_smollm2))
     text = text.replace("<hub id or folder>", str(small_smollm2))
     text = text.replace(" check-family ", " check-family --no-compile ")  # it would take minutes
     markdown.run_shell(text, checkout, tmp_path)
