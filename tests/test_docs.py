@@ -54,7 +54,8 @@ def files_before(block: markdown.Block) -> list[str]:
     """Return the earlier blocks of a page that only write a file into runs/."""
     blocks = markdown.runnable(block.page, markdown.SHELL)
     texts = [one.text for one in blocks if one.line < block.line]
-    return [text for text in texts if text.startswith("mkdir -p runs\ncat > runs/")]
+    start = "mkdir -p runs\ncat > runs/"
+    return [text for text in texts if text.startswith(start) and text.endswith("EOF\n")]
 
 
 @pytest.mark.usefixtures("registry")
