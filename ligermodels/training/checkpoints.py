@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.converters.files import names_if_present, read_json
+from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.save_dir import sync_file, sync_folder
 from ligermodels.errors import CheckpointError, LigerError, SaveError, first_line
 from ligermodels.float8 import load_scales, scales
@@ -144,6 +145,8 @@ class Checkpoints:
                 if odd := found ^ {*facts.get("files", ())}:
                     name = folder / min(odd)
                     raise CheckpointError(f"{name}: it is missing, or no run has written it")
+                for each in sorted(found):  # torch would log a traceback before its error
+                    SafetensorsFile(folder / each)
             with _quiet(CheckpointError, f"{folder}: cannot be read") as dcp:
                 reader, alone = dcp.HuggingFaceStorageReader(str(folder)), not is_distributed()
                 state = sharded_state(model, optimizer)
