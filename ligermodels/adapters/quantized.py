@@ -76,11 +76,8 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         if bits not in BITS:
             raise ConfigError(f"QuantizedLinear: bits={bits!r}; expected 4, 8 or 'float8'")
-        self.in_features, self.out_features, self.bits = (
-            linear.in_features,
-            linear.out_features,
-            bits,
-        )
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bits = bits
         if bits == 4 and self.in_features % 2:
             raise ConfigError(
                 f"QuantizedLinear: in_features={self.in_features} is odd; 4-bit values come in "
@@ -194,7 +191,7 @@ def _to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _to_4_bits(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes of two values each (rows, in / 2), and bfloat16 scales (rows, in / 64)."""
     rows, width = weight.shape
-    block = largest_block(width)
+    block = min(BLOCK, width & -width)  # a power of 2 that divides the width
     exact = weight.float().view(rows, width // block, block)
     scales = exact.abs().amax(2).to(torch.bfloat16)
     tiny = torch.finfo(torch.float32).tiny
@@ -203,8 +200,3 @@ def _to_4_bits(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     nearest = torch.bucketize(values, between, out_int32=True).to(torch.uint8)
     low, high = nearest.chunk(2, 1)
     return low | high << 4, scales
-
-
-def largest_block(width: int) -> int:
-    """Return the size of the blocks of a row: the largest power of 2 up to 64 that divides it."""
-    return min(BLOCK, width & -width)

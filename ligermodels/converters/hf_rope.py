@@ -171,10 +171,7 @@ def _theta_and_scaling(
 
     old_spelling = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", old_spelling)
-    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-        raise ConfigError(
-            f"'{key}.rope_type' is {short_repr(rope_type)}, expected one of {', '.join(ROPE_TYPES)}"
-        )
+    _check_type(rope_type, f"'{key}.")
     if scaling.get("partial_rotary_factor", 1) != 1 and rope_type != "proportional":
         value = short_repr(scaling["partial_rotary_factor"])
         raise ConfigError(
@@ -212,12 +209,8 @@ def check_scaling(
         ConfigError: a number is missing or wrong, or a key says something else than the config's
             own fields. The message names it.
     """
-    rope_type = scaling.get("rope_type")
-    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-        raise ConfigError(
-            f"config: rope_scaling has rope_type {short_repr(rope_type)}, expected one of "
-            f"{', '.join(ROPE_TYPES)}"
-        )
+    rope_type: Any = scaling.get("rope_type")
+    _check_type(rope_type, "config: 'rope_scaling.")
     _refuse_unread(scaling, unread, "config: 'rope_scaling.")
     own = {"type": rope_type, "partial_rotary_factor": 1, **sizes}
     if rope_type == "proportional":
@@ -231,6 +224,13 @@ def check_scaling(
                 f"{'rope_type' if name == 'type' else f'{name} of the config'}"
             )
     _check(rope_type, scaling, sizes, "config: 'rope_scaling.")
+
+
+def _check_type(rope_type: object, where: str) -> None:
+    """Refuse a rope_type that no rope has."""
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        expected = f"expected one of {', '.join(ROPE_TYPES)}"
+        raise ConfigError(f"{where}rope_type' is {short_repr(rope_type)}, {expected}")
 
 
 def _check(rope_type: str, scaling: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> None:

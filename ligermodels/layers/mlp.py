@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ligermodels import kernels
-from ligermodels.kernels.checks import ACTIVATIONS, check_count
+from ligermodels.kernels.checks import check_activation, check_count
 from ligermodels.kernels.dispatch import cast, compute_dtype, refuse_double_backward
 from ligermodels.layers.fusion import (
     PendingNorm,
@@ -52,9 +52,7 @@ class GatedMLP(Planned, nn.Module):
         super().__init__()
         check_count("GatedMLP", "hidden_size", hidden_size, 1)
         check_count("GatedMLP", "intermediate_size", intermediate_size, 1)
-        if activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"GatedMLP: activation={activation!r}; expected one of {known}")
+        check_activation("GatedMLP", activation)
         self.activation = activation
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)

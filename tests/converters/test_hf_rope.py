@@ -183,7 +183,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     ("scaling", "change", "message"),
     [
-        ({"rope_type": "warp"}, {}, "rope_type 'warp'"),
+        ({"rope_type": "warp"}, {}, "rope_type' is 'warp'"),
         ({"rope_type": "linear"}, {}, r"'rope_scaling\.factor' is missing"),
         *((LINEAR | {"factor": x}, {}, rf"factor' is {x}, expected") for x in (0.0, 1e-7, 1e13)),
         ({**YARN, "rope_theta": 1e6}, {}, r"rope_theta' is 1000000\.0, but the model would have 1"),
