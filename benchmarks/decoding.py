@@ -211,15 +211,17 @@ def transformers_model(config: Any) -> nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_dict())).eval()
 
 
-def theirs(model: Any, row: dict[str, Any]) -> None:
-    """Measure transformers' times, with its default cache and with a static one."""
+def theirs(model: Any, row: dict[str, Any], static: bool = True) -> None:
+    """Measure transformers' times, with its default cache and, if wanted, with a static one."""
     rows, context = row["rows"], row["context"]
     ids = torch.randint(3, 1000, (rows, context), device="cuda")
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"max_new_tokens": NEW, "min_new_tokens": NEW}
     if context == LONG:  # All of it at once would not fit.
         options["prefill_chunk_size"] = 1024
-    for name, cache in (("transformers", {}), ("static", {"cache_implementation": "static"})):
+    caches = {"transformers": {}, "static": {"cache_implementation": "static"}}
+    for name in [*caches][: 1 + static]:
+        cache = caches[name]
 
         def generate(after_token: Callable[..., None], cache: dict[str, str] = cache) -> None:
             def goes_on(ids: Tensor, scores: Any, **_: Any) -> Tensor:

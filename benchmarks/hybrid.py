@@ -93,7 +93,7 @@ def decoding(implementation: str) -> list[dict[str, Any]]:
             ours(model, row)
         else:
             model.config.use_cache = model.generation_config.use_cache = True
-            theirs(model, row)
+            theirs(model, row, static=False)
     return rows
 
 
