@@ -46,13 +46,7 @@ from ligermodels.training import processes, reports
 from ligermodels.training.checkpoints import Checkpoints, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig, config_text
 from ligermodels.training.data import local_files, stored_documents
-from ligermodels.training.model import (
-    check_same,
-    file_hashes,
-    load_model,
-    planner,
-    summary,
-)
+from ligermodels.training.model import check_same, file_hashes, load_model, planner, summary
 from ligermodels.training.objectives import Rows
 from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
@@ -687,9 +681,7 @@ class Run:
                     export_adapter(model, folder, base, dtype)
             elif in_parts or rank() == 0:
                 model.to(dtype).save_hf(
-                    folder,
-                    max_shard_size=options.max_shard_size,
-                    write_heads=self.objective.export,
+                    folder, max_shard_size=options.max_shard_size, write_heads=self.objective.export
                 )
 
     def _note(self, text: str, shows: bool = True) -> None:

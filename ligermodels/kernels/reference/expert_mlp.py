@@ -88,10 +88,7 @@ def expert_sum(
 
 
 def expert_glu_forward(
-    gate_up: Tensor,
-    bias: Tensor | None,
-    owner: Tensor | None,
-    activation: str | ClampedSwiGLU,
+    gate_up: Tensor, bias: Tensor | None, owner: Tensor | None, activation: str | ClampedSwiGLU
 ) -> Tensor:
     """Return the activations (rows, inner) of gate_up + bias, in gate_up's dtype.
 

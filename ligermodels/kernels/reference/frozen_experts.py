@@ -37,12 +37,7 @@ def quantized_expert_linear(
 
 
 def quantized_expert_linear_few(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    levels: Tensor | None,
-    experts: Tensor,
-    count: int,
+    x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None, experts: Tensor, count: int
 ) -> Tensor:
     """Return x W^T of each pair of a row and an expert: (pairs, out), in the order of experts.
 

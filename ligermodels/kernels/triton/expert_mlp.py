@@ -521,10 +521,7 @@ def _name_and_numbers(activation: str | ClampedSwiGLU) -> tuple[str, float, floa
 
 
 def expert_glu_forward(
-    gate_up: Tensor,
-    bias: Tensor | None,
-    owner: Tensor | None,
-    activation: str | ClampedSwiGLU,
+    gate_up: Tensor, bias: Tensor | None, owner: Tensor | None, activation: str | ClampedSwiGLU
 ) -> Tensor:
     """Launch the kernel for `reference.expert_glu_forward`."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2

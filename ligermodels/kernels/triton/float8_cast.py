@@ -8,12 +8,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 from ligermodels.kernels.reference.float8_cast import BLOCK, MULTIPLE, SMALLEST, Cast
-from ligermodels.kernels.triton.float8_tile import (
-    _record_amax,
-    _scaled,
-    _store_turned,
-    _tile_of,
-)
+from ligermodels.kernels.triton.float8_tile import _record_amax, _scaled, _store_turned, _tile_of
 
 CAST = Launches(nvidia=Launch(512, 4, rows=16), amd=Launch(1024, 4, rows=8))
 # A tile is a block with one scale, or its rows are blocks, or its columns.

@@ -203,12 +203,7 @@ def quantized_expert_linear(
 
 
 def quantized_expert_linear_few(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    levels: Tensor | None,
-    experts: Tensor,
-    count: int,
+    x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor | None, experts: Tensor, count: int
 ) -> Tensor:
     """Launch the kernel for `reference.quantized_expert_linear_few`."""
     x, codes, scales = x.contiguous(), codes.contiguous(), scales.contiguous()
