@@ -104,6 +104,8 @@ def run(given: Arguments) -> None:
         output = Path(given.output)
         if output.exists() and output.samefile(given.input):
             raise LigerError(f"generate: --output {output} is the file of --input; give another")
+        if output.exists() and not (output.is_file() or output.is_dir()):
+            raise LigerError(f"generate: --output {output} is a pipe or a device; give a file")
         with ExitStack() as opened:
             with writing(output):
                 lock = opened.enter_context(open(output, "ab"))

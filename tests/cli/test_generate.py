@@ -201,6 +201,7 @@ def test_a_file_of_prompts_is_answered_and_goes_on_after_a_kill(
 def test_what_may_not_be_the_file_of_answers(call, checkpoint, prompts, tmp_path):
     command = ["generate", checkpoint, "--device", "cpu", "--input", prompts]
     assert_one_line(call(*command, "--output", prompts), "is the file of --input; give another")
+    assert_one_line(call(*command, "--output", "/dev/full"), "is a pipe or a device; give a file")
     assert_one_line(call(*command, "--output", tmp_path), "Is a directory")
 
 
