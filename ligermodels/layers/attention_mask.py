@@ -70,8 +70,8 @@ class AttentionMask:
         padding_at_ends: whether the tokens of each row have padding only before and after them.
             Then the varlen kernel may take them as documents, and padding sees other padding. The
             kernel would compute something else for padding between tokens: see `fault`.
-        cu_seqlens, max_seqlen: (documents + 1,) int, the starts of the documents in a single row,
-            and the length of the longest one. The varlen kernel reads these instead of
+        cu_seqlens, max_seqlen: (documents + 1,) int, the starts of the documents in all rows
+            joined, and the length of the longest one. The varlen kernel reads these instead of
             document_ids.
         prefix_lengths: (batch or 1,) integers. In a causal layer, every query also sees the first
             so many keys of its row, which include padding. Negative numbers count as 0.
@@ -473,8 +473,10 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, seq: int) -> Tenso
     return (token - cu_seqlens[document]).view(batch, seq)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> None:
-    """Raise ValueError unless cu_seqlens rises from 0 to seq in steps of at most max_seqlen.
+def check_cu_seqlens(cu_seqlens: Tensor, batch: int, seq: int, max_seqlen: int | None) -> None:
+    """Raise ValueError unless cu_seqlens rises from 0 to batch * seq by at most max_seqlen.
+
+    The starts of all rows must be among its numbers.
 
     The values of cu_seqlens are checked only on CPU in eager mode. On a GPU the check would need a
     host synchronisation.
@@ -491,10 +493,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, seq: int, max_seqlen: int | None) -> No
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff()
-    if len(lengths) == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != seq or lengths.min() < 1:
+    fits = len(lengths) > 0 and cu_seqlens[0] == 0 and cu_seqlens[-1] == batch * seq
+    fits = fits and lengths.min() >= 1
+    if not fits or not torch.isin(torch.arange(batch) * seq, cu_seqlens).all():
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.tolist()}; it is expected to rise from 0 to {seq}, the "
-            "length of the row"
+            f"cu_seqlens is {cu_seqlens.tolist()}; it is expected to rise from 0 to {batch * seq}, "
+            "the number of tokens, and to have the start of each row"
         )
     if max_seqlen is not None and int(lengths.max()) > max_seqlen:
         raise ValueError(

@@ -237,8 +237,8 @@ class Step:
     Attributes:
         autocast: the dtype of torch.autocast around forward, bfloat16 or float16; None for none.
         packed: whether the rows contain several documents (position_ids).
-        max_seqlen: if cu_seqlens tells the documents of the only row, the longest one. All count as
-            if they had this length.
+        max_seqlen: if cu_seqlens tells the documents, the longest one. Each row counts as divided
+            into documents of this length.
         head_options: keyword arguments of the loss head.
         gradients: "new" if no gradient exists before the step (zero_grad(set_to_none=True)), "kept"
             if all do (accumulation), and "freed" if an optimizer step in backward frees each as
@@ -278,7 +278,7 @@ class Step:
         found = {"input_ids": integers(batch, seq), **self.head_options}
         found["labels"] = model.meta_labels(batch, seq)
         if self.max_seqlen is not None:
-            documents = -(-seq // self.max_seqlen)
+            documents = batch * -(-seq // self.max_seqlen)
             found["cu_seqlens"] = integers(documents + 1, dtype=torch.int32)
             found["max_seqlen"] = self.max_seqlen
         elif self.packed:

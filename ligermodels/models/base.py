@@ -287,8 +287,9 @@ class DecoderModel(HFModel, PlannedModel):
                 positions restart, and attention stays inside each document. Positions are numbers
                 and may have any value; from 2^24 on, float32 cannot tell all of them apart. The
                 default is 0, 1, 2, ...
-            cu_seqlens: (documents + 1) int: the start of each document in a single row, then the
-                row's length. It replaces position_ids.
+            cu_seqlens: (documents + 1) int: the start of each document in all rows joined, then the
+                number of their tokens. No document goes on in another row. It replaces
+                position_ids.
             max_seqlen: length of the longest document in cu_seqlens. If it is given, a GPU may use
                 the varlen kernel.
             attention_mask: (batch, seq), bool or integers, 0 for padding on either side. Without

@@ -100,11 +100,12 @@ def rows_mask(
             raise ValueError(
                 "cu_seqlens cannot be combined with position_ids or with a cache; leave one out"
             )
-        if batch != 1:
+        if batch != 1 and shard is not None:
             raise ValueError(
-                f"cu_seqlens describes one packed row: batch must be 1; got batch {batch}"
+                "cu_seqlens describes one packed row under context parallelism: batch must be 1; "
+                f"got batch {batch}"
             )
-        check_cu_seqlens(cu_seqlens, seq, max_seqlen)
+        check_cu_seqlens(cu_seqlens, batch, seq, max_seqlen)
         position_ids = positions_from_cu_seqlens(cu_seqlens, batch, seq)
     elif max_seqlen is not None:
         raise ValueError("max_seqlen needs cu_seqlens, which is missing")

@@ -34,10 +34,17 @@ class TeacherModel(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, input_ids: Tensor, *, position_ids: Tensor | None = None, **_: Any
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        **_: Any,
     ) -> Teacher:
         """Return the hidden states of (batch, seq) tokens with the head; labels are not read."""
-        hidden = self.model(input_ids, position_ids=position_ids)
+        documents = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        hidden = self.model(input_ids, position_ids=position_ids, **documents)
         weight, bias, softcap, logit_scale = self.model.head.plain_parameters(hidden, "the teacher")
         return Teacher(hidden, weight, bias, softcap, logit_scale, **self.settings)
 

@@ -61,7 +61,7 @@ from ligermodels.training.run_dir import (
     plot_losses,
 )
 from ligermodels.training.start import has_own_start, tokenizer_of, write_start
-from ligermodels.training.trainer import Trainer
+from ligermodels.training.trainer import Trainer, takes_starts
 
 
 def finetune(
@@ -489,12 +489,14 @@ class Run:
         if (budget or usual) == "off":
             return
         accumulates = config.schedule.gradient_accumulation_steps > 1
+        most = max(each.most_documents for each in rows) if takes_starts(trained, config) else 1
         run = planner(
             model,
             budget or usual,
             precision=self.precision,
             accumulates=accumulates,
             packed=any(each.is_packed for each in rows),
+            max_seqlen=-(-max(each.width for each in rows) // most) if most > 1 else None,
             optimizer_bytes=make_optimizer(trained, config.optimizer),
             step_module=self.objective.planned_step(trained),
         )

@@ -185,7 +185,6 @@ def planner(
     *,
     precision: str,
     accumulates: bool = False,
-    packed: bool = True,
     **options: Any,
 ) -> Planner:
     """Return a planner for the training steps of a run.
@@ -197,8 +196,8 @@ def planner(
         budget: bytes, as an int or a text, or "auto".
         precision: that of ModelOptions.
         accumulates: whether gradients exist before forward, because a step has several batches.
-        packed: whether a row may have several documents.
-        options: those of `Planner`, such as the optimizer; by default it is AdamW.
+        options: those of `Planner`, such as the optimizer, by default AdamW, and how rows are
+            packed.
     """
     # Sharded weights are gathered in bfloat16 instead.
     casts = precision == "bf16-mixed" and not any(map(is_sharded, model.parameters()))
@@ -206,7 +205,6 @@ def planner(
         model,
         budget,
         autocast=torch.bfloat16 if casts else None,
-        packed=packed,
         gradients="kept" if accumulates else "new",
         **options,
     )
@@ -275,7 +273,7 @@ def outlook(
         if budget in (None, "auto"):
             budget = str(gpu_bytes(gpu))
         rates = data_sheet(gpu, torch.float32 if precision == "float32" else torch.bfloat16)
-    found = planner(model, budget or "auto", precision=precision, rates=rates)
+    found = planner(model, budget or "auto", precision=precision, rates=rates, max_seqlen=seq)
     least = found.least_bytes(batch, seq)
     return Outlook(
         plan=found.plan(batch, seq) if least <= found.budget else None,

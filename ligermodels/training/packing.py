@@ -44,7 +44,8 @@ _MULTIPLE = 64  # a batch of groups is as long as its longest row, rounded up to
 class Batch:
     """Rows for the model: three (rows, width) int64 tensors, and two counts.
 
-    `is_packed` is whether a row may have several documents, besides the padding at its end.
+    `is_packed` is whether a row may have several documents, besides the padding at its end. Then
+    `cu_seqlens` and `max_seqlen` may tell these, the padding among them, as the model takes them.
     """
 
     input_ids: torch.Tensor
@@ -53,6 +54,8 @@ class Batch:
     num_tokens: int
     num_targets: int
     is_packed: bool
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int
 
     def uncounted(self) -> Self:
         """Return these rows as a batch that counts for nothing."""
@@ -72,7 +75,7 @@ class Batch:
             for name, x in vars(self).items()
             if isinstance(x, torch.Tensor) and x.ndim == 2
         }
-        return replace(self, **picked)
+        return replace(self, **picked, cu_seqlens=None)
 
 
 def hold_out(
@@ -158,7 +161,8 @@ class PackedRows:
 
     `sources` is the number of rows of each source; they follow one another. `width` is the length
     of the longest row, and all rows are padded to it. With little data it is less than `seq_len`.
-    `is_packed` is whether a row has several documents.
+    `is_packed` is whether a row has several documents, and `most_documents` how many at most, with
+    the padding at its end.
     `num_truncated` counts the examples with a prompt that were too long and lost their end.
     `num_dropped` counts those of them that have no target left, and `num_untargeted` the documents,
     of any length, that had no target at all; both are left out. `max_id` is the largest token id.
@@ -192,7 +196,8 @@ class PackedRows:
                 "(--seq-len)"
             )
         self.width = -(-longest // multiple) * multiple
-        self.is_packed = sum(map(len, self._pieces)) > len(self)
+        most = max(int(np.diff(ends).max(initial=1)) for ends in self._ends)
+        self.is_packed, self.most_documents = most > 1, most + (most > 1)
 
     def _cut(self, documents: Sequence[Document], seq_len: int) -> np.ndarray:
         """Return (document, start, stop) of each piece, and count."""
@@ -252,18 +257,23 @@ def _filled(rows: Sequence[Sequence[Document]], width: int, is_packed: bool) -> 
     labels = torch.full(shape, IGNORE_INDEX)
     position_ids = torch.zeros(shape, dtype=torch.int64)
     num_tokens = num_targets = 0
+    ends = [0]
     for at, documents in enumerate(rows):
         end = 0
         for piece in documents:
             start, end = end, end + len(piece)
+            ends.append(at * width + end)
             input_ids[at, start:end] = torch.from_numpy(piece.ids.copy())
             targets = np.where(piece.loss_mask, piece.ids, IGNORE_INDEX)
             labels[at, start:end] = torch.from_numpy(targets)
             position_ids[at, start:end] = torch.arange(end - start)
             num_targets += piece.num_targets
         position_ids[at, end:] = torch.arange(width - end)
+        ends += [(at + 1) * width] * (end < width)
         num_tokens += end
-    return Batch(input_ids, labels, position_ids, num_tokens, num_targets, is_packed)
+    starts = torch.tensor(ends, dtype=torch.int32)
+    told = (starts, int(starts.diff().max())) if is_packed else (None, 0)
+    return Batch(input_ids, labels, position_ids, num_tokens, num_targets, is_packed, *told)
 
 
 def _hash(documents: Iterable[Document], digest: Any) -> None:
@@ -372,7 +382,7 @@ class GroupedRows:
     log-probabilities of each document's targets, if a run has computed them.
     """
 
-    is_packed = False
+    is_packed, most_documents = False, 1
 
     def __init__(
         self,

@@ -50,6 +50,16 @@ from ligermodels.training.run_dir import Metrics
 from ligermodels.training.schedules import learning_rate
 
 
+def takes_starts(trained: torch.nn.Module, config: FinetuneConfig) -> bool:
+    """Whether a run tells its model the starts of documents and the length of the longest one.
+
+    On a GPU, attention then takes a kernel that need not be compiled. A module that has the model
+    may read positions; torch.compile would compile again for each length.
+    """
+    is_whole = config.parallel.context_parallel == 1
+    return decoder_of(trained) is trained and is_whole and not config.model.compile
+
+
 def perplexity(loss: float) -> float:
     """Return the exponential of a loss in nats. A loss above 700 counts as 700: no overflow."""
     return math.exp(min(loss, 700.0))
@@ -250,7 +260,7 @@ class Trainer:
             self._routings.append(out.routing)
         return out
 
-    def _documents(self, batch: Batch) -> dict[str, Tensor]:
+    def _documents(self, batch: Batch) -> dict[str, Any]:
         """Return what tells the model the documents of a batch.
 
         Rows of one document need nothing, if no token sees the padding after it. Attention then
@@ -258,7 +268,9 @@ class Trainer:
         """
         if self.is_causal and not batch.is_packed:
             return {}
-        return {"position_ids": batch.position_ids.to(self.device)}
+        if batch.cu_seqlens is None or not takes_starts(self.model, self.config):
+            return {"position_ids": batch.position_ids.to(self.device)}
+        return {"cu_seqlens": batch.cu_seqlens.to(self.device), "max_seqlen": batch.max_seqlen}
 
     def _batch(self, rows: Rows, indices: Iterable[int], is_extra: bool) -> Batch:
         """Return the rows with these indices, which count for nothing if the batch is an extra."""

@@ -131,14 +131,17 @@ def test_malformed_cu_seqlens() -> None:
     ):
         tensor = torch.tensor(ends, dtype=None if ends else torch.int32)
         with pytest.raises(ValueError, match=complaint):
-            check_cu_seqlens(tensor, 8, longest)
+            check_cu_seqlens(tensor, 1, 8, longest)
+    check_cu_seqlens(torch.tensor([0, 3, 4, 8]), 2, 4, 4)
+    with pytest.raises(ValueError, match="have the start of each row"):
+        check_cu_seqlens(torch.tensor([0, 3, 8]), 2, 4, None)
 
 
 def test_a_compiled_function_does_not_look_at_cu_seqlens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    check_cu_seqlens(torch.tensor([0, 20]), 8, None)
+    check_cu_seqlens(torch.tensor([0, 20]), 1, 8, None)
     with pytest.raises(ValueError, match="of shape"):
-        check_cu_seqlens(torch.tensor([[0, 8]]), 8, None)
+        check_cu_seqlens(torch.tensor([[0, 8]]), 1, 8, None)
 
 
 def test_padding_at_the_ends_of_rows_divides_them_into_documents() -> None:

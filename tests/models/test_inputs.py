@@ -22,7 +22,7 @@ def test_inputs_that_no_model_can_honour_are_refused(subtests: pytest.Subtests) 
     model, (ids, labels) = tiny_model(num_hidden_layers=1), tokens(2, 8)
     hidden, ends = model.config.hidden_size, torch.tensor([0, 8])
     for inputs, complaint in (
-        ({"cu_seqlens": ends}, "batch must be 1"),
+        ({"cu_seqlens": ends}, "rise from 0 to 16"),
         ({"input_ids": ids[:1], "cu_seqlens": torch.tensor([0, 5])}, "rise from 0 to 8"),
         ({"cu_seqlens": ends, "position_ids": torch.arange(8)}, "position_ids"),
         ({"max_seqlen": 8}, "cu_seqlens, which is missing"),
