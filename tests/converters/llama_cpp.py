@@ -80,7 +80,8 @@ def main(llama: str) -> None:
             tensors = {x.name: x.data for x in GGUFReader(file).tensors}
             count, total = matrices(tensors)
             equal = count == expected[0] and abs(total - expected[1]) <= 1e-9 * total
-            print(f"{family}: {len(tensors)} tensors, {'equal' if equal else (count, total, expected)}")
+            said = "equal" if equal else f"{count}, {total} instead of {expected}"
+            print(f"{family}: {len(tensors)} tensors, {said}")
 
 
 if __name__ == "__main__":
