@@ -87,6 +87,16 @@ def resolve(
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
     folder = Path(os.path.expanduser(name))
+    # RUN/checkpoint-500 is a short name of RUN/checkpoints/step-00000500.
+    run = folder.parent.parent if folder.name.startswith("step-") else folder.parent
+    of_a_run = re.fullmatch(r"(checkpoint|step)-\d+", folder.name) and os.path.lexists(
+        run / "run.json"
+    )
+    if of_a_run and not os.path.lexists(folder / CONFIG_NAME):
+        raise CheckpointError(
+            f"{name}: this is a checkpoint of a run, not a model; write it as a model with "
+            "'ligermodels convert', or pass the folder model/ of the run when the run is done"
+        )
     if recover_dir(folder):
         if revision is not None:
             raise CheckpointError(
@@ -96,11 +106,6 @@ def resolve(
         return folder
     if os.path.exists(folder):
         raise CheckpointError(f"{name}: this is a file; pass the folder that holds {CONFIG_NAME}")
-    if re.fullmatch(r"checkpoint-\d+", folder.name) and os.path.lexists(folder.parent / "run.json"):
-        raise CheckpointError(
-            f"{name}: this is a checkpoint of a run, not a model; write it as a model with "
-            "'ligermodels convert', or pass the folder model/ of the run when the run is done"
-        )
     if isinstance(name_or_path, os.PathLike) or not _REPO_ID.fullmatch(name):
         raise CheckpointError(
             f"{printable(name)}: there is no such folder, and the name is not a possible hub id"

@@ -63,12 +63,13 @@ def test_local_folders_are_taken_as_they_are(make, monkeypatch):
         ("", "name is empty"),
         ("file", "is a file; pass the folder"),
         ("run/checkpoint-500", "^run/checkpoint-500: this is a checkpoint of a run, not"),
+        ("run/checkpoints/step-00000500", "step-00000500: this is a checkpoint of a run, not"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_no_model_is_refused(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-00000500").mkdir(parents=True)
     (tmp_path / "run" / "run.json").touch()
     with pytest.raises(CheckpointError, match=message):
         resolve(name)
