@@ -240,7 +240,11 @@ def _new_folder(target: Path) -> tuple[Path, _Lock]:
     fresh = target.with_name(f".{target.name}.saving-{secrets.token_hex(8)}")
     fresh.mkdir()
     named = fresh.with_name(f".{target.name}.saving-{fresh.stat().st_ino:016x}")
-    os.rename(fresh, named)
+    try:
+        os.rename(fresh, named)
+    except OSError:
+        fresh.rmdir()
+        raise
     return named, _Lock(named)
 
 
