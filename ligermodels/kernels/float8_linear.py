@@ -240,7 +240,7 @@ class Float8Products(Products):
 
     def grad_x(self, operand: Any, weight: Tensor, shape: torch.Size) -> Tensor:
         straight, operand[0] = operand[0], None
-        grad = float8_product(straight, self._weight(weight, True), weight.dtype)
+        grad = float8_product(straight, self._weight(weight, True), weight.dtype, fast=True)
         return grad[: shape[:-1].numel()].view(*shape[:-1], weight.shape[1])
 
     def grad_weight(self, operand: Any, x: Any, dtype: torch.dtype) -> Tensor:
