@@ -70,7 +70,7 @@ def _product(
     for start in range(0, depth, DEPTH):
         at = start + tl.arange(0, DEPTH)
         x_at = x_ptr + row[:, None] + at[None, :]
-        weight_at = weight_ptr + column[None, :] + at[:, None] * weight_depth
+        weight_at = weight_ptr + column[None, :] + at.to(tl.int64)[:, None] * weight_depth
         if EVEN:
             x, weight = tl.load(x_at), tl.load(weight_at)
         else:
