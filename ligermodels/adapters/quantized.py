@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError
 from ligermodels.float8.convert import check_device
 from ligermodels.float8.linear import obstacle
-from ligermodels.kernels.dequantize import dequantize
+from ligermodels.kernels.dequantize import NF4, dequantize
 from ligermodels.kernels.dispatch import autocast_dtype, cast
 from ligermodels.kernels.float8_cast import (
     Float8,
@@ -31,13 +31,6 @@ Bits = int | Literal["float8"]
 BITS = (4, 8, FLOAT8)
 BLOCK = 64  # neighbouring 4-bit values of a row that share a scale
 _ROWS = 4096  # so many rows are converted at once
-# NormalFloat4: quantiles of a normal distribution, divided by the largest. arXiv:2305.14314, E.
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
 
 
 class QuantizedLinear(nn.Module):

@@ -26,8 +26,8 @@ class ExpertWeight(NamedTuple):
 
     weight: (experts * out, in) or (experts, out, in) floating point, or codes as in `dequantize`:
     (experts * out, in) int8, or (experts * out, in / 2) uint8. scales: (experts * out, blocks) for
-    codes. levels: (16,) for those of 4 bits. a: (experts * parts * rank, in), b: (experts * rows of
-    the parts, rank).
+    codes. levels: (16,) for those of 4 bits, which are NF4. a: (experts * parts * rank, in), b:
+    (experts * rows of the parts, rank).
     """
 
     weight: Tensor

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ligermodels.adapters import QuantizedLinear
-from ligermodels.adapters.quantized import NF4
+from ligermodels.kernels.dequantize import NF4
 
 
 def linear(inputs: int = 128, outputs: int = 24, **options) -> nn.Linear:

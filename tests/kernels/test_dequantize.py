@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ligermodels.adapters.quantized import NF4
-from ligermodels.kernels.dequantize import dequantize
+from ligermodels.kernels.dequantize import NF4, dequantize
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_weights_of_few_bits(
     place = compiled_place
     ops = select("frozen_experts", torch.empty(1, device=place.device, dtype=place.dtype))
     if hasattr(ops, "ROWS_IN_TILE"):
-        monkeypatch.setattr(ops, "ROWS_IN_TILE", (rows_in_tile, rows_in_tile))
+        monkeypatch.setattr(ops, "ROWS_IN_TILE", rows_in_tile)
     torch.manual_seed(0)
     linear = nn.Linear(columns, 4 * features, bias=False)
     few = QuantizedLinear(linear, bits).to(place.device)

@@ -27,7 +27,7 @@ def quantized_expert_linear(
         x: (rows, out), or (rows, in) if transposed.
         codes: (experts * out, in) int8, or (experts * out, in / 2) uint8: see `dequantize`.
         scales: (experts * out, 1) for 8 bits, (experts * out, blocks) for 4 bits.
-        levels: (16,), the values of 4 bits; None for 8 bits.
+        levels: (16,), the values of 4 bits, NF4; None for 8 bits.
         starts: (experts + 1,), see `routing.sort_by_expert`.
     """
     dtype = compute_dtype(x)

@@ -398,17 +398,20 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     if len(x) and _torch_is_faster(x, weight):
         return F.grouped_mm(x, weight, offs=starts[1:])
     out = x.new_empty(len(x), weight.shape[2])
-    _launch_linear(x, weight, starts, out, LINEAR)
+    # What is read one by one needs more registers; the tile of float32 leaves them.
+    sizes = x.shape[1], weight.shape[2], *weight.stride()
+    aligned = all(size % 16 == 0 or size == 1 for size in sizes)
+    setting = launch(LINEAR, x.element_size() if aligned else 4)
+    _launch_linear(x, weight, starts, out, setting)
     return out
 
 
 def _launch_linear(
-    x: Tensor, weight: Tensor, starts: Tensor, out: Tensor, launches: Launches, add: bool = False
+    x: Tensor, weight: Tensor, starts: Tensor, out: Tensor, setting: Launch, add: bool = False
 ) -> None:
     """Write x W of each row's expert, or add it to what out (rows, out) holds."""
     (rows, depth), (experts, _, width) = x.shape, weight.shape
     if rows:
-        setting = launch(launches, x.element_size())
         expert_linear_kernel[_tiles(rows, experts, width, setting)](
             x,
             weight,
