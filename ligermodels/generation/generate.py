@@ -402,7 +402,11 @@ class _Rows:
             self.decoder.ends_B.copy_(mask_BS.sum(-1) - 1)
 
     def next_tokens(self) -> Tensor:
-        """Return the next token of each row, (batch,)."""
+        """Return the next token of each row: (batch,) int64.
+
+        Raises:
+            ValueError: logits_processor has returned something else than logits of their shape.
+        """
         decoder = self.decoder if self.has_read else None
         if decoder is not None and self.processor is None:
             tokens_B, self.fed_B1 = decoder(self.fed_B1).clone(), None

@@ -141,7 +141,7 @@ def nobody_reads_again() -> bool:
 
 
 def refuse_double_backward(op: str) -> None:
-    """Raise if a second derivative is requested, because these ops would compute it wrong."""
+    """Raise RuntimeError if a second derivative is asked for, which these ops compute wrong."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{op}: second derivatives are not implemented; call backward without create_graph"

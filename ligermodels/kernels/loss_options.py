@@ -280,9 +280,9 @@ def check_targets(
     ignore_index: int,
     device: torch.device,
 ) -> None:
-    """Raise if targets or class weights do not fit logits of (*shape, vocab) on device.
+    """Raise ValueError if targets or class weights do not fit logits of (*shape, vocab) on device.
 
-    Only CPU eager mode looks for targets outside the vocabulary.
+    On a CPU in eager mode, a target outside the vocabulary is an IndexError.
     """
     _check_tensor("targets", targets, shape, device, torch.int64)
     check_classes(vocab, class_weights, device)

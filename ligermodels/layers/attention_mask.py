@@ -317,6 +317,9 @@ class AttentionMask:
         None means that each row is a document. With padding, a row is three documents as in
         `varlen_seqlens`. The host must know how many documents there are: without cu_seqlens, it
         waits for the device once for each mask that has document_ids.
+
+        Raises:
+            ValueError: the model is compiled, and only position_ids tell its documents.
         """
         if self.cu_seqlens is not None:
             return self.cu_seqlens.to(torch.int32)

@@ -525,7 +525,12 @@ class LossHead(nn.Module):
         return len(self._tied) == 1 or is_plain(self.proj, nn.Linear)
 
     def parameters_here(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of the projection for the fused ops."""
+        """Return the weight (vocab, hidden) and bias (vocab) of the projection for the fused ops.
+
+        Raises:
+            RuntimeError: the weight of a tied head is offloaded, or is sharded outside of the
+                model's forward.
+        """
         weight = self.weight
         if self._tied and weight.is_meta and not hidden.is_meta:
             raise RuntimeError(

@@ -76,6 +76,8 @@ class SequenceShard:
         """Return the head's output for whole rows, of which each rank has a part.
 
         Args: hidden (batch, seq / ranks, hidden), of this rank; targets (batch, seq).
+        Raises:
+            ValueError: there is a loss_function, which needs whole rows.
         """
         given: dict[str, Any] = {**options}
         if given.get("loss_function") is not None:

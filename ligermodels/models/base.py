@@ -162,6 +162,9 @@ class DecoderModel(HFModel, PlannedModel):
         is the layer's input (a residual of None means zero), and an `AttentionContext`. It returns
         a pair (x, residual), whose sum is its output. If it returns a third tensor, or the `Routes`
         of its experts, the model passes it to `auxiliary_loss`.
+
+        Raises:
+            ConfigError: the family does not define this.
         """
         raise ConfigError(
             f"{type(self).__name__} does not define make_block(layer_index); define it, so that "

@@ -43,7 +43,11 @@ DIMENSIONS = (REPLICATE, SHARD, CONTEXT, EXPERT, TENSOR)
 
 
 def data_mesh_of(model: DecoderModel) -> DeviceMesh:
-    """Return the mesh of the ranks that gradients of a sharded model are averaged over."""
+    """Return the mesh of the ranks that gradients of a sharded model are averaged over.
+
+    Raises:
+        ConfigError: the model is not sharded.
+    """
     reshard(model)  # after a forward without backward, no parameter may be a sharded one
     data: DeviceMesh | None = ModelLayout.of(model).data
     if data is None:
@@ -52,7 +56,12 @@ def data_mesh_of(model: DecoderModel) -> DeviceMesh:
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh with names of its dimensions, after a check."""
+    """Return the mesh with names of its dimensions. None becomes a mesh of all ranks.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or the mesh has not all ranks, or lacks
+            names that `shard` knows.
+    """
     if not dist.is_initialized():
         raise ConfigError(
             "shard: torch.distributed is not initialised; start the program with torchrun, and "

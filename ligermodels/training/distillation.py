@@ -75,7 +75,11 @@ class DistillationObjective(Objective):
         _check_tokens(self.source, Tokenizer.from_hf(tokenizer_folder(self.source)), tokenizer)
 
     def load(self, model: DecoderModel) -> int:
-        """Load the teacher: in bfloat16 on a GPU, in float32 on a CPU."""
+        """Load the teacher: in bfloat16 on a GPU, in float32 on a CPU.
+
+        Raises:
+            CheckpointError, ConfigError: it cannot be loaded, or has a smaller vocabulary.
+        """
         options, device = self.options, next(model.parameters()).device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         teacher = AutoLiger.from_hf(self.source, dtype=dtype, device=device)

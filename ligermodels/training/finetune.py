@@ -176,6 +176,7 @@ class Run:
         self.casts_once = not self.shards
 
     def run(self) -> FinetuneResult:
+        """Prepare the run, train, and export the model; the errors are those of `finetune`."""
         if self._is_restarted():
             output = replace(self.config.output, resume=True, overwrite_output_dir=False)
             self.config = replace(self.config, output=output)

@@ -251,7 +251,12 @@ def plot_losses(metrics: list[Metrics], file: Path, title: str = "") -> bool:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failed write into a SaveError that names the file."""
+    """Turn a failed write into a SaveError that names the file.
+
+    Raises:
+        SaveError: the write has failed.
+        LigerError: another process has a lock on the file.
+    """
     try:
         yield
     except SaveError:
