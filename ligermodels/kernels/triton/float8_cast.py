@@ -66,7 +66,7 @@ def float8_cast_kernel(
         amax = most.to(tl.float32, bitcast=True)
         mask = (row < padded) & inside
         if AXIS == "tensor":
-            at = block * down + tile if values_ptr is None else tile * across + block
+            at = block.to(tl.int64) * down + tile if values_ptr is None else tl.program_id(0)
             at, stored = at + tl.zeros_like(most), most >= 0
         elif AXIS == "rows":
             at, stored = block.to(tl.int64) * padded + row, row < padded
