@@ -330,7 +330,7 @@ def gated_delta(
         states.append(state[None])
     # Without tokens, these have gradients.
     given = (q, k, v, g, beta, *([] if initial_state is None else [initial_state]))
-    nothing = 0 * sum(x.sum() for x in given)
+    nothing = sum(x[:0].sum() for x in given)
     out = torch.cat(out[1:] or out).view(v.shape)
     return out + nothing.to(out.dtype), widened(torch.cat(states) + nothing)
 
