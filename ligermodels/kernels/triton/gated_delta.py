@@ -57,7 +57,7 @@ FORWARD = Launches(
 )
 BACKWARD = Launches(
     nvidia=((0, Launch(32, 4, 3)), (2, Launch(16, 2, 1)), (None, Launch(16, 4, 1))),
-    amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
+    amd=((2, Launch(32, 2, 1)), (None, Launch(16, 4, 1))),
 )
 GRADIENTS = Launches(
     nvidia=((0, Launch(16, 4, 2)), (2, Launch(16, 2, 1)), (None, Launch(16, 8, 1))),

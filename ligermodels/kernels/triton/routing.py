@@ -11,7 +11,7 @@ from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
 # By the number of experts: `rows` tokens, or pairs of a token and an expert, for each program.
 ROUTING = Launches(
     nvidia=((64, Launch(0, 4, rows=32)), (256, Launch(0, 4, rows=8)), (None, Launch(0, 4))),
-    amd=((64, Launch(0, 4, rows=32)), (256, Launch(0, 4, rows=8)), (None, Launch(0, 4))),
+    amd=((64, Launch(0, 4, rows=16)), (256, Launch(0, 4, rows=8)), (None, Launch(0, 4))),
 )
 SORT = Launches(
     nvidia=(
@@ -23,7 +23,7 @@ SORT = Launches(
     amd=(
         (16, Launch(0, 4, rows=1024)),
         (128, Launch(0, 4, rows=64)),
-        (256, Launch(0, 4, rows=32)),
+        (256, Launch(0, 4, rows=16)),
         (None, Launch(0, 4, rows=8)),
     ),
 )
