@@ -26,8 +26,8 @@ def nvidia_backward(name: str, residual: bool, width: int) -> Launch:
     """Return the launch config of the backward kernel for rows of this length."""
     pytest.importorskip("triton")
     launchers = import_module("ligermodels.kernels.triton.norms")
-    centred = name == "layer_norm" and not residual
-    configs = launchers.CENTRED_BACKWARD if centred else launchers.BACKWARD
+    of_layer_norm = "CENTRED_ADD_BACKWARD" if residual else "CENTRED_BACKWARD"
+    configs = getattr(launchers, of_layer_norm if name == "layer_norm" else "BACKWARD")
     return launch_for(configs.nvidia, width)
 
 

@@ -17,6 +17,7 @@ from ligermodels.kernels.launch import (
     Launches,
     Table,
     cdiv,
+    entries,
     keywords,
     launch,
     num_programs,
@@ -59,7 +60,14 @@ BACKWARD = Launches(
     ),
     amd=AMD_BACKWARD,
 )
-# For a LayerNorm without an upstream gradient of the sum.
+# For a LayerNorm, with and without an upstream gradient of the sum.
+CENTRED_ADD_BACKWARD = BACKWARD._replace(
+    nvidia=(
+        *entries(BACKWARD.nvidia)[:2],
+        (4096, Launch(0, 16, rows=2, prefetch=True)),
+        *entries(BACKWARD.nvidia)[3:],
+    )
+)
 CENTRED_BACKWARD = Launches(
     nvidia=(
         (1024, Launch(0, 4, 1, rows=4, programs=4)),
@@ -374,8 +382,8 @@ def norm_backward(
     rows = s.numel() // columns if columns else 0
     grad_x = torch.empty_like(s)
     y = reusable(grad_y) if recompute_y else None
-    centred = mean is not None and grad_s is None
-    setting = launch(CENTRED_BACKWARD if centred else BACKWARD, columns)
+    centred = CENTRED_BACKWARD if grad_s is None else CENTRED_ADD_BACKWARD
+    setting = launch(BACKWARD if mean is None else centred, columns)
     programs = num_programs(setting, rows, s.device)
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype) if dtype is not None]
     partial = s.new_empty((programs, len(dtypes) * columns), dtype=torch.float32)
