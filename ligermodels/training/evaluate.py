@@ -24,7 +24,7 @@ from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Group, read_documents
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.run_dir import writing
-from ligermodels.training.trainer import perplexity
+from ligermodels.training.trainer import perplexity, sees_padding
 
 KEY = "generated"  # of the answers, in the records of the prompts
 
@@ -99,12 +99,13 @@ def file_loss(
     total = torch.zeros((), dtype=torch.float64, device=device)
     started = time.perf_counter()
     starts = range(0, len(rows), batch_size)
+    tells = rows.is_packed or sees_padding(model)
     for at in track(starts, "evaluating", len(starts), shows=progress):
         batch = rows.batch(range(at, min(len(rows), at + batch_size)))
         out = model(
             batch.input_ids.to(device),
             labels=batch.labels.to(device),
-            position_ids=batch.position_ids.to(device) if batch.is_packed else None,
+            position_ids=batch.position_ids.to(device) if tells else None,
             reduction="sum",  # without what layers add, such as the balance of experts
         )
         total += out.loss.double()

@@ -61,7 +61,7 @@ from ligermodels.training.run_dir import (
     plot_losses,
 )
 from ligermodels.training.start import has_own_start, tokenizer_of, write_start
-from ligermodels.training.trainer import Trainer, takes_starts
+from ligermodels.training.trainer import Trainer, sees_padding, takes_starts
 
 
 def finetune(
@@ -496,7 +496,7 @@ class Run:
             budget or usual,
             precision=self.precision,
             accumulates=accumulates,
-            packed=any(each.is_packed for each in rows),
+            packed=sees_padding(model) or any(each.is_packed for each in rows),
             max_seqlen=-(-max(each.width for each in rows) // most) if most > 1 else None,
             optimizer_bytes=make_optimizer(trained, config.optimizer),
             step_module=self.objective.planned_step(trained),

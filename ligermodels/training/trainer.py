@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ligermodels import float8
 from ligermodels.adapters import LoraLinear
 from ligermodels.errors import LigerError, SaveError
-from ligermodels.layers import Attention, Experts, HeadOutput, Routing
+from ligermodels.layers import Attention, Experts, HeadOutput, RotaryEmbedding, Routing
 from ligermodels.layers.fusion import is_sharded
 from ligermodels.losses import LossOutput, Mean
 from ligermodels.memory.rates import peak_flops
@@ -58,6 +58,18 @@ def takes_starts(trained: torch.nn.Module, config: FinetuneConfig) -> bool:
     """
     is_whole = config.parallel.context_parallel == 1
     return decoder_of(trained) is trained and is_whole and not config.model.compile
+
+
+def sees_padding(model: torch.nn.Module) -> bool:
+    """Whether padding after a document changes the outputs of its tokens.
+
+    So it is if attention is not causal, or if the frequencies of a rope depend on the row's length.
+    """
+    return any(
+        (isinstance(x, RotaryEmbedding) and x.rope_type in ("dynamic", "longrope"))
+        or (isinstance(x, Attention) and not x.causal)
+        for x in model.modules()
+    )
 
 
 def perplexity(loss: float) -> float:
@@ -110,8 +122,7 @@ class Trainer:
         self.planned_steps = self.total_steps  # a run may end early
         self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         decoder = decoder_of(self.model)
-        attentions = (each for each in decoder.modules() if isinstance(each, Attention))
-        self.is_causal = all(each.causal for each in attentions)
+        self.sees_padding = sees_padding(decoder)
         self._routes = (
             decoder is self.model
             and not self.config.loss.classifies
@@ -263,10 +274,10 @@ class Trainer:
     def _documents(self, batch: Batch) -> dict[str, Any]:
         """Return what tells the model the documents of a batch.
 
-        Rows of one document need nothing, if no token sees the padding after it. Attention then
+        Rows of one document need nothing, if the padding after it changes nothing. Attention then
         takes the kernel for plain causal rows, which is faster and need not be compiled.
         """
-        if self.is_causal and not batch.is_packed:
+        if not (batch.is_packed or self.sees_padding):
             return {}
         if batch.cu_seqlens is None or not takes_starts(self.model, self.config):
             return {"position_ids": batch.position_ids.to(self.device)}

@@ -354,3 +354,18 @@ def test_only_packed_rows_tell_the_model_of_documents(length):
     told = {"cu_seqlens", "max_seqlen"} if length == 8 else set()
     assert [names & {*inputs} for inputs in given] == [told, {"position_ids"}]
     torch.testing.assert_close(*losses)
+
+
+def test_padding_does_not_change_a_rope_that_depends_on_the_length():
+    class Dynamic(LigerLlama):
+        def __init__(self, config):
+            rope = {"rope_type": "dynamic", "factor": 8.0}
+            super().__init__(
+                dataclasses.replace(config, rope_scaling=rope, max_position_embeddings=16)
+            )
+
+    documents = [Document(np.arange(n, dtype=np.int32), np.arange(n) > 0, True) for n in (40, 24)]
+    trainer = make_trainer(PackedRows([documents], 40), kind=Dynamic)
+    batch = next(b for b in map(trainer.rows.batch, ([0], [1])) if b.num_tokens == 24)
+    alone = trainer.model(batch.input_ids[:, :24], labels=batch.labels[:, :24], reduction="sum")
+    torch.testing.assert_close(trainer.call(batch, reduction="sum").loss, alone.loss)
