@@ -40,9 +40,9 @@ A recipe holds the options of `ligermodels finetune` for one model on one GPU of
 data: `ligermodels finetune --config examples/recipes/llama-3.1-8b-qlora.yaml --train-files my.jsonl
 --output-dir runs/mine`. The numbers are from benchmarks with the same sizes and optimizer and
 random weights, on the GPU in the table; the memory is what tensors take at the peak. Where memory
-is to spare, a run keeps more and recomputes less. Where the measured rows were shorter than the
-recipe's, the table says how many tokens of how many a step had, and the memory is that of the
-shorter rows. `python -m benchmarks.recipes` measures all recipes as `finetune` runs them.
+is to spare, a run keeps more and recomputes less. Where documents did not fill the rows, the table
+says how many tokens of how many a step had. `python -m benchmarks.recipes` measures all recipes as
+`finetune` runs them, here with `--budget 78GiB`.
 """
 _LLAMA = {"layers": 32, "batch x seq": "1 x 8192", "AdamW": "ligermodels", "run": 2}
 # Recipe -> the file, the list and the row of a benchmark with its model, sizes and optimizer. The
