@@ -8,7 +8,7 @@ from ligermodels.kernels.launch import Launch, Launches, keywords, launch
 
 # Both kernels use these configs. A row is all pairs of the query heads of a token.
 ROPE = Launches(
-    nvidia=((512, Launch(512, 1)), (1024, Launch(1024, 2)), (None, Launch(1024, 4))),
+    nvidia=((512, Launch(512, 1)), (None, Launch(1024, 4))),
     amd=Launch(1024, 4),
 )
 
