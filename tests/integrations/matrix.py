@@ -33,7 +33,7 @@ TOOLS = {
 RANKED = ("accelerate, FSDP2", "Lightning, FSDP2", "DeepSpeed, ZeRO-3")
 RANKED_BOUND = 1e-5
 HEADINGS = ["tool", "feature", "compared", "bound", *FAMILIES]
-EXPERTS = ("qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 EXPERT_HEADINGS = ["tool", "with experts", "compared", "bound", *EXPERTS]
 REFUSED_HEADINGS = ["tool", "refused", "words of the error", *FAMILIES]
 
