@@ -88,9 +88,6 @@ AMD_SCALAR_SPILL = 12
 AMD_POINTER_SPILL = 20  # the gradients of the delta rule have sixteen pointers in nested loops
 # The masks of several queries, each of which sees other keys, take some registers too many.
 AMD_MASK_SPILL = 16
-# The backward of norms and rope of heads of 256 takes some registers too many with one warp, which
-# is 15% faster than two.
-HALF_OF_128_SPILL = 24
 # On sm_100, those of heads of 256 with a window take two registers too many.
 MASK_SPILL = 8
 # Norms of rows of 33 to 64 elements, which no model has. The compiler keeps values needlessly.
@@ -123,8 +120,6 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
         options = (launch.constants["HAS_SMOOTHING"], launch.constants["HAS_SOFTCAP"])
         several = sum((*given, *options)) > 1
         return CROSS_ENTROPY_SPILL if several else 0
-    if launch.kernel.__name__ == "qk_norm_rope_backward_kernel":
-        return HALF_OF_128_SPILL if launch.constants["HALF"] == 128 else 0
     if launch.kernel.__name__ in HOPPER_KERNELS:
         return HOPPER_SPILL
     if launch.kernel.__name__.startswith("gated_delta"):
@@ -135,9 +130,9 @@ def allowed_spill(launch: Recorded, arch: int | str) -> int:
     if tile < 8192:
         return 0
     if launch.signature["s_ptr"] == "*fp32" and tile > 8192:
-        return 480
-    # LayerNorm after an addition: rows that no model has, or float16 under torch.compile.
-    if {"mean_ptr", "grad_s_ptr"} <= launch.pointers and (tile > 8192 or not launch.attributes):
+        return 448
+    # LayerNorm after an addition, of rows that no model has.
+    if {"mean_ptr", "grad_s_ptr"} <= launch.pointers and tile > 8192:
         return 168
     return 64
 

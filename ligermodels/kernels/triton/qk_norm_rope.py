@@ -16,7 +16,10 @@ from ligermodels.kernels.triton.column_sums import column_sums
 
 # A row is the pairs of one head. A block has as many heads as fit.
 FORWARD = Launches(nvidia=((64, Launch(512, 4)), (None, Launch(1024, 2))), amd=Launch(512, 4))
-BACKWARD = Launches(nvidia=Launch(512, 1, programs=8), amd=Launch(512, 4, programs=8))
+BACKWARD = Launches(
+    nvidia=((64, Launch(512, 1, programs=8)), (None, Launch(512, 2, programs=8))),
+    amd=Launch(512, 4, programs=8),
+)
 
 
 @triton.jit
