@@ -1,6 +1,6 @@
 """What mkdocs runs while it builds the site: pages that are made from the code, and links.
 
-A page of a family shows its sizes, its parity with transformers and its measured steps. A page of
+A page of a family shows its sizes, its parity with transformers and what was measured. A page of
 the reference shows the docstrings of a room. A link to a file outside docs/ leads to GitHub. The
 gallery is a file, so that GitHub shows it, too: `python docs/site/hooks.py` writes it again.
 """
@@ -61,6 +61,14 @@ MEASURED = {
         "rows",
         {"layers": 48, "bits": 4, "recomputes": "nothing"},
     ),
+}
+# Parts of experts.json: the models of the layers by their width, and those of steps of decoding.
+LAYERS = {2048: "qwen3-30b-a3b", 2880: "gpt-oss-20b", 4096: "mixtral-8x7b-v0.1"}
+DECODING = {
+    "decoding": ("qwen3-30b-a3b", "bf16"),
+    "decoding, 4 bits": ("qwen3-30b-a3b", "4 bits"),
+    "decoding, gpt-oss-20b": ("gpt-oss-20b", "bf16"),
+    "decoding, gpt-oss-20b, 4 bits": ("gpt-oss-20b", "4 bits"),
 }
 # Title of a page of the reference -> the modules of the package whose public names it shows. A
 # package stands for the names of its `__all__`.
@@ -225,12 +233,7 @@ def family_page(name: str, cls: Any, title: str, doc: str) -> str:
         lines += ["| logits | loss | gradients | generation | round trip | compile |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
         lines += ["|" + "|".join(line.split("|")[2:]) for line in parity]
-    measured = measured_rows(name)
-    if measured:
-        lines += ["", "## Measured", "", "A training step in bfloat16 with AdamW on one H200.", ""]
-        lines += ["| model, tokens | implementation | ms | peak GiB |", "| --- | --- | --- | --- |"]
-        lines += measured
-    return "\n".join([*lines, *recipe_lines(cls)]) + "\n"
+    return "\n".join([*lines, *measured_lines(name, config), *recipe_lines(cls)]) + "\n"
 
 
 def size_table(cls: Any) -> Iterator[str]:
@@ -266,15 +269,52 @@ def parity_rows() -> list[str]:
     return [line for line in table.splitlines() if line.startswith("| ")]
 
 
-def measured_rows(family: str) -> list[str]:
-    """Return the rows of a table of the measured steps of a family."""
-    rows = json.loads((RESULTS / "families.json").read_text(encoding="utf-8"))["rows"]
-    return [
+def measured_lines(family: str, config: Any) -> list[str]:
+    """Return the tables of what was measured of a family on one H200: steps, layers, decoding."""
+    found = {
+        name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("families", "experts")
+    }
+    step, layers, lines = found["experts"]["step"], found["experts"]["layers"], []
+    steps = [
         f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
         f"| {row['peak GiB']:.1f} |"
-        for row in rows
+        for row in found["families"]["rows"]
         if row["family"] == family and "ms" in row
     ]
+    if step["preset"] in config.presets:
+        steps += [
+            f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
+            f"| {row['implementation']} | {row['ms with AdamW']:.1f} "
+            f"| {row['peak GiB with AdamW']:.1f} |"
+            for row in step["rows"]
+        ]
+    if steps:
+        lines += ["", "A training step in bfloat16 with AdamW on one H200.", ""]
+        lines += ["| model, tokens | implementation | ms | peak GiB |", "| --- | --- | --- | --- |"]
+        lines += steps
+    rows = [
+        f"| {sizes['rows']}{', one expert with a fifth of the rows' * sizes['skewed']} "
+        f"| {row['implementation']} | {row['ms']:.2f} | {row['scratch GB']:.2f} |"
+        for row in layers
+        for sizes in [row["sizes"]]
+        if LAYERS[sizes["hidden"]] in config.presets and "scratch GB" in row
+    ]
+    if rows:
+        lines += ["", "Forward and backward of one layer of experts in bfloat16 on one H200, and"]
+        lines += ['the memory beyond inputs, outputs and gradients. "eager" sorts the rows, and']
+        lines += ["computes torch's grouped products of them.", ""]
+        lines += ["| tokens | implementation | ms | GB |", "| --- | --- | --- | --- |", *rows]
+    rows = [
+        f"| {preset}, {weights} | {row['rows']} | {row['step']:.2f} | {row['GB']:.1f} |"
+        for key, (preset, weights) in DECODING.items()
+        for row in found["experts"][key]
+        if preset in config.presets
+    ]
+    if rows:
+        lines += ["", "A step of decoding after 512 tokens on one H200, and what it reads.", ""]
+        lines += ["| model, weights | rows | ms | GB |", "| --- | --- | --- | --- |", *rows]
+    return ["", "## Measured", *lines] if lines else []
 
 
 def gallery_page() -> str:
