@@ -56,13 +56,13 @@ def run(given: Arguments) -> None:
     from pathlib import Path
 
     from ligermodels.converters.files import CONFIG_NAME, files_left_out, is_adapter
-    from ligermodels.converters.hub import resolve
+    from ligermodels.converters.hub import checkpoint_step, resolve
     from ligermodels.converters.save_dir import read_one_version
     from ligermodels.converters.verify import compare, verify
     from ligermodels.float8 import convert
     from ligermodels.heads.medusa_file import read_heads
     from ligermodels.models.auto import AutoLiger, family_of
-    from ligermodels.training.model import checkpoint_step, load_checkpoint
+    from ligermodels.training.model import load_checkpoint
 
     target = None if given.target is None else Path(given.target)
     if target is None and (given.dtype or not given.verify):

@@ -83,6 +83,8 @@ class HFConfig(hf_rope.RopeConfig):
     absent_if_none: ClassVar[tuple[str, ...]] = ()
     # Other keys of config.json -> the field that each of them means.
     key_aliases: ClassVar[dict[str, str]] = {}
+    # The sizes among the fields, and the largest value of each.
+    largest: ClassVar[dict[str, int]] = {}
     # The values of quantization_config.quant_method that a load of the family decodes.
     quantizations: ClassVar[tuple[str, ...]] = ()
     # Keys of config.json that change the computation and are not fields of the family -> the values
@@ -135,7 +137,9 @@ class HFConfig(hf_rope.RopeConfig):
         try:
             return cls(**fields_from_hf(raw, cls))
         except ConfigError as error:
-            raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+            absent = absent_sizes(raw, cls, str(error))
+            note = absent and f" ({absent})"
+            raise ConfigError(f"{folder / 'config.json'}: {error}{note}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of all fields except `extra`, and of model_type."""
@@ -280,6 +284,21 @@ def unknown_keys(raw: dict[str, Any], config_class: type[HFConfig]) -> dict[str,
     known |= config_class.key_aliases.keys() | config_class.refused.keys()
     raw = text_config(raw, config_class)
     return {key: value for key, value in raw.items() if key not in known}
+
+
+def absent_sizes(raw: dict[str, Any], config_class: type[HFConfig], named_in: str = "") -> str:
+    """Return "'hidden_size' is missing and is taken as 4096" and so on, or "" if none is missing.
+
+    Args: raw: the config.json; named_in: a text, if only the sizes that it names count.
+    """
+    keys = raw.keys() | (raw["text_config"] if isinstance(raw.get("text_config"), dict) else {})
+    given = {config_class.key_aliases.get(key, key) for key in keys}
+    return ", ".join(
+        f"{item.name!r} is missing and is taken as {item.default}"
+        for item in dataclasses.fields(config_class)
+        if item.name in config_class.largest and item.name not in given and is_int(item.default)
+        if item.name != "max_position_embeddings" and (not named_in or item.name in named_in)
+    )
 
 
 def to_hf(config: HFConfig) -> dict[str, Any]:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Short names of models. A folder of such a name in the working directory comes first.
 ALIASES = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _TEMPLATE = re.compile(rf"{CHAT_TEMPLATE_DIR}/[\w-][\w.-]*")
+# run/checkpoints/step-00000500, run/checkpoint-500
+_STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
 # What huggingface_hub.utils.validate_repo_id accepts.
 _REPO_ID = re.compile(r"(?!.*(--|\.\.|[-.]/|[-.]$|\.git$))\w[\w.-]{,95}(/\w[\w.-]{,95})?")
 # What callers of `resolve` take beside the options, for suggestions.
@@ -87,12 +89,7 @@ def resolve(
     if not name:
         raise CheckpointError("the model's name is empty; pass a folder or a hub id")
     folder = Path(os.path.expanduser(name))
-    # RUN/checkpoint-500 is a short name of RUN/checkpoints/step-00000500.
-    run = folder.parent.parent if folder.name.startswith("step-") else folder.parent
-    of_a_run = re.fullmatch(r"(checkpoint|step)-\d+", folder.name) and os.path.lexists(
-        run / "run.json"
-    )
-    if of_a_run and not os.path.lexists(folder / CONFIG_NAME):
+    if checkpoint_step(folder) is not None and not os.path.lexists(folder / CONFIG_NAME):
         raise CheckpointError(
             f"{name}: this is a checkpoint of a run, not a model; write it as a model with "
             "'ligermodels convert', or pass the folder model/ of the run when the run is done"
@@ -123,6 +120,19 @@ def resolve(
             f"{name} is an alias, and a folder {name} in the working directory takes its place "
             f"(python examples/{name}.py {name} makes it without the hub); {error}"
         ) from error
+
+
+def checkpoint_step(path: str | os.PathLike[str]) -> tuple[Path, int] | None:
+    """Return the folder of a run and a step, if the path names a checkpoint of a run.
+
+    It is that of the folder in RUN/checkpoints, or RUN/checkpoint-STEP.
+    """
+    path = Path(path)
+    match = _STEP.fullmatch(path.name)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    if match is None or not os.path.isfile(run / "run.json"):
+        return None
+    return run, int(match[1])
 
 
 def _near(folder: Path) -> str:

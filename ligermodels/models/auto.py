@@ -199,8 +199,9 @@ def family_named(model_type: Any, where: str) -> type[DecoderModel]:
     """
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
+        fault = "is missing" if model_type is None else f"{short_repr(model_type)} is not supported"
         raise ConfigError(
-            f"{where}: model_type {short_repr(model_type)} is not supported; these are supported: "
+            f"{where}: model_type {fault}; these are supported: "
             f"{', '.join(known)}; import the file of a family of your own first (--import on the "
             "command line)"
         )

@@ -18,6 +18,7 @@ from ligermodels.converters import export, hf_config, hub
 from ligermodels.converters.checkpoint import Checkpoint, Source
 from ligermodels.converters.files import (
     ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     copied_files,
     dtype_name,
@@ -162,7 +163,13 @@ class HFModel(nn.Module):
 
         config, checkpoint, source_files, generation_config = read_one_version(folder, read)
         model, weight_map = cls.on_meta(config)
-        stored = checkpoint.plan(weight_map)
+        try:
+            stored = checkpoint.plan(weight_map)
+        except CheckpointError as error:
+            if not (absent := hf_config.absent_sizes(config.extra, type(config))):
+                raise
+            said = f"{folder / CONFIG_NAME}: {absent}, which does not fit; add it"
+            raise CheckpointError(f"{said}\n{error}") from None
         reads_now = device.type != "meta"
         if reads_now:
             checkpoint.check_aliases(weight_map)

@@ -24,7 +24,7 @@ from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.data import Group, read_documents
 from ligermodels.training.packing import PackedRows
 from ligermodels.training.run_dir import writing
-from ligermodels.training.trainer import perplexity, sees_padding
+from ligermodels.training.trainer import needs_positions, perplexity
 
 KEY = "generated"  # of the answers, in the records of the prompts
 
@@ -99,7 +99,7 @@ def file_loss(
     total = torch.zeros((), dtype=torch.float64, device=device)
     started = time.perf_counter()
     starts = range(0, len(rows), batch_size)
-    tells = rows.is_packed or sees_padding(model)
+    tells = rows.is_packed or needs_positions(model)
     for at in track(starts, "evaluating", len(starts), shows=progress):
         batch = rows.batch(range(at, min(len(rows), at + batch_size)))
         out = model(

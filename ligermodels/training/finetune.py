@@ -61,7 +61,7 @@ from ligermodels.training.run_dir import (
     plot_losses,
 )
 from ligermodels.training.start import has_own_start, tokenizer_of, write_start
-from ligermodels.training.trainer import Trainer, sees_padding, takes_starts
+from ligermodels.training.trainer import Trainer, needs_positions, takes_starts
 
 
 def finetune(
@@ -196,6 +196,7 @@ class Run:
                 self._check_settings(saved["settings"])
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
+            load_model(source, config, torch.device("meta"), meta=True)  # before all that is slow
             files = {} if rank() else file_hashes(source)
             tokenizer = tokenizer_of(source, config)
             with stage("reading the data", shows=self.progress):
@@ -496,7 +497,7 @@ class Run:
             budget or usual,
             precision=self.precision,
             accumulates=accumulates,
-            packed=sees_padding(model) or any(each.is_packed for each in rows),
+            packed=needs_positions(trained) or any(each.is_packed for each in rows),
             max_seqlen=-(-max(each.width for each in rows) // most) if most > 1 else None,
             optimizer_bytes=make_optimizer(trained, config.optimizer),
             step_module=self.objective.planned_step(trained),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,11 +37,8 @@ from ligermodels.models.config import ModelConfig
 from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.config import FinetuneConfig
 from ligermodels.training.optimizers import freeze
-from ligermodels.training.run_dir import CHECKPOINTS, RUN_FILE, START, RunDir, file_hash
+from ligermodels.training.run_dir import START, RunDir, file_hash
 from ligermodels.training.start import has_own_start
-
-# run/checkpoints/step-00000500, run/checkpoint-500
-_STEP = re.compile(r"(?:step|checkpoint)-(\d{1,18})")
 
 
 def load_model(
@@ -94,19 +89,6 @@ def load_model(
     elif patterns := options.freeze or options.train_only:
         freeze(model, patterns, only=options.train_only is not None)
     return model
-
-
-def checkpoint_step(path: str | Path) -> tuple[Path, int] | None:
-    """Return the folder of a run and a step, if the path names a checkpoint of a run.
-
-    It is that of the folder in RUN/checkpoints, or RUN/checkpoint-STEP.
-    """
-    path = Path(path)
-    match = _STEP.fullmatch(path.name)
-    run = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
-    if match is None or not os.path.isfile(run / RUN_FILE):
-        return None
-    return run, int(match[1])
 
 
 def load_checkpoint(run: Path, step: int) -> DecoderModel:

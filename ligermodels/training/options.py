@@ -229,13 +229,15 @@ _LIMITS = {
 def _limit_complaint(value: float, facts: Mapping[str, Any]) -> str | None:
     """Return a text such as "must be at least 2, not 1" if a number breaks a limit, else None.
 
-    A number that is not finite breaks every limit. A whole number beyond 64 bits breaks them, too.
+    A number that is not finite breaks every limit, and so does a whole number beyond 64 bits.
     """
     if isinstance(value, int) and abs(value) >= 2**63:
         return "must fit into 64 bits"
+    if not math.isfinite(value):
+        return f"must be a finite number, not {value}"
     for name, holds in _LIMITS.items():
         limit = facts[name]
-        if limit is not None and not (math.isfinite(value) and holds(value, limit)):
+        if limit is not None and not holds(value, limit):
             return f"must be {name.replace('_', ' ')} {limit}, not {value!r}"
     return None
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,14 @@ def takes_starts(trained: torch.nn.Module, config: FinetuneConfig) -> bool:
     return decoder_of(trained) is trained and is_whole and not config.model.compile
 
 
-def sees_padding(model: torch.nn.Module) -> bool:
-    """Whether padding after a document changes the outputs of its tokens.
+def needs_positions(model: torch.nn.Module) -> bool:
+    """Whether a model has to be told of padding: it changes the outputs of the tokens before it.
 
     So it is if attention is not causal, or if the frequencies of a rope depend on the row's length.
+    A module that has the model may also ask: its `forward` has position_ids without a default.
     """
-    return any(
+    asked = signature(model.forward).parameters.get("position_ids")
+    return (asked is not None and asked.default is Parameter.empty) or any(
         (isinstance(x, RotaryEmbedding) and x.rope_type in ("dynamic", "longrope"))
         or (isinstance(x, Attention) and not x.causal)
         for x in model.modules()
@@ -122,7 +125,7 @@ class Trainer:
         self.planned_steps = self.total_steps  # a run may end early
         self.eval_steps = schedule.eval_steps or max(1, math.ceil(self.total_steps / 5))
         decoder = decoder_of(self.model)
-        self.sees_padding = sees_padding(decoder)
+        self.needs_positions = needs_positions(self.model)
         self._routes = (
             decoder is self.model
             and not self.config.loss.classifies
@@ -277,7 +280,7 @@ class Trainer:
         Rows of one document need nothing, if the padding after it changes nothing. Attention then
         takes the kernel for plain causal rows, which is faster and need not be compiled.
         """
-        if not (batch.is_packed or self.sees_padding):
+        if not (batch.is_packed or self.needs_positions):
             return {}
         if batch.cu_seqlens is None or not takes_starts(self.model, self.config):
             return {"position_ids": batch.position_ids.to(self.device)}

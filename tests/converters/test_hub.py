@@ -75,6 +75,14 @@ def test_a_name_that_is_no_model_is_refused(tmp_path, monkeypatch, name, message
         resolve(name)
 
 
+@pytest.mark.parametrize("name", ["org/step-5", "org/checkpoint-5"])
+def test_a_hub_id_may_end_as_a_checkpoint_of_a_run(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").touch()
+    with patch.object(hub_module, "_fetch", return_value=tmp_path):
+        assert resolve(name) == tmp_path
+
+
 def test_only_needed_files_come_once(hub, remote):
     needed = set(hub.files)
     for name in ("README.md", "pytorch_model.bin", "onnx.onnx"):

@@ -66,6 +66,15 @@ def test_a_config_of_other_sizes_than_the_weights(
         (good / CONFIG).write_bytes(content)
 
 
+@pytest.mark.parametrize("key", sorted(SIZES.keys() - {"num_key_value_heads"}))
+def test_a_size_that_the_config_lacks_is_named(good: Path, key: str) -> None:
+    raw = json.loads((good / CONFIG).read_text())
+    taken = raw.pop(key) and getattr(LlamaConfig, key)
+    (good / CONFIG).write_text(json.dumps(raw))
+    said = f"'{key}' is missing and is taken as {taken}, .*; add it"
+    refused(good, CheckpointError, CONFIG, said)
+
+
 def test_code_beside_the_weights_is_not_run(good: Path, tmp_path: Path) -> None:
     code = f"import os\nos.mkdir({str(tmp_path / 'executed')!r})\nclass Model: pass\n"
     for name in ("modeling.py", "__init__.py", "sitecustomize.py", "configuration_llama.py"):

@@ -20,7 +20,7 @@ from ligermodels.training.config import (
 )
 from ligermodels.training.losses import DPO, GRPO, LOSSES, SFT, Loss
 from ligermodels.training.objectives import Objective
-from ligermodels.training.options import flat_name, helps, option
+from ligermodels.training.options import flat_name, helps, option, types_of
 
 NEEDED = {"grpo": {"reward_function": "f.py:f"}, "distillation": {"teacher": "t"}}
 SIZES = {"batch_size": 8, "seq_len": 512}
@@ -34,11 +34,20 @@ def make(**changes):
     )
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_number_is_finite(loss, value):
+    for kind in subjects(loss).values():
+        for name, of in types_of(kind).items():
+            if of in (float, list[float]):
+                with pytest.raises(ConfigError, match=f"{name}: must be a finite number, not -?"):
+                    kind.taken({name: value})
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"seq_len": 1}, "seq_len: must be at least 2, not 1"),
-        ({"learning_rate": float("nan")}, "learning_rate: must be more than 0"),
         ({"eval_fraction": 1.0}, "eval_fraction: must be less than 1"),
         ({"seed": 10**5000}, "seed: must fit into 64 bits"),
         ({"precision": "fp8"}, "precision: must be one of float32, bf16-mixed, bf16"),

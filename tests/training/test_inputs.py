@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ligermodels import AutoLiger
+from ligermodels.converters.hub import checkpoint_step
 from ligermodels.errors import CheckpointError, LigerError
 from ligermodels.training.finetune import resumed_settings
-from ligermodels.training.model import checkpoint_step, load_checkpoint
+from ligermodels.training.model import load_checkpoint
 from tests.training.tiny_run import everything, make_checkpoint, make_text, run, same
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from unittest.mock import patch
 
@@ -53,6 +54,30 @@ def test_bf16_weights_and_an_export_in_another_dtype(checkpoint, text, tmp_path)
     assert {t.dtype for t in tensors(mixed.model_dir).values()} == {torch.float16}
     full = run(checkpoint, text, tmp_path / "c", precision="bf16-mixed", max_steps=2)
     assert {t.dtype for t in tensors(full.model_dir).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"model_type": "other"}, {}, "model_type 'other' is not supported"),
+        ({"hidden_size": 72}, {}, "embed_tokens.weight' has shape"),
+        (None, {}, "there is no safetensors file|model.safetensors"),
+        ({}, {"freeze": ["no.such"]}, "freeze: 'no.such' matches no parameter"),
+        ({}, {"lora_r": 2, "lora_targets": ["no"]}, "lora_targets: 'no' is no linear"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_data_are_read(
+    checkpoint, text, tmp_path, monkeypatch, changes, options, message
+):
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    if changes is None:
+        (base / "model.safetensors").unlink()
+    else:
+        raw = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(raw | changes))
+    monkeypatch.setattr("ligermodels.training.finetune.file_hashes", None)
+    with pytest.raises(LigerError, match=message):
+        run(base, text, tmp_path / "run", **options)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(text, tmp_path):

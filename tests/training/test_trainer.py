@@ -356,6 +356,25 @@ def test_only_packed_rows_tell_the_model_of_documents(length):
     torch.testing.assert_close(*losses)
 
 
+@pytest.mark.parametrize("length", [8, 20])
+def test_a_module_that_requires_positions_gets_them(length):
+    class Mine(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.model = LigerLlama(config)
+
+        def forward(self, input_ids, *, position_ids, **inputs):
+            assert position_ids.shape == input_ids.shape
+            return self.model(input_ids, position_ids=position_ids, **inputs)
+
+    ids = np.arange(20, dtype=np.int32)
+    documents = [Document(ids[:length], np.arange(length) > 0, True)] * 4
+    trainer = make_trainer(PackedRows([documents], 20), kind=Mine, batch_size=2)
+    batch = trainer.rows.batch([0, 1])
+    assert batch.is_packed == (length == 8)
+    trainer.call(batch)
+
+
 def test_padding_does_not_change_a_rope_that_depends_on_the_length():
     class Dynamic(LigerLlama):
         def __init__(self, config):
