@@ -28,12 +28,16 @@ def expert_mlp(
     skewed: bool,
     biased: bool,
 ) -> Case:
-    """Return the case; biased experts have the activation of gpt-oss."""
+    """Return the case; biased experts have the activation of gpt-oss.
+
+    With skewed routes, one expert gets a fifth of all rows, or, where a token has more than five
+    experts, a row of each token.
+    """
     clamped = ClampedSwiGLU()
 
     def start() -> list[Tensor]:
         logits = random.normal(rows, experts)
-        if skewed:  # one expert gets a fifth of all rows
+        if skewed:
             often = torch.rand(rows, device=random.device, generator=random.generator)
             with torch.no_grad():
                 logits[:, 0] += 100 * ((often < 0.2 * top_k).to(logits.dtype) - 0.5)

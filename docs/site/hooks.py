@@ -294,7 +294,7 @@ def measured_lines(family: str, config: Any) -> list[str]:
         lines += ["| model, tokens | implementation | ms | peak GiB |", "| --- | --- | --- | --- |"]
         lines += steps
     rows = [
-        f"| {sizes['rows']}{', one expert with a fifth of the rows' * sizes['skewed']} "
+        f"| {sizes['rows']}{', one expert in all tokens' * sizes['skewed']} "
         f"| {row['implementation']} | {row['ms']:.2f} | {row['scratch GB']:.2f} |"
         for row in layers
         for sizes in [row["sizes"]]
