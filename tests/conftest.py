@@ -145,6 +145,14 @@ def rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs write a picture without content, because drawing takes longer than their steps."""
+    from tests.training.tiny_run import draw_nothing
+
+    monkeypatch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
+
+
+@pytest.fixture
 def quick_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out of lm-eval what takes longer than the tests, or skip where it is not installed.
 

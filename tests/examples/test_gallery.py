@@ -20,7 +20,7 @@ from examples import (
 )
 from ligermodels.training.config import FinetuneConfig, read_config
 from tests import markdown
-from tests.training.tiny_run import draw_nothing, make_checkpoint
+from tests.training.tiny_run import make_checkpoint
 
 # Drawing takes longer than the steps of a tiny run.
 pytestmark = pytest.mark.usefixtures("quick")
@@ -28,9 +28,9 @@ ENTRIES = {entry.name: entry for entry in gallery.ENTRIES}
 
 
 @pytest.fixture
-def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(request: pytest.FixtureRequest) -> None:
     if "test_entry" not in request.node.name:
-        monkeypatch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
+        request.getfixturevalue("without_drawing")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
+from tests.training.tiny_run import make_checkpoint, make_text
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +18,5 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def without_drawing(monkeypatch):
-    monkeypatch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
+def without_pictures(without_drawing):
+    """Draw no losses here."""

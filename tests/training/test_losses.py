@@ -21,6 +21,8 @@ from ligermodels.training.trainer import Trainer
 from tests.training import tiny_run
 from tests.training.tiny_run import forget, make_checkpoint
 
+# The rows of a tiny head are computed at once, because tests/kernels compares blocks of them.
+pytestmark = pytest.mark.usefixtures("rows_at_once")
 OFFLINE = ["dpo", "kto", "orpo", "cpo", "simpo"]
 
 
