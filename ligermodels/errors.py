@@ -33,7 +33,7 @@ class DataError(LigerError, ValueError):
 
 
 class SaveError(LigerError, OSError):
-    """A checkpoint that could not be written. The previous content of the folder is unchanged."""
+    """A file that could not be written. A folder that a save replaces keeps its old content."""
 
 
 _SHORT = reprlib.Repr()

@@ -252,7 +252,7 @@ def _is_new(folder: Path) -> bool:
     """Return whether a folder beside the target is the one that `_new_folder` made."""
     try:
         return folder.name.endswith(f".saving-{folder.stat().st_ino:016x}")
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
@@ -290,9 +290,11 @@ def _replace(target: Path, fresh: Path, owned: Callable[[str], bool]) -> None:
     shutil.copymode(target, fresh)
     sync_folder(fresh)
     old = _exchange(fresh, target)
-    # Subfolders move now, and what others have just written to the old folder.
-    _empty(old, target, lambda name, new: is_kept(name) and linked.get(name) != new.st_ino)
-    if old.exists():
+    # The save is done, so what fails now is left for the next one. Subfolders move, and what others
+    # have just written to the old folder.
+    with contextlib.suppress(OSError):
+        _empty(old, target, lambda name, new: is_kept(name) and linked.get(name) != new.st_ino)
+    if os.path.lexists(old):
         warnings.warn(f"what is not of {target} is in {old} until the next save", stacklevel=2)
 
 

@@ -3,11 +3,13 @@
 test_export_kills.py kills a save at its system calls.
 """
 
+import errno
 import os
 import signal
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -75,6 +77,42 @@ def test_what_is_not_the_saves_own_stays(target, tmp_path, way):
     assert (target / "notes").stat().st_ino == inode
     replace(tmp_path / "another")
     assert set(contents(tmp_path / "another")) == {"config.json", "weights"}
+
+
+def let_calls_fail(patch, at, lasts):
+    """Let the call number `at` of the system fail, and all later ones if it lasts; count calls."""
+    numbers, last = count(1), []
+
+    def failing(original):
+        def call(*args, **options):
+            last[:] = [next(numbers)]
+            if last[0] == at or (lasts and last[0] > at):
+                raise OSError(errno.EIO, "Input/output error")
+            return original(*args, **options)
+
+        return call
+
+    for name in "listdir rename stat lstat link open fsync unlink rmdir chmod".split():
+        patch.setattr(os, name, failing(getattr(os, name)))
+    return last
+
+
+@pytest.mark.filterwarnings("ignore:what is not of")
+@pytest.mark.parametrize("lasts", [False, True])
+def test_an_error_means_that_the_folder_has_not_changed(tmp_path, monkeypatch, way, lasts):
+    for at in count(1):
+        target, failed = write_files(tmp_path / str(at) / "out", OLD), False
+        with monkeypatch.context() as patch:
+            last = let_calls_fail(patch, at, lasts)
+            try:
+                replace(target)
+            except OSError:
+                failed = True
+        if last[0] < at:
+            return
+        assert recover_dir(target)  # as each load does
+        found = contents(target)
+        assert found == OLD if failed else found["weights"] == b"new" and found["notes"] == b"mine"
 
 
 def test_leftovers_go_unless_a_living_process_holds_them(target, tmp_path):
