@@ -135,10 +135,12 @@ def run_one(
     def random_model(
         path: Any, *, dtype: torch.dtype, device: torch.device, **given: Any
     ) -> DecoderModel:
-        with torch.device("meta"):
-            model = family(shallow(sizes) if warms else sizes).to(dtype)
-        model.to_empty(device=main_device)  # also if what is converted should come from the CPU
-        model.initialize_weights()
+        torch.set_default_dtype(dtype)  # so that no larger copy is made
+        try:
+            with main_device:  # also if what is converted should come from the CPU
+                model = family(shallow(sizes) if warms else sizes)
+        finally:
+            torch.set_default_dtype(torch.float32)
         if given["float8"] is not None:
             float8.convert(model, given["float8"])
         return model

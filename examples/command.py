@@ -18,6 +18,7 @@ from ligermodels.training.finetune import FinetuneResult, finetune
 
 DATA = Path(__file__).parent / "data"
 TRAIN, HELD_OUT = DATA / "persuasion-train.txt", DATA / "persuasion-heldout.txt"
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def call(main: Callable[..., object], description: str | None, model: bool = True) -> None:
@@ -88,14 +89,15 @@ def learn(
     learning_rate: float = 3e-3,
     every: int = 50,
 ) -> list[float]:
-    """Train a model with AdamW, and return the loss of each step.
+    """Train a model with AdamW, and return the loss of each step. On a GPU, multiply in bfloat16.
 
     Args: loss_of: returns the loss of random examples; every: how many steps until one is printed.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
     generator, history = torch.Generator().manual_seed(0), []
     for step in range(steps):
-        loss = loss_of(generator)
+        with torch.autocast("cuda", torch.bfloat16, enabled=HERE.type == "cuda"):
+            loss = loss_of(generator)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -154,7 +156,12 @@ def draw_images(folder: Path, images: Tensor, titles: list[str]) -> None:
 
 
 def report(folder: Path, **numbers: float) -> dict[str, float]:
-    """Print the numbers that an example found, write them to numbers.json, and return them."""
+    """Print the numbers that an example found, write them to numbers.json, and return them.
+
+    On a GPU, the peak of its memory is one of them.
+    """
+    if HERE.type == "cuda":
+        numbers["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30
     for name, value in numbers.items():
         print(f"{name.replace('_', ' ')}: {value:.4g}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
-from examples.command import call, draw_losses, learn, report
+from examples.command import HERE, call, draw_losses, learn, report
 from ligermodels import DecoderModel, LlamaConfig
 
 LETTERS, BEGIN, COUNT = 26, 26, 6
@@ -67,9 +67,9 @@ class Sorter(DecoderModel):
         return x + residual
 
 
-def make_model() -> Sorter:
-    """Return a model with random weights."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+def make_model(**sizes: int) -> Sorter:
+    """Return a model with random weights. Sizes are fields of the config."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | sizes
     return Sorter(SorterConfig(vocab_size=LETTERS + 1, **sizes, eos_token_id=None))
 
 
@@ -82,25 +82,29 @@ def examples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: Sorter, generator: torch.Generator) -> Tensor:
     """Return the loss of 64 random examples."""
-    source, target = examples(64, generator)
+    device = model.embed_tokens.weight.device
+    source, target = (each.to(device) for each in examples(64, generator))
     return model(target, labels=target, memory=model.encode(source)).loss
 
 
 @torch.no_grad()
 def sort(model: Sorter, source: Tensor) -> Tensor:
     """Return the letters that the model writes for source (batch, 6)."""
-    begin = torch.full((len(source), 1), BEGIN)
+    begin = torch.full((len(source), 1), BEGIN, device=source.device)
     return model.generate(begin, memory=model.encode(source), max_new_tokens=COUNT)[:, 1:]
 
 
-def main(output_dir: Path, *, max_steps: int = 400) -> dict[str, float]:
+def main(
+    output_dir: Path, *, max_steps: int = 400, learning_rate: float = 3e-3, **sizes: int
+) -> dict[str, float]:
     """Train, save, load, and return the share of unseen letters that come out sorted."""
     torch.manual_seed(0)
-    model = make_model()
-    history = learn(model, lambda generator: loss_of(model, generator), max_steps)
+    with HERE:
+        model = make_model(**sizes)
+    history = learn(model, lambda generator: loss_of(model, generator), max_steps, learning_rate)
     model.save_hf(output_dir / "model")
-    again = Sorter.from_hf(output_dir / "model").eval()
-    source, target = examples(200, torch.Generator().manual_seed(1))
+    again = Sorter.from_hf(output_dir / "model", device=HERE).eval()
+    source, target = (each.to(HERE) for each in examples(200, torch.Generator().manual_seed(1)))
     made = sort(again, source)
     same = torch.equal(made, sort(model.eval(), source))
     print(f"saved and loaded again; it writes the same: {same}")

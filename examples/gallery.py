@@ -5,6 +5,8 @@
 
 The run of an entry is a command that you can type yourself. With `--publish 1`, its picture and its
 numbers are then copied into the documentation; `python docs/site/hooks.py` writes the page of them.
+With `--gpu 1`, the commands for a GPU run. Their seconds and memory go to gallery_gpu.json in the
+output folder, and to the documentation with `--publish 1`.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +28,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import environment
 from examples.command import call
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "gallery"
 RESULTS = ROOT / "benchmarks" / "results" / "gallery_cpu.json"
+GPU_RESULTS = RESULTS.with_name("gallery_gpu.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Entry:
         name: of the entry's folder and picture
         title: what it shows
         run: an example and its options on a CPU; or a file in recipes/cpu and more options
+        on_gpu: an example and its options on a GPU, for a larger model than on a CPU
         needs_model: whether the command names a model
         says: the message of the picture, with the names of numbers that the run has found
         recipes: files in recipes/ that do the same with a larger model on a GPU
@@ -48,6 +55,7 @@ class Entry:
     name: str
     title: str
     run: str
+    on_gpu: str = ""
     needs_model: bool = True
     says: str
     recipes: tuple[str, ...] = ()
@@ -58,12 +66,14 @@ class Entry:
         """Whether the entry is a recipe of the command line."""
         return self.run.endswith(".yaml")
 
-    def command(self, model: str, folder: str) -> str:
-        """Return the command of the entry."""
-        if self.is_recipe:
-            words = f"ligermodels finetune {model} --config {self.run}"
+    def command(self, model: str, folder: str, on_gpu: bool = False) -> str:
+        """Return the command of the entry, on a CPU or on a GPU."""
+        run = self.on_gpu if on_gpu else self.run
+        if run.endswith(".yaml"):
+            words = f"ligermodels finetune {model} --config {run}"
             return f"{words} --output-dir {folder} --overwrite-output-dir"
-        program, _, options = self.run.partition(" ")
+        program, _, options = run.partition(" ")
+        options = options.format(model=model)
         named = f" {model}" if self.needs_model else ""
         return f"python -m examples.{program}{named} --output-dir {folder} {options}".rstrip()
 
@@ -103,6 +113,8 @@ ENTRIES = (
         title="Online RL with a reward that can be checked",
         run="rewards --batch-size 8 --gradient-accumulation-steps 1 --max-completion-length 16 "
         "--max-steps 6 --eval-steps 6 --held-out 1 --learning-rate 3e-4",
+        on_gpu="rewards --batch-size 64 --gradient-accumulation-steps 1 --max-completion-length 48 "
+        "--max-steps 12 --eval-steps 12 --learning-rate 1e-5",
         says="GRPO, with a reward for short words: in {steps} steps their share in answers to "
         "other questions goes from {before:.0%} to {after:.0%}.",
         pages=("losses",),
@@ -112,6 +124,8 @@ ENTRIES = (
         title="Distillation",
         run="distillation --characters 4000 --seq-len 64 --batch-size 4 --max-steps 5 "
         "--max-eval-rows 4 --learning-rate 5e-4",
+        on_gpu="distillation --seq-len 1024 --batch-size 8 --max-steps 30 --max-eval-rows 16 "
+        "--learning-rate 1e-4",
         says="A student with half the layers: its held-out loss is {before:.1f} at first, "
         "{text_alone:.1f} after the text alone, and {with_the_teacher:.1f} with its teacher.",
         pages=("distillation",),
@@ -185,6 +199,7 @@ ENTRIES = (
         name="two_processes",
         title="Two processes",
         run="two_processes --seq-len 32 --max-steps 4",
+        on_gpu="two_processes --seq-len 2048 --rows 8 --max-steps 10",
         says="Two processes that share the model and the rows have the losses of one, to a "
         "relative difference of {difference:.0e}.",
         pages=("parallel",),
@@ -193,6 +208,9 @@ ENTRIES = (
         name="architecture",
         title="An architecture of your own",
         run="shared_keys --max-steps 120",
+        on_gpu="shared_keys --hidden-size 2048 --intermediate-size 8192 --num-hidden-layers 24 "
+        "--num-attention-heads 32 --num-key-value-heads 8 --sliding-window 512 --seq 2048 "
+        "--max-steps 100 --learning-rate 2e-4",
         needs_model=False,
         says="A decoder with shared keys and windows learns bytes: its loss falls from {first:.1f} "
         "to {last:.1f} in {steps} steps, and the saved model generates.",
@@ -202,6 +220,7 @@ ENTRIES = (
         name="vision",
         title="A vision prefix",
         run="look_and_tell",
+        on_gpu="look_and_tell --language {model} --batch 64 --max-steps 200 --learning-rate 2e-5",
         needs_model=False,
         says="A model that sees image patches before its text tells the place of the bright patch "
         "in {right:.0%} of unseen images.",
@@ -211,6 +230,8 @@ ENTRIES = (
         name="encoder_decoder",
         title="An encoder-decoder, saved and loaded",
         run="encoder_decoder",
+        on_gpu="encoder_decoder --hidden-size 1024 --num-hidden-layers 16 --num-attention-heads 16 "
+        "--max-steps 300 --learning-rate 2e-4",
         needs_model=False,
         says="It learns to sort letters: {right:.0%} of unseen inputs come out right after the "
         "model was saved and loaded again.",
@@ -220,6 +241,7 @@ ENTRIES = (
         name="gguf",
         title="An export for llama.cpp",
         run="gguf_names",
+        on_gpu="gguf_names",
         says="{named:.0f} of {tensors:.0f} exported tensors have a name in llama.cpp's table.",
         pages=("faq",),
     ),
@@ -227,6 +249,7 @@ ENTRIES = (
         name="lm_eval",
         title="lm-eval, with a task of your own",
         run="lm_eval_task --questions 16",
+        on_gpu="lm_eval_task --questions 400",
         says="Of {questions:.0f} sentences of a novel, the model finds the one that follows "
         "{right:.0%} of the time, where guessing gives 25%.",
         pages=("command_line",),
@@ -265,13 +288,44 @@ def run(
     return {"seconds": round(seconds), "numbers": found}
 
 
-def main(model: str, output_dir: Path, *, only: str = "", publish: int = 0) -> None:
+def run_on_gpu(entry: Entry, model: str, folder: Path) -> dict[str, Any]:
+    """Run the GPU's command of an entry, and return its seconds, and GiB of GPU memory or None."""
+    words = shlex.split(entry.command(model, str(folder), on_gpu=True))[1:]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path[1:]))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    seconds = time.perf_counter() - began
+    print(done.stdout, flush=True)
+    if done.returncode:
+        return {"error": f"exit code {done.returncode}", "seconds": round(seconds)}
+    peaks = re.findall(r"peak of memory +([\d.]+) GiB", done.stdout)  # of ligermodels finetune
+    numbers = numbers_of(folder)
+    peak = max(float(each) for each in (*peaks, numbers.pop("peak_gib", 0.0)))
+    return {"seconds": round(seconds), "peak GiB": round(peak, 1) or None, "numbers": numbers}
+
+
+def main(model: str, output_dir: Path, *, only: str = "", publish: int = 0, gpu: int = 0) -> None:
     """Run the entries, and publish pictures and numbers where the documentation finds them."""
+    model = os.path.abspath(model) if os.path.isdir(model) else model
     for entry in ENTRIES:
-        if only and entry.name not in only.split(","):
+        if (only and entry.name not in only.split(",")) or (gpu and not entry.on_gpu):
             continue
         folder = output_dir.absolute() / entry.name
-        measured = run(entry, os.path.abspath(model) if os.path.isdir(model) else model, folder)
+        if gpu:
+            measured = run_on_gpu(entry, model, folder)
+            print(entry.name, measured, flush=True)
+            for file in (GPU_RESULTS,) if publish else (output_dir / GPU_RESULTS.name,):
+                found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+                found["environment"] = environment()
+                found["entries"] = found.get("entries", {}) | {entry.name: measured}
+                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            continue
+        measured = run(entry, model, folder)
         if not publish:
             continue
         drawn = folder / ("loss.png" if entry.is_recipe else "picture.png")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad, unfold
 
 import ligermodels.layers as ll
-from examples.command import call, draw_images, learn, report
-from ligermodels import LigerLlama, LlamaConfig
+from examples.command import HERE, call, draw_images, learn, report
+from ligermodels import AutoLiger, LigerLlama, LlamaConfig
 
 SIDE, PATCHES, PATCH = 3, 9, 4  # an image has 3 x 3 patches, and each patch 4 x 4 pixels
 
@@ -64,7 +64,7 @@ class LookAndTell(nn.Module):
 
     def tell(self, images: Tensor, begin: str = "row ", count: int = 10) -> list[str]:
         """Return for each image the text that begins so, and `count` bytes more."""
-        text = torch.tensor([list(begin.encode())] * len(images))
+        text = torch.tensor([list(begin.encode())] * len(images), device=images.device)
         ids = self.language.generate(max_new_tokens=count, **self.look(images, text))
         return [begin + bytes(row).decode() for row in ids.tolist()]
 
@@ -78,18 +78,37 @@ def make_examples(count: int, generator: torch.Generator) -> tuple[Tensor, Tenso
     return images + 0.3 * torch.randn(images.shape, generator=generator), torch.tensor(texts)
 
 
-def train(model: LookAndTell, steps: int) -> list[float]:
+def train(
+    model: LookAndTell, steps: int, batch: int = 16, learning_rate: float = 3e-3
+) -> list[float]:
     """Train on random images, and return the loss of each step."""
-    return learn(model, lambda generator: model(*make_examples(16, generator)), steps)
+    device = model.patch_proj.weight.device
+
+    def loss_of(generator: torch.Generator) -> Tensor:
+        images, texts = make_examples(batch, generator)
+        return model(images.to(device), texts.to(device))
+
+    return learn(model, loss_of, steps, learning_rate)
 
 
-def main(output_dir: Path, *, max_steps: int = 300) -> dict[str, float]:
-    """Train, and return the share of unseen images that the model tells right."""
+def main(
+    output_dir: Path,
+    *,
+    language: str = "",
+    max_steps: int = 300,
+    batch: int = 16,
+    learning_rate: float = 3e-3,
+) -> dict[str, float]:
+    """Train, and return the share of unseen images that the model tells right.
+
+    Args: language: a folder or hub id of a language model. By default it is tiny and random.
+    """
     torch.manual_seed(0)
-    model = LookAndTell(tiny_llama())
-    history = train(model, max_steps)
+    llama = AutoLiger.from_hf(language, dtype=torch.float32) if language else tiny_llama()
+    model = LookAndTell(llama).to(HERE)
+    history = train(model, max_steps, batch, learning_rate)
     images, texts = make_examples(100, torch.Generator().manual_seed(1))
-    said = model.tell(images)
+    said = model.tell(images.to(HERE))
     right = sum(bytes(text).decode() == each for text, each in zip(texts.tolist(), said))
     draw_images(output_dir, images[:4], said[:4])
     return report(output_dir, right=right / len(said), loss=history[-1], steps=max_steps)

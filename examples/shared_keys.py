@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ligermodels.layers as ll
-from examples.command import TRAIN, call, draw_losses, learn, report, windows
+from examples.command import HERE, TRAIN, call, draw_losses, learn, report, windows
 from ligermodels import DecoderModel, LlamaConfig, MemoryPlan
 
 
@@ -67,25 +67,36 @@ class SharedKeys(DecoderModel):
         self.initialize_weights()
 
 
-def train(model: SharedKeys, data: Tensor, steps: int, seq: int = 128) -> list[float]:
+def train(
+    model: SharedKeys, data: Tensor, steps: int, seq: int = 128, learning_rate: float = 3e-3
+) -> list[float]:
     """Train on random windows of `data` (n,) int64, and return the loss of each step."""
 
     def loss_of(generator: torch.Generator) -> Tensor:
-        ids = windows(data, 8, seq, generator)
+        ids = windows(data, 8, seq, generator).to(model.embed_tokens.weight.device)
         return model(ids, labels=ids).loss
 
-    return learn(model, loss_of, steps)
+    return learn(model, loss_of, steps, learning_rate)
 
 
-def main(output_dir: Path, *, max_steps: int = 200) -> dict[str, float]:
-    """Train, save, load, and let the loaded model write."""
+def main(
+    output_dir: Path,
+    *,
+    max_steps: int = 200,
+    seq: int = 128,
+    learning_rate: float = 3e-3,
+    **sizes: int,
+) -> dict[str, float]:
+    """Train, save, load, and let the loaded model write. Sizes are fields of the config."""
     torch.manual_seed(0)
-    model = SharedKeys(SharedKeysConfig())
+    with HERE:
+        model = SharedKeys(SharedKeysConfig(**sizes))
     model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "attention"))
-    history = train(model, torch.tensor(list(TRAIN.read_bytes())), max_steps)
+    data = torch.tensor(list(TRAIN.read_bytes()))
+    history = train(model, data, max_steps, seq, learning_rate)
     model.save_hf(output_dir / "model")
-    again = SharedKeys.from_hf(output_dir / "model")
-    prompt = torch.tensor([list(b"Captain Wentworth ")])
+    again = SharedKeys.from_hf(output_dir / "model", device=HERE)
+    prompt = torch.tensor([list(b"Captain Wentworth ")], device=HERE)
     print(bytes(again.generate(prompt, max_new_tokens=100)[0].tolist()).decode("latin-1"))
     draw_losses(output_dir, "a decoder of one's own", {"": history}, "loss (nats per byte)")
     return report(output_dir, first=history[0], last=history[-1], steps=max_steps)

@@ -52,6 +52,13 @@ print(hasattr(ligermodels, "LigerForCausalLM"), len(inspect.getmembers(ligermode
 """
 
 
+# Each takes a good part of a second or more. A program that needs none should not wait for them.
+LATE_MODULES = {"transformers", "tokenizers", "huggingface_hub", "peft", "trl", "accelerate"}
+LATE_MODULES |= {"datasets", "pandas", "matplotlib", "rich", "tyro", "torchao", "triton"}
+LATE_MODULES |= {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
+LATE_MODULES |= {"torch.distributed.tensor", "ligermodels.training.finetune"}
+
+
 def test_torch_is_imported_with_the_first_public_name_only() -> None:
     """The public names, `import *` among them, need no transformers and load no training.
 
@@ -62,7 +69,7 @@ def test_torch_is_imported_with_the_first_public_name_only() -> None:
     unknown = "ligermodels.__version__; hasattr(ligermodels, '__wrapped__')"
     shown = "print('torch' in sys.modules)"
     both = "from ligermodels import LlamaConfig; from ligermodels import *"
-    later = "print({'transformers', 'ligermodels.training.finetune'} & {*sys.modules})"
+    later = f"print({LATE_MODULES!r} & {{*sys.modules}})"
     first = f"{before}; {unknown}; {shown}; {both}; dir(); {shown}; {later}"
     *said, one, other, found = python(f"{first}\n{WITHOUT_TRANSFORMERS}").splitlines()
     assert said == ["False", "True", "set()"] and found == "False True"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import EarlyStoppingCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ligermodels import LigerLlama
@@ -49,6 +52,33 @@ def test_early_stopping_keeps_the_best_and_a_resumed_run_ends_there(inputs, meas
 
     again = run(*inputs, tmp_path / "run", resume=True, **early)
     assert (again.steps, again.eval_after) == (8, result.eval_after)
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_early_stopping_ends_where_that_of_transformers_ends(higher):
+    """For random evaluations, many of which are equal, and after none or a few of them."""
+    args = SimpleNamespace(metric_for_best_model="x", greater_is_better=higher)
+    draw, ends = random.Random(0), []
+    for _ in range(200):
+        patience, values = draw.randint(1, 3), [draw.randrange(5) for _ in range(8)]
+        trainer = object.__new__(Trainer)
+        trainer.objective = SimpleNamespace(higher_is_better=higher)
+        trainer.config = SimpleNamespace(schedule=SimpleNamespace(early_stopping_patience=patience))
+        trainer._evaluated, trainer.total_steps = {}, 100
+        theirs, state = EarlyStoppingCallback(patience), SimpleNamespace(best_metric=None)
+        control = SimpleNamespace(should_training_stop=False)
+        for step, value in enumerate(values, 1):
+            trainer.done = step
+            trainer._evaluated[step] = value
+            theirs.on_evaluate(args, state, control, {"eval_x": value})
+            best = state.best_metric
+            if best is None or (value > best if higher else value < best):
+                state.best_metric = value  # as its Trainer does then
+            assert trainer._is_at_end() == control.should_training_stop
+            if control.should_training_stop:
+                break
+        ends.append(step)
+    assert len({*ends}) > 5
 
 
 def test_a_run_says_if_it_began_with_its_best_evaluation(inputs, measured, tmp_path):

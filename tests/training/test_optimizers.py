@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
+import transformers
+from peft.optimizers import create_loraplus_optimizer
 
 from ligermodels import LigerLlama, LigerQwen3Moe, Qwen3MoeConfig
 from ligermodels.adapters.adapted_model import add_adapters, quantize
+from ligermodels.converters.hf_config import to_hf
 from ligermodels.errors import ConfigError
 from ligermodels.training.config import OPTIMIZERS, FinetuneConfig
 from ligermodels.training.optimizers import (
@@ -69,6 +74,25 @@ def test_a_factor_multiplies_the_learning_rate_of_what_it_names():
         make("adamw", frozen, lr_factors=["embed_tokens=2"])
     with pytest.raises(ConfigError, match="muon has one learning rate"):
         make("muon", lr_factors=["embed_tokens=2"])
+
+
+def test_a_factor_for_lora_b_makes_the_groups_of_lora_plus():
+    """PEFT's optimizer has as many weights of each kind, with the same rates and decays."""
+    model = LigerLlama(tiny_config())
+    add_adapters(model, 4, 8.0)
+    _, ours = make("adamw", model, lr_factors=["*.lora_b=16"], weight_decay=0.1)
+    there = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(tiny_config())))
+    there = peft.get_peft_model(there, peft.LoraConfig(r=4, target_modules="all-linear"))
+    given = {"lr": 1e-2, "loraplus_lr_ratio": 16, "loraplus_weight_decay": 0.1}
+    theirs = create_loraplus_optimizer(there, torch.optim.AdamW, **given)
+    counts = []
+    for each, optimizer in ((model, ours), (there, theirs)):
+        kinds = {p: name.lower().rpartition(".lora_")[2][0] for name, p in each.named_parameters()}
+        counts.append(Counter())
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                counts[-1][kinds[p], group["lr"], group["weight_decay"]] += p.numel()
+    assert counts[0] == counts[1]
 
 
 # torchao compiles its step.
