@@ -273,22 +273,23 @@ def measured_lines(family: str, config: Any) -> list[str]:
     """Return the tables of what was measured of a family on one H200: steps, layers, decoding."""
     found = {
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("families", "experts")
+        for name in ("families", "experts", "hybrid")
     }
-    step, layers, lines = found["experts"]["step"], found["experts"]["layers"], []
+    layers, lines = found["experts"]["layers"], []
     steps = [
         f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
         f"| {row['peak GiB']:.1f} |"
         for row in found["families"]["rows"]
         if row["family"] == family and "ms" in row
     ]
-    if step["preset"] in config.presets:
-        steps += [
-            f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
-            f"| {row['implementation']} | {row['ms with AdamW']:.1f} "
-            f"| {row['peak GiB with AdamW']:.1f} |"
-            for row in step["rows"]
-        ]
+    steps += [
+        f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
+        f"| {row['implementation']} | {row['ms with AdamW']:.1f} "
+        f"| {row['peak GiB with AdamW']:.1f} |"
+        for step in (found["experts"]["step"], found["hybrid"]["step_h200"])
+        if step["preset"] in config.presets
+        for row in step["rows"]
+    ]
     if steps:
         lines += ["", "A training step in bfloat16 with AdamW on one H200.", ""]
         lines += ["| model, tokens | implementation | ms | peak GiB |", "| --- | --- | --- | --- |"]
