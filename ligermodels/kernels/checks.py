@@ -263,6 +263,7 @@ def check_expert_mlp(
         raise misfit(op, "one dtype", **operands)
     if experts.dtype not in (torch.int32, torch.int64):
         raise misfit(op, "torch.int32 or torch.int64", experts=experts)
+    check_experts(op, experts, len(down))
     if weights.shape != experts.shape or weights.shape[:-1] != x.shape[:-1] or not weights.dim():
         raise misfit(
             op, f"{(*x.shape[:-1], 'top_k')} for both", weights=weights, experts=experts, x=x
@@ -275,6 +276,10 @@ def check_expert_mlp(
         if bias is not None and (bias.shape != (count, width) or bias.dtype != x.dtype):
             raise misfit(op, f"{name} {(count, width)} {x.dtype}", **{name: bias}, **operands)
     check_expert_activation(op, activation)
+
+
+def check_experts(op: str, experts: Tensor, count: int) -> None:
+    """Raise IndexError if there is no expert of a number, on a CPU in eager mode."""
     if experts.is_cpu and type(experts) is Tensor and not torch.compiler.is_compiling():
         outside = experts[(experts < 0) | (experts >= count)]
         if outside.numel():

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import Routing, check_floating, check_groups, check_routing
+from ligermodels.kernels.checks import (
+    Routing,
+    check_experts,
+    check_floating,
+    check_groups,
+    check_routing,
+)
 from ligermodels.kernels.dispatch import apply, refuse_double_backward, select
 from ligermodels.kernels.reference.routing import experts_of_groups, routing_weights
 
@@ -63,11 +69,12 @@ def routing(
         n_group, topk_group: the experts are n_group groups of neighbours, and a token chooses among
             those of its best topk_group groups. The score of a group is the sum of its two best
             scores, bias included. With more than one group, PyTorch's own ops choose.
-        experts: (..., top_k) int32 or int64, the experts of each token if they are not to be
-            chosen; then the weights are theirs, and bias and groups do not count.
+        experts: (..., top_k) integers, the experts of each token if they are not to be chosen;
+            then the weights are theirs, and bias and groups do not count.
     Returns: the weights (..., top_k) in float32 (float64 for float64 logits), from the largest
         score (with its bias) to the smallest, and the experts (..., top_k) in int32.
-    Raises: ValueError if the shapes, dtypes or options are wrong.
+    Raises: ValueError if the shapes, dtypes or options are wrong; IndexError if there is no expert
+        of a number, on a CPU in eager mode.
     Source: arXiv:1701.06538 (softmax), arXiv:2412.19437 (sigmoid, groups).
     """
     check_floating(_OP, "logits", logits)
@@ -92,6 +99,7 @@ def routing(
                 f"{_OP}: experts are {experts.dtype} {tuple(experts.shape)}; expected integers "
                 f"{(*leading, top_k)}"
             )
+        check_experts(_OP, experts, count)
         given = experts.reshape(-1, top_k).to(torch.int32).contiguous()
     elif n_group > 1:
         with torch.no_grad():

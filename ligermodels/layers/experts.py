@@ -14,6 +14,7 @@ from ligermodels.kernels.checks import (
     check_expert_activation,
     check_groups,
     check_routing,
+    misfit,
 )
 from ligermodels.kernels.dispatch import compute_dtype
 from ligermodels.kernels.expert_mlp import adapted_expert_mlp
@@ -209,7 +210,9 @@ class Experts(Planned, nn.Module):
         """
         rows, total = (x, None) if isinstance(x, Tensor) else x.apply()
         flat = rows.reshape(-1, rows.shape[-1])
-        given = None if experts is None else experts.reshape(len(flat), -1)
+        if experts is not None and experts.shape[:-1] != rows.shape[:-1]:
+            raise misfit("Experts", "experts of each row", experts=experts, x=rows)
+        given = None if experts is None else experts.reshape(len(flat), experts.shape[-1])
         seen = flat if routed_by is None else routed_by.reshape(-1, routed_by.shape[-1])
         weights, chosen, logits = self.router(seen, given)
         if self.exchange is None:

@@ -121,6 +121,15 @@ def test_given_experts_are_taken() -> None:
     torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match=r"experts are torch.int64 \(10, 1\); expected integers"):
         experts(x, given[..., :1])
+    assert torch.equal(experts(x, given.byte())[0], out)
+    for wrong in (given.flatten(0, 1), given.transpose(0, 1)):
+        with pytest.raises(ValueError, match=r"Experts: experts .*, x \(2, 5, "):
+            experts(x, wrong)
+    for number in (COUNT, -1, 2**32):
+        with pytest.raises(IndexError, match=f"routing: expert {number} is none of 6 experts"):
+            experts(x, torch.full_like(given, number))
+    empty = experts(x[:, :0], given[:, :0])[0]
+    assert empty.shape == (2, 0, HIDDEN)
 
 
 def test_groups_are_those_of_deepseek_v3() -> None:
