@@ -208,9 +208,9 @@ ENTRIES = (
         name="architecture",
         title="An architecture of your own",
         run="shared_keys --max-steps 120",
-        on_gpu="shared_keys --hidden-size 2048 --intermediate-size 8192 --num-hidden-layers 24 "
+        on_gpu="shared_keys --hidden-size 2048 --intermediate-size 8192 --num-hidden-layers 16 "
         "--num-attention-heads 32 --num-key-value-heads 8 --sliding-window 512 --seq 2048 "
-        "--max-steps 100 --learning-rate 2e-4",
+        "--max-steps 50 --learning-rate 2e-4",
         needs_model=False,
         says="A decoder with shared keys and windows learns bytes: its loss falls from {first:.1f} "
         "to {last:.1f} in {steps} steps, and the saved model generates.",

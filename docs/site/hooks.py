@@ -34,6 +34,11 @@ repository; `python examples/smollm2.py build/smollm2` makes the small model wit
 
 Pictures and numbers are those of the commands as they stand here. Seconds are those of one CPU
 core: user and system time of all processes, loading included.
+
+The second command of an entry is for a GPU. In it, `big` is a larger model, such as
+HuggingFaceTB/SmolLM2-1.7B-Instruct; its numbers are those of random weights of that size on one
+{gpu}, while {beside}: the seconds from start to end, compilation
+included, and the GPU memory that PyTorch had reserved at the peak.
 """
 RECIPES = """\
 A recipe holds the options of `ligermodels finetune` for one model on one GPU of 80 GB, without your
@@ -70,6 +75,9 @@ DECODING = {
     "decoding, gpt-oss-20b": ("gpt-oss-20b", "bf16"),
     "decoding, gpt-oss-20b, 4 bits": ("gpt-oss-20b", "4 bits"),
 }
+# Pages that say what was measured or verified.
+REPORTS = ("benchmarks.md", "devices.md", "parity.md", "parity_gpu.md", "testing.md")
+REPORTS += ("trainers_matrix.md",)
 # Title of a page of the reference -> the modules of the package whose public names it shows. A
 # package stands for the names of its `__all__`.
 REFERENCE = {
@@ -151,8 +159,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links and pictures that leave docs/ lead to GitHub and to the copied pictures.
 
-    The files in docs/ name pages that are made here by their address, for readers on GitHub.
+    The files in docs/ name pages that are made here by their address, for readers on GitHub. The
+    search shows what was measured or verified after what tells how something is done.
     """
+    if page.file.src_uri in REPORTS:
+        page.meta["search"] = {"boost": 0.2}
     for folder in ("families", "reference"):
         markdown = markdown.replace(f"]({SITE}{folder}/)", f"]({folder}/index.md)")
     return outside_links(markdown, page.file.src_uri)
@@ -322,13 +333,23 @@ def gallery_page() -> str:
     """Return the text of docs/gallery.md: the entries, recipes for GPUs, and all files."""
     from examples.gallery import ENTRIES
 
-    measured = json.loads((RESULTS / "gallery_cpu.json").read_text(encoding="utf-8"))["entries"]
-    lines = [*GALLERY.splitlines(), "", "| entry | seconds | on a GPU |", "| --- | --- | --- |"]
+    measured, on_gpu = (
+        json.loads((RESULTS / f"gallery_{kind}.json").read_text(encoding="utf-8"))
+        for kind in ("cpu", "gpu")
+    )
+    measured = measured["entries"]
+    intro = GALLERY.format(gpu=on_gpu["environment"]["gpu"].split()[1], beside=on_gpu["beside"])
+    lines = [*intro.splitlines(), "", "| entry | seconds | on a GPU |", "| --- | --- | --- |"]
+    took = {
+        name: f"{row['seconds']} s" + (f", {row['peak GiB']} GiB" if row["peak GiB"] else "")
+        for name, row in on_gpu["entries"].items()
+    }
     for entry in ENTRIES:
-        recipes = ", ".join(f"[{name}](#recipes-for-gpus)" for name in entry.recipes)
+        link = f"#{anchor(entry.title)}"
+        cells = [f"[{name}](#recipes-for-gpus)" for name in entry.recipes]
+        cells += [f"[{took[entry.name]}]({link})"] if entry.name in took else []
         lines.append(
-            f"| [{entry.title}](#{anchor(entry.title)}) | {measured[entry.name]['seconds']} "
-            f"| {recipes} |"
+            f"| [{entry.title}]({link}) | {measured[entry.name]['seconds']} | {', '.join(cells)} |"
         )
     for entry in ENTRIES:
         more = ", ".join(f"[{page.replace('_', ' ')}]({page}.md)" for page in entry.pages)
@@ -337,6 +358,9 @@ def gallery_page() -> str:
         lines += [entry.command("build/smollm2", f"runs/{entry.name}"), "```", ""]
         says = entry.says.format(**measured[entry.name]["numbers"])
         lines += [f"![{says}](gallery/{entry.name}.png)", "", f"*{says}*", ""]
+        if entry.name in took:
+            command = entry.command("big", f"runs/{entry.name}-gpu", on_gpu=True)
+            lines += [f"On a GPU ({took[entry.name]}):", "", "```text", command, "```", ""]
         lines.append(f"The source is [{source}]({BLOB}{source}). Read on: {more}.")
     return "\n".join([*lines, *recipe_lines(), *file_lines()]) + "\n"
 
