@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from ligermodels.kernels.launch import Launch, Launches, entries, launch_for
@@ -223,6 +224,8 @@ def compiled_for(launch: Recorded, backend: str, arch: int | str, warp_size: int
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from ligermodels.kernels.triton import float8_tile
+
     source = ASTSource(
         fn=launch.kernel,
         signature=launch.signature,
@@ -230,7 +233,11 @@ def compiled_for(launch: Recorded, backend: str, arch: int | str, warp_size: int
         attrs=launch.attributes,
     )
     target = GPUTarget(backend, arch, warp_size)
-    return triton.compile(source, target=target, options=launch.options)
+    # The key keeps the constant as it is for the GPU of this machine.
+    assert launch.kernel.cache_key
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8_tile, "SATURATES", triton.language.constexpr(backend == "cuda"))
+        return triton.compile(source, target=target, options=launch.options)
 
 
 def compile_for(launch: Recorded, backend: str, arch: int | str, warp_size: int) -> Usage:
