@@ -34,7 +34,7 @@ BF16, COMPILED = "bfloat16", "bfloat16, compiled blocks"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blocks")
 IN_FLOAT8 = ", kept in float8"
 KEPT = tuple(recipe + IN_FLOAT8 for recipe in RECIPES)
-TORCHAO = ("torchao tensorwise", "torchao rowwise")
+TORCHAO = tuple(f"torchao {recipe}" for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 HF_TORCHAO = tuple(f"transformers + liger loss + {row}" for row in TORCHAO)
 ROWS = (BF16, *RECIPES, *KEPT, COMPILED, *TORCHAO, *HF_TORCHAO)
 WORKLOADS = ((1, 8192), (16, 512))
@@ -188,9 +188,18 @@ def step_row(
 def set_plan(
     model: Any, row: str, batch: int, seq: int, gib: int, trains: bool, folder: Path
 ) -> dict[str, Any]:
-    """Give a model the fastest plan for a budget; return what the plan says."""
-    from ligermodels import MemoryPlan
+    """Give a model the fastest plan for a budget; return what the plan says.
 
+    The planner does not know torchao's linears: their blocks keep their inputs alone.
+    """
+    from ligermodels import LayerPlan, MemoryPlan
+
+    if row in HF_TORCHAO:
+        model.gradient_checkpointing_enable()
+    elif row in TORCHAO:
+        model.set_memory_plan(MemoryPlan.uniform(len(model.layers), LayerPlan("input")))
+    if row in (*TORCHAO, *HF_TORCHAO):
+        return {"layers keep": {"input": model.config.num_hidden_layers}}
     path = folder / f"{row}-{batch}x{seq}.json"
     if path.is_file():
         plan = MemoryPlan.from_dict(json.loads(path.read_text()))
@@ -501,7 +510,7 @@ def main() -> None:
         result["plans"] = []
         planned = [(2, 16, True)] if tiny else [*PLANNED][: arguments.workloads]
         for batch, seq, trains in planned:
-            for row in (row for row in arguments.rows if row in (BF16, *RECIPES)):
+            for row in (row for row in arguments.rows if row not in (*KEPT, COMPILED)):
                 words = (row, batch, seq, layers, arguments.steps, device, tiny)
                 result["plans"].append(step_row(*words, plans=arguments.plans, trains=trains))
                 release_memory()
