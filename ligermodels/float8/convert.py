@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ligermodels.errors import ConfigError
-from ligermodels.float8.delayed import follow_optimizers
 from ligermodels.float8.linear import Float8Linear, obstacle
 from ligermodels.kernels.float8_linear import RECIPES, Recipe
 from ligermodels.layers.fusion import is_plain
@@ -71,8 +70,6 @@ def convert(
         assert isinstance(linear, Float8Linear)
         linear.use(RECIPES[recipe])
         linear.input_is_kept = name.endswith("o_proj")  # attention saves its output
-    if RECIPES[recipe].delayed:
-        follow_optimizers()
     return [*converted]
 
 

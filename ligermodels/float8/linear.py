@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -96,6 +97,13 @@ class Float8Linear(Planned, FusableLinear):
             self.register_buffer("delayed", zeros, persistent=False)
             self.known_scales: list[bool | None] = [None] * 3
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        on_meta = self.recipe.delayed and self.delayed.is_meta
+        super()._apply(fn, recurse)
+        if on_meta:
+            self.delayed.zero_()  # `to_empty` gives it no values
+        return self
+
     def know_scales(self, known: list[bool]) -> None:
         """Say of which operands the scales are known."""
         self.known_scales[:] = [new or old for new, old in zip(known, self.known_scales)]
@@ -104,6 +112,9 @@ class Float8Linear(Planned, FusableLinear):
         """Return the scales from the step before. Outside of training they are not used."""
         if not self.recipe.delayed or not torch.is_grad_enabled():
             return None
+        from ligermodels.float8.delayed import follow_optimizers  # it imports this module
+
+        follow_optimizers()
         waiting.add(self)
         return Scales(self.delayed.view(torch.float32), self.known_scales)
 

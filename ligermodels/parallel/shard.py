@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.float8 import Float8Linear
 from ligermodels.layers import Experts
 from ligermodels.layers.fusion import is_sharded, local_tensor
 from ligermodels.models.base import DecoderModel
@@ -219,9 +218,6 @@ def shard(
     fully_shard(model, **options)
     if on_meta:
         model.to_empty(device=device_of(mesh))
-        for module in model.modules():
-            if isinstance(module, Float8Linear):
-                module.use(module.recipe)  # its buffer has no values
         read_slices(model)
     return model
 

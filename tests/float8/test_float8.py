@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from ligermodels.adapters import LoraLinear, QuantizedLinear, add_adapters
 from ligermodels.converters.checkpoint import Checkpoint
 from ligermodels.converters.safetensors_file import SafetensorsFile
 from ligermodels.converters.verify import compare, verify
-from ligermodels.float8 import Float8Linear
+from ligermodels.float8 import Float8Linear, delayed
 from ligermodels.kernels import float8_linear as float8_linear_module
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast, float8_product
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
@@ -439,6 +440,22 @@ def test_delayed_scales_of_blocks_that_run_again(policy) -> None:
         found.append([step_of(model, ids), step_of(model, ids), [*float8.scales(model).values()]])
     for one, other in zip(*found):
         assert all(map(torch.equal, one, other))
+
+
+def test_delayed_scales_of_models_made_elsewhere(monkeypatch) -> None:
+    """A model from another process follows its optimizers; `to_empty` leaves no values."""
+    model, file = model_of(), io.BytesIO()
+    float8.convert(model, "delayed", filter=every)
+    step_of(model, tokens())
+    torch.save(model, file)
+    file.seek(0)
+    hook = Mock()
+    monkeypatch.setattr(delayed, "register_optimizer_step_post_hook", hook)
+    delayed.follow_optimizers.cache_clear()  # a new process has none
+    torch.load(file, weights_only=False)(tokens())
+    hook.assert_called_once()
+    model.to("meta")._apply(lambda x: torch.full_like(x, 7, device="cpu"))
+    assert not any(rows.any() for rows in float8.scales(model).values())
 
 
 def test_delayed_scales_of_unusual_steps() -> None:
