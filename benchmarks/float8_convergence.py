@@ -2,8 +2,8 @@
 
 A Llama-shaped model of 220 million parameters reads English text (benchmarks.english_text makes
 tokens.npz) once, with AdamW on float32 copies of its weights. Arms with the same seed have the same
-first weights and the same batches. "float32" computes everything in float32 and stops at the first
-mark; "tf32" does the same with products in TF32, to the end. Every GPU takes runs in turn and
+first weights and the same batches. "float32" computes everything in float32, which takes ten times
+as long as bf16, and "tf32" does the same with products in TF32. Every GPU takes runs in turn and
 writes each result at once; no run begins that is not expected to end within --seconds. --tiny runs
 small models on a CPU, on a novel.
 """
@@ -134,7 +134,7 @@ def train(arm: str, seed: int, scale: Scale, path: Path | None, device: str) -> 
         ),
     )
     began, losses, marks = time.perf_counter(), [], {}
-    for step in range(scale.mark if arm == FLOAT32 else scale.steps):
+    for step in range(scale.steps):
         ids = rows[order[step * scale.rows : (step + 1) * scale.rows]].long()
         loss = model(ids, labels=ids).loss
         loss.backward()
@@ -210,6 +210,7 @@ def collect(out: Path) -> list[dict[str, Any]]:
             if losses:
                 row[name] = statistics.mean(losses.values())
                 row[f"{name} spread"] = max(losses.values()) - min(losses.values())
+                row[f"{name}, each"] = [*losses.values()]
             if differences:
                 row[f"{name} - bf16"] = statistics.mean(differences)
                 row[f"{name} - bf16, each"] = differences
@@ -274,7 +275,8 @@ def main() -> None:
         rows = collect(parts)
         result = {"environment": environment(), "scale": dataclasses.asdict(scale), "arms": rows}
         write("float8_convergence.json", result, arguments.out)
-        draw(rows, arguments.out / "float8_convergence.png")
+        if any(row["arm"] == BF16 for row in rows):
+            draw(rows, arguments.out / "float8_convergence.png")
         columns = ["arm", "seeds", "tokens", "tokens/s", "mark", "mark - bf16", "end", "end spread"]
         shown = [
             {k: f"{v:.4f}" if isinstance(v, float) and v < 99 else v for k, v in row.items()}
