@@ -1,6 +1,6 @@
 """The memory of an optimizer, found by running its step on tensors without data."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
     # What a group trains: parameters, or parts of them.
     trained = [p for p in group["params"] if p.requires_grad or not isinstance(p, nn.Parameter)]
     parameters = [torch.empty_like(local_tensor(p), device="meta") for p in trained]
+    adam = sum(_ADAM * p.nbytes for p in parameters), 0
+    numbers: Counter[Any] = Counter()
+    is_of_torchao = hasattr(optimizer, "_new_buffer")
+    if is_of_torchao:  # It updates one by one, so one parameter of each shape is enough.
+        numbers = Counter(map(_kind, parameters))
+        parameters = [*{_kind(p): p for p in parameters}.values()]
     for each in parameters:
         each.grad = torch.empty_like(each)
     options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in group.items()}
@@ -45,7 +51,6 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
         options["foreach"] = any(p.is_cuda for p in trained)
     # A scheduler's step of the optimizer, and hooks, are not for the twin.
     own = {name: x for name, x in vars(optimizer).items() if name != "step" and "hook" not in name}
-    adam = sum(_ADAM * p.nbytes for p in parameters), 0
     if any(isinstance(x, torch.optim.Optimizer) for x in own.values()):
         return adam  # the twin's step would be one of the optimizer inside, on its parameters
     twin = object.__new__(type(optimizer))
@@ -62,13 +67,21 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
             twin.step()
     except Exception:  # of any kind: the step of another library, or one that needs its GPU
         return adam
-    kept = plain(*(value for state in twin.state.values() for value in state.values()))
-    states = sum(x.nbytes for x in kept if x.is_meta)  # some keep a count of steps on the CPU
+    states = sum(
+        numbers.get(_kind(p), 1) * x.nbytes
+        for p, state in twin.state.items()
+        for x in plain(*state.values())
+        if x.is_meta  # some keep a count of steps on the CPU
+    )
     if group.get("fused"):
         return states, 0
-    if hasattr(optimizer, "_new_buffer"):  # torchao's: compiled, with both states in float32
+    if is_of_torchao:  # compiled, with both states in float32
         return states, 2 * FLOAT * max((p.numel() for p in parameters), default=0)
     return states, tracker.phase.peak - before
+
+
+def _kind(parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return parameter.shape, parameter.dtype
 
 
 class _Ones(TorchDispatchMode):
