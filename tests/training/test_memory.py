@@ -56,7 +56,8 @@ def test_the_summary_is_one_line() -> None:
 def test_an_outlook_needs_no_gpu_and_no_weights() -> None:
     pytest.importorskip("triton")
     sizes = {"hidden_size": 8192, "num_attention_heads": 64, "max_position_embeddings": 8192}
-    model = LigerLlama, tiny_config(**sizes, intermediate_size=28672), 8, 4096
+    sizes |= {"intermediate_size": 28672, "num_hidden_layers": 1}
+    model = LigerLlama, tiny_config(**sizes), 8, 4096
     found = outlook(*model, gpu="H200")
     assert found.plan is not None and found.budget == gpu_bytes("H200")
     assert found.rates == "data sheet of H200" and found.largest_batch > 8
