@@ -132,6 +132,12 @@ def load(folder: Path, family: str, dtype: torch.dtype = torch.float32, device: 
     return with_its_activation(model).eval().to(device)
 
 
+def read_config(folder: Path) -> Json:
+    """Return what transformers reads in a checkpoint's config.json."""
+    config = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    return {k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")}
+
+
 def with_its_activation(model: Any) -> Any:
     """Return the model with the activation of its config, which transformers 5.17 ignores."""
     for module in model.modules():

@@ -173,12 +173,12 @@ class Case:
         self._theirs: Any = None
 
     def theirs(self, folder: Path | None = None) -> Any:
-        """Return transformers' model anew, because its dynamic rope remembers longer calls."""
+        """Return transformers' model, a new one if its dynamic rope may remember longer calls."""
         if folder is not None:
             return self._load(folder)
         if self._theirs is None:
             self._theirs = self._load(self.folder)
-        return copy.deepcopy(self._theirs)
+        return copy.deepcopy(self._theirs) if "rope" in self.name else self._theirs
 
     def _load(self, folder: Path) -> Any:
         return hf_models.load(folder, self.family, device=self.device)
@@ -287,7 +287,10 @@ def tensors(folder: Path, text_model: bool = False) -> dict[str, Tensor]:
 
 
 def check_round_trip(case: Case) -> dict[str, float]:
-    """Count tensors, config keys and files that an export changes, and changed logits."""
+    """Count tensors, config keys and files that an export changes, and changed logits.
+
+    Beside the basic feature, transformers computes logits where it reads another config.
+    """
     out = case.folder.with_name("export")
     shard = 20000 if case.feature.max_shard_size == "50GB" else 5 * 10**9
     AutoLiger.from_hf(case.folder).save_hf(out, max_shard_size=shard)
@@ -312,11 +315,12 @@ def check_round_trip(case: Case) -> dict[str, float]:
             changed.append(name)
 
     inputs = case.inputs
-    with torch.no_grad():
-        expected = case.theirs()(inputs.ids, **inputs.theirs).logits
-        logits = case.theirs(out)(inputs.ids, **inputs.theirs).logits
-    if not torch.equal(logits, expected):
-        changed.append("logits in transformers")
+    if case.name == "basic" or hf_models.read_config(case.folder) != hf_models.read_config(out):
+        with torch.no_grad():
+            expected = case.theirs()(inputs.ids, **inputs.theirs).logits
+            logits = case.theirs(out)(inputs.ids, **inputs.theirs).logits
+        if not torch.equal(logits, expected):
+            changed.append("logits in transformers")
     if changed:
         print("changed by the export:", changed)
     return {"round trip": float(len(changed))}
