@@ -413,14 +413,7 @@ def _launch_linear(
     (rows, depth), (experts, _, width) = x.shape, weight.shape
     if rows:
         expert_linear_kernel[_tiles(rows, experts, width, setting)](
-            x,
-            weight,
-            starts,
-            out,
-            experts,
-            width,
-            depth,
-            *weight.stride(),
+            *(x, weight, starts, out, experts, width, depth, *weight.stride()),
             EVEN=depth % setting.depth == 0,
             ADD=add,
             EXPERTS=_padded(experts),
@@ -444,16 +437,8 @@ def expert_linear_few(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     if pairs:
         setting = launch(LINEAR_FEW, x.element_size())
         expert_linear_few_kernel[(pairs * cdiv(width, setting.block),)](
-            x,
-            weight,
-            experts.contiguous(),
-            out,
-            pairs,
-            pairs // len(x),
-            count,
-            width,
-            depth,
-            *weight.stride(),
+            *(x, weight, experts.contiguous(), out, pairs, pairs // len(x), count),
+            *(width, depth, *weight.stride()),
             EVEN=depth % setting.depth == 0,
             PAIRS=_padded(pairs),
             **_options(setting),
