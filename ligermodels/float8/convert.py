@@ -82,7 +82,8 @@ def report(model: nn.Module) -> str | None:
     }
     if not linears:
         return None
-    kinds = sorted({_kind(name) for name in linears})
+    # A name may be that of the linear in an adapter.
+    kinds = sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name in linears})
     recipe = next(iter(linears.values()))
     text = f"float8 ({', '.join(kinds)}: {len(linears)} linears)"
     left: dict[str, list[str]] = {}
@@ -150,10 +151,6 @@ def _reason(
     if min(linear.in_features, linear.out_features) < SMALL:
         return f"it has fewer than {SMALL} features"
     return None
-
-
-def _kind(name: str) -> str:
-    return name.removesuffix(".base_layer").rpartition(".")[2]  # that of an adapter
 
 
 def check_device(device: torch.device, recipe: str = "tensorwise") -> None:
