@@ -71,15 +71,15 @@ def load_scales(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Continue with the scales that `scales` has returned.
 
     Raises:
-        CheckpointError: they are of other linears, or have another shape.
+        CheckpointError: they are of other linears, or have another shape or dtype.
     """
     linears = _linears(model)
-    shapes = {name: linear.delayed.shape for name, linear in linears.items()}
-    if wrong := {(n, x.shape) for n, x in state.items()} ^ {*shapes.items()}:
-        names = sorted({name for name, _ in wrong})
+    expected = {(n, linear.delayed.shape, torch.int32) for n, linear in linears.items()}
+    if wrong := {(n, x.shape, x.dtype) for n, x in state.items()} ^ expected:
+        names = sorted({name for name, *_ in wrong})
         raise CheckpointError(
-            "float8 scales: the state and the model have scales of other linears, or of other "
-            f"shapes: {', '.join(names[:10])} ({len(names)} in all); convert the model as in the "
+            "float8 scales: the state and the model have scales of other linears, shapes or "
+            f"dtypes: {', '.join(names[:10])} ({len(names)} in all); convert the model as in the "
             "run that saved them, with the same recipe and filter"
         )
     for name, linear in linears.items():

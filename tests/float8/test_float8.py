@@ -396,7 +396,8 @@ def test_delayed_scales() -> None:
     with torch.no_grad():  # evaluation has scales of its own
         assert torch.equal(model(ids), exact(ids))
     cut = {name: rows[:2] for name, rows in state.items()}
-    for other, wrong in ((exact, state), (model, {}), (model, cut)):
+    rounded = {name: rows.bfloat16() for name, rows in state.items()}
+    for other, wrong in ((exact, state), (model, {}), (model, cut), (model, rounded)):
         with pytest.raises(CheckpointError, match=r"other linears.*: layers\.0\.mlp\.down_proj, l"):
             float8.load_scales(other, wrong)
 
