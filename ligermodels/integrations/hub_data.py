@@ -48,7 +48,7 @@ def jsonl_of(name: str, config: str | None, split: str, *, progress: bool = True
         return _written(found, _path(name.replace("/", "--"), found._fingerprint))
 
 
-def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
+def jsonl_of_table(file: Path) -> Path:
     """Return a JSONL file with the rows of a .parquet or .csv file.
 
     It is found again by the content of the table. Values of a .csv file are texts, except in
@@ -57,16 +57,15 @@ def jsonl_of_table(file: Path, *, progress: bool = True) -> Path:
     Raises:
         DataError: the file cannot be read, or its rows cannot be written.
     """
-    with _bars(progress):
-        path = _path(file.stem, file_hash(file)[:16])
-        if path.is_file():
-            return path
-        read = _read_csv if file.suffix.lower() == ".csv" else parquet.read_table
-        try:
-            found = datasets.Dataset(read(str(file)))
-        except Exception as error:
-            raise DataError(f"{file}: the file cannot be read: {first_line(error)}") from error
-        return _written(found, path)
+    path = _path(file.stem, file_hash(file)[:16])
+    if path.is_file():
+        return path
+    read = _read_csv if file.suffix.lower() == ".csv" else parquet.read_table
+    try:
+        found = datasets.Dataset(read(str(file)))
+    except Exception as error:
+        raise DataError(f"{file}: the file cannot be read: {first_line(error)}") from error
+    return _written(found, path)
 
 
 def _read_csv(file: str) -> pyarrow.Table:
@@ -103,7 +102,8 @@ def _written(found: Any, path: Path) -> Path:
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.to_json(aside, lines=True, force_ascii=False)
+        with _bars(False):  # which would come between those of a run
+            found.to_json(aside, lines=True, force_ascii=False)
         sync_file(aside)
         os.replace(aside, path)
     except Exception as error:  # Values that JSON does not have raise errors of many packages.

@@ -544,7 +544,7 @@ def local_files(names: Sequence[str], *, progress: bool = True) -> list[Path]:
         if dataset := _dataset(name):
             found.append(_hub_data(name).jsonl_of(*dataset, progress=progress))
         elif Path(name).suffix.lower() in _TABLES and os.path.isfile(name):
-            found.append(_hub_data(name).jsonl_of_table(Path(name), progress=progress))
+            found.append(_hub_data(name).jsonl_of_table(Path(name)))
         else:
             found.append(name)
     return check_files(found)

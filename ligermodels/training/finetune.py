@@ -27,6 +27,7 @@ from ligermodels.adapters.adapted_model import adapter_of, export_adapter, merge
 from ligermodels.converters.files import GENERATION_CONFIG_NAME
 from ligermodels.converters.hub import ALIASES, resolve
 from ligermodels.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     LigerError,
@@ -60,7 +61,7 @@ from ligermodels.training.run_dir import (
     fingerprint,
     plot_losses,
 )
-from ligermodels.training.start import has_own_start, tokenizer_of, write_start
+from ligermodels.training.start import has_own_start, preset_named, tokenizer_of, write_start
 from ligermodels.training.trainer import Trainer, needs_positions, takes_starts
 
 
@@ -345,7 +346,15 @@ class Run:
         """Return the folder of the checkpoint to start from; write it first if that is needed."""
         options, start = self.config.model, self.run_dir.path / START
         if not has_own_start(self.config):
-            return Path(resolve(str(options.path), revision=options.revision))
+            try:
+                return Path(resolve(str(options.path), revision=options.revision))
+            except CheckpointError as error:
+                if preset_named(str(options.path)) is None:
+                    raise
+                raise CheckpointError(
+                    f"{error}; this is also a preset, whose sizes get random weights with "
+                    "--from-scratch --tokenizer FOLDER"
+                ) from error
         with error_on_all_ranks():
             if not resumed and rank() == 0:
                 write_start(self.config, start)

@@ -107,7 +107,7 @@ def _with_stop(generation: bytes | None, name: str, index: int) -> bytes | None:
 
 def _tokenizer_source(config: FinetuneConfig) -> str:
     path, model = config.tokenizer.path, str(config.model.path)
-    if path is None and _preset(model) is not None:
+    if path is None and preset_named(model) is not None:
         raise ConfigError(
             f"tokenizer: missing; {model} is a preset, which has sizes alone: give the hub id or "
             "folder of a tokenizer (--tokenizer)"
@@ -115,7 +115,8 @@ def _tokenizer_source(config: FinetuneConfig) -> str:
     return path or model
 
 
-def _preset(name: str) -> type[DecoderModel] | None:
+def preset_named(name: str) -> type[DecoderModel] | None:
+    """Return the family that has a preset of this name."""
     return next((each for each in families().values() if name in each.config_class.presets), None)
 
 
@@ -127,7 +128,7 @@ def _is_classifier(source: Path) -> bool:
 def _from_scratch(config: FinetuneConfig, tokenizer: Tokenizer, seed: int) -> DecoderModel:
     """Return a model with random weights, of the sizes of a preset or of a checkpoint."""
     name = str(config.model.path)
-    family = _preset(name)
+    family = preset_named(name)
     if family is not None:
         made: ModelConfig = family.config_class.preset(name)
     else:
