@@ -86,7 +86,7 @@ ENTRIES = (
         run=f"{_CPU}/text.yaml",
         says="The perplexity of chapters that the model has not seen falls from {before:.0f} to "
         "{after:.0f} in {steps} steps. The run would stop early, and exports its best checkpoint.",
-        recipes=("llama-3.2-1b", "llama-3.1-8b", "gemma-3-4b"),
+        recipes=("llama-3.2-1b", "llama-3.1-8b", "gemma-3-4b", "qwen3.5-4b"),
         pages=("training", "command_line"),
     ),
     Entry(
@@ -136,7 +136,7 @@ ENTRIES = (
         run=f"{_CPU}/lora.yaml",
         says="Adapters of rank 8 alone take the held-out perplexity from {before:.0f} to "
         "{after:.0f} in {steps} steps.",
-        recipes=("llama-3.1-8b-lora",),
+        recipes=("llama-3.1-8b-lora", "gemma-4-31b-lora"),
         pages=("adapters",),
     ),
     Entry(
@@ -192,7 +192,7 @@ ENTRIES = (
         run="experts --balance 0.5",
         says="With the balance loss, the busiest expert of a layer gets {with:.1f} times the mean "
         "at the end, and {without:.1f} times without it.",
-        recipes=("qwen3-30b-a3b-qlora",),
+        recipes=("qwen3-30b-a3b-qlora", "gpt-oss-20b-lora"),
         pages=("training",),
     ),
     Entry(

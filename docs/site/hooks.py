@@ -286,7 +286,7 @@ def measured_lines(family: str, config: Any) -> list[str]:
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("families", "experts", "hybrid")
     }
-    layers, lines = found["experts"]["layers"], []
+    hybrid, layers, lines = found["hybrid"], found["experts"]["layers"], []
     steps = [
         f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
         f"| {row['peak GiB']:.1f} |"
@@ -297,7 +297,7 @@ def measured_lines(family: str, config: Any) -> list[str]:
         f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
         f"| {row['implementation']} | {row['ms with AdamW']:.1f} "
         f"| {row['peak GiB with AdamW']:.1f} |"
-        for step in (found["experts"]["step"], found["hybrid"]["step_h200"])
+        for step in (found["experts"]["step"], hybrid["step_h200"], hybrid["step_gemma4_h200"])
         if step["preset"] in config.presets
         for row in step["rows"]
     ]
