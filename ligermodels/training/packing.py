@@ -288,8 +288,8 @@ def row_order(
 ) -> Callable[[int], int]:
     """Return a function from a running count to a row index; each epoch has its own order.
 
-    With lengths, the rows of each 50 batches of `near` rows are sorted, the longest first, as
-    `group_by_length` of transformers does.
+    With lengths, the rows of each 50 batches of `near` rows are sorted, the longest first, or of
+    each quarter of the rows if that is less: as the sampler of transformers does.
 
     The function has no state: the row depends only on `seed`, `key` and the count, so resuming is
     exact.
@@ -300,7 +300,8 @@ def row_order(
         order = generator(seed, 0, epoch, *key).permutation(num_rows)
         if lengths is None:
             return order
-        parts = [order[at : at + 50 * near] for at in range(0, num_rows, 50 * near)]
+        size = near * max(1, min(num_rows // (4 * near), 50))
+        parts = [order[at : at + size] for at in range(0, num_rows, size)]
         return np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
 
     return lambda count: int(permutation(count // num_rows)[count % num_rows])

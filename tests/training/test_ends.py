@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import EarlyStoppingCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ligermodels import LigerLlama
 from ligermodels.errors import ConfigError
@@ -126,8 +126,7 @@ def test_label_smoothing_changes_the_loss_of_training_alone(inputs, tmp_path):
     assert logs[1][1]["loss"] != logs[0][1]["loss"]
     model = LigerLlama(tiny_config())
     ids = torch.arange(12).view(2, 6)
-    logits = model.head.logits(model(ids))[:, :-1].flatten(0, 1)
-    smooth = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.3)
+    smooth = LabelSmoother(0.3)({"logits": model.head.logits(model(ids))}, ids, shift_labels=True)
     torch.testing.assert_close(model(ids, labels=ids, label_smoothing=0.3).loss, smooth)
     with pytest.raises(ConfigError, match="label_smoothing: this is for loss_type nll, not dft"):
         options(*inputs, tmp_path, label_smoothing=0.1, loss_type="dft")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ligermodels.errors import DataError
 from ligermodels.heads.classifier import LigerClassifier
@@ -95,11 +96,13 @@ def test_the_first_loss_is_that_of_trl(checkpoint, pairs, tmp_path):
     assert done.eval_before["eval_accuracy"] == pytest.approx(found["eval_accuracy"])
 
 
-def test_groups_of_about_the_same_length():
-    lengths = torch.randint(1, 99, (1000,), generator=torch.Generator().manual_seed(0)).numpy()
-    order = row_order(1000, 0, lengths=lengths, near=4)
-    epochs = [[order(1000 * epoch + i) for i in range(1000)] for epoch in (0, 1)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [*range(1000)] and epochs[0] != epochs[1]
-    for start in range(0, 1000, 200):  # as transformers: 50 batches, the longest first
-        mine = lengths[epochs[0][start : start + 200]]
-        assert (mine[1:] <= mine[:-1]).all()
+@pytest.mark.parametrize(("count", "batch"), [(1000, 4), (100, 4), (7, 3)])
+def test_groups_of_about_the_same_length_are_those_of_transformers(count, batch, monkeypatch):
+    lengths = torch.randint(1, 99, (count,), generator=torch.Generator().manual_seed(0)).numpy()
+    plain = [*map(row_order(count, 0), range(2 * count))]
+    lengths[plain[0]] = lengths[plain[count]] = 99  # with which an epoch of theirs begins
+    order = [*map(row_order(count, 0, lengths=lengths, near=batch), range(2 * count))]
+    for epoch in (slice(count), slice(count, None)):
+        monkeypatch.setattr(torch, "randperm", lambda *_, at=epoch, **k: torch.tensor(plain[at]))
+        assert order[epoch] == get_length_grouped_indices(lengths.tolist(), batch)
+    assert order[:count] != order[count:]
