@@ -203,6 +203,21 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False)
 
 
+class Product(torch.autograd.Function):
+    """a @ b, where autocast is off, with a backward that autocast does not cast when compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        with without_autocast(grad):
+            return (grad @ b.mT).sum_to_size(a.shape), (a.mT @ grad).sum_to_size(b.shape)
+
+
 # The device that meta tensors stand for: `memory.simulate.SimulatedDevice`, in a later room.
 Simulator = Any
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ligermodels.kernels.dispatch import (
+    Product,
     autocast_dtype,
     cast,
     real_device,
@@ -292,7 +293,7 @@ def _formula(
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[1]
     q_grouped = q.to(dtype).unflatten(1, (groups, -1))
-    scores = q_grouped @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * scale
+    scores = Product.apply(q_grouped, k.to(dtype).unsqueeze(2).mT) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     hidden = None if visible is None else ~visible.unsqueeze(2)
@@ -307,7 +308,7 @@ def _formula(
         weights = scores.softmax(-1)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
+    return Product.apply(weights, v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
 @cache

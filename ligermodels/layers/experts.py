@@ -16,7 +16,7 @@ from ligermodels.kernels.checks import (
     check_routing,
     misfit,
 )
-from ligermodels.kernels.dispatch import compute_dtype
+from ligermodels.kernels.dispatch import Product, compute_dtype
 from ligermodels.kernels.expert_mlp import adapted_expert_mlp
 from ligermodels.kernels.frozen_experts import ExpertWeight
 from ligermodels.layers.fusion import PreNormed
@@ -134,8 +134,8 @@ class Router(nn.Module):
             return F.linear(x, self.weight, self.bias)
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+            logits = Product.apply(x.to(dtype), self.weight.to(dtype).t())
+            return logits if self.bias is None else logits + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""

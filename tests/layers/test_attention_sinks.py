@@ -13,6 +13,7 @@ from ligermodels.layers import (
     AttentionContext,
     RotaryEmbedding,
 )
+from ligermodels.layers.attention_backend import attend
 from ligermodels.layers.attention_mask import AttentionMask
 from tests.models.pairs import relative
 
@@ -31,6 +32,21 @@ def make(window: int | None = None, **options: Any) -> Attention:
 
 def context_of(mask: AttentionMask | None = None) -> AttentionContext:
     return AttentionContext(*RotaryEmbedding(8)(torch.arange(SEQ)[None]), mask)
+
+
+def test_compiled_gradients_under_autocast_are_those_of_eager_mode() -> None:
+    mask = AttentionMask(SEQ)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attend(q, k, v, mask, scale=0.3, window=5, sinks=sinks)
+
+    leaves = [torch.randn(1, n, SEQ, 8, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
+    leaves, found = [*leaves, torch.randn(HEADS, requires_grad=True)], []
+    for each in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = each(*leaves)
+        found.append(torch.autograd.grad(out.square().sum(), leaves))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
