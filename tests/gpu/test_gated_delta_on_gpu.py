@@ -27,7 +27,9 @@ MOST = {"output": 1.2, "q": 1.2, "k": 1.3, "v": 1.2}
 
 @pytest.mark.parametrize("given", [False, True], ids=["from zero", "with states"])
 @pytest.mark.parametrize("heads", [(1, 2), (16, 32), (4, 4)])
-@pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (65,), (700, 0, 1, 64, 130)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(1,), (63,), (64,), (65,), (4097,), (700, 0, 1, 64, 130)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_heads_of_128(dtype, lengths, heads, given) -> None:
     draw = torch.Generator("cuda").manual_seed(0)

@@ -72,6 +72,19 @@ def test_a_state_continues_a_document(cut) -> None:
     torch.testing.assert_close(middle, state)
 
 
+def test_the_gradient_of_a_decay_that_forgets_nearly_all(float32_place) -> None:
+    """It is far smaller than what tokens read of themselves, which the decay does not reach."""
+    place, exact = float32_place, FLOAT64
+    made = {dtype: placed(dtype, 65) for dtype in (place, exact)}
+    found = []
+    for at, tensors in made.items():
+        tensors["g"] = (tensors["g"].double() - 6).to(*at)
+        given = {name: x.requires_grad_() for name, x in tensors.items()}
+        upstream = (random(1, 65, 2, 24, seed=20).to(*at),)
+        found.append(gradients(gated_delta(**given)[:1], given, upstream)[3].cpu().double())
+    assert (found[0] - found[1]).norm() <= 3e-5 * found[1].norm()
+
+
 def test_a_layer_with_packed_documents(place) -> None:
     """Neither the convolution nor its backward reads another document's tokens."""
     made = inputs_of_a_layer((1, 70), 24)

@@ -173,14 +173,14 @@ def gated_delta_backward(
     grad_k = grad_k + grad_scores.mT @ q_ + (grad_keys + grad_keys.mT) @ k_
     # E = T (v - exp(G) k S) without a product with beta
     error = v_ - total * (k_ @ states) - key_scores @ changes
-    # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. What a token reads
-    # of its own cancels out, so it is left out of each of these sums.
-    grad_total = (read * q_).sum(-1) + (grad_scores.tril(-1) * (q_ @ k_.mT)).sum(-1)
-    own = scores.diagonal(dim1=-2, dim2=-1)[..., None]
-    grad_total = grad_total - beta_[..., 0] * (u * (v_ - error) + error * (u - own * grad)).sum(-1)
+    # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. A pair of tokens is
+    # added to one and subtracted from the other, so what a token reads of its own is in no sum.
+    pairs = grad_scores.tril(-1) * (q_ @ k_.mT) + grad_keys * (k_ @ k_.mT)
+    written = (rest * changes * (k_ @ after)).sum(-1)
+    grad_total = (read * q_).sum(-1) - (u * beta_ * total * (k_ @ states)).sum(-1)
+    grad_total = grad_total + pairs.sum(-1) - pairs.sum(-2) - written
     # The state after a slot, from which the gradients of g are differences, in the same products.
-    grad_total[..., -1] += (whole * states * after).sum((-1, -2))
-    grad_total[..., -1] += (rest * changes * (k_ @ after)).sum((-1, -2))
+    grad_total[..., -1] += (whole * states * after).sum((-1, -2)) + written.sum(-1)
     return (
         slots.scatter(grad_q, q),
         slots.scatter(grad_k, k),

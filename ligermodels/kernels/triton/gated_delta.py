@@ -409,6 +409,7 @@ def gated_delta_gradients_kernel(
         q = _load_rows(q_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
         k = _load_rows(k_ptr, first, key_head, end, column, key_heads, KEYS, CHUNK)
         dtype: tl.constexpr = k.dtype
+        EXACT: tl.constexpr = k.dtype == tl.float32
         sums = tl.zeros((CHUNK, WIDTH), tl.float32)
         none = tl.zeros((CHUNK, CHUNK), tl.float32)
         for member in tl.range(0, group, disable_licm=RELOAD):
@@ -439,8 +440,13 @@ def gated_delta_gradients_kernel(
                     at_end += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
                     written += tl.sum(change * tl.dot(k, after, input_precision="ieee"), 1)
                     # exp(G) scales what queries and keys read, and 1 / exp(G) what keys write. The
-                    # products of u and E are in both, and cancel out.
-                    of_total += tl.sum(u * v.to(tl.float32), 1)
+                    # sum of both is u v and what a query reads of its own token, which cancel out.
+                    # Where g forgets nearly all, that rounds away the rest: float32 adds each pair
+                    # of tokens to one and subtracts it from the other, and needs no u v.
+                    read = v.to(tl.float32)
+                    if EXACT:
+                        read = tl.dot(k, state, input_precision="ieee") * tl.exp(total)[:, None]
+                    of_total += tl.sum(u * read, 1)
                     of_beta += tl.sum(u * change, 1)
                     part = u * beta[:, None]
                     _store_rows(grad_v_ptr, part, first, head, end, value, heads, VALUES, CHUNK)
@@ -465,9 +471,16 @@ def gated_delta_gradients_kernel(
                 of_beta = of_beta.to(grad_beta_ptr.dtype.element_ty)
                 tl.store(grad_beta_ptr + of_tokens, of_beta, mask=there)
                 # A second tl.sum of what a product made does not compile for sm_100 (triton 3.7).
-                ended = tl.cumsum(written * tl.exp(last - total) * beta, 0)
+                written = written * tl.exp(last - total) * beta
+                ended = tl.cumsum(written, 0)
+                if EXACT:
+                    ended -= written
                 ended += tl.sum(at_end, 0) * tl.exp(last)
-                grad_total = tl.where(token == CHUNK - 1, ended, 0.0) - of_total * beta
+                grad_total = tl.where(token == CHUNK - 1, ended, -written if EXACT else 0.0)
+                grad_total -= of_total * beta
+                if EXACT:
+                    pairs = tl.where(row > other, pairs, -pairs)
+                    grad_total += tl.sum(pairs * tl.dot(k, tl.trans(k), input_precision="ieee"), 1)
                 tl.store(totals_ptr + index * CHUNK + token, grad_total)
             else:
                 read = tl.zeros((CHUNK, WIDTH), tl.float32)
@@ -487,7 +500,11 @@ def gated_delta_gradients_kernel(
                 exponent = total[:, None] - total[None, :]
                 decay = tl.exp(tl.where(row >= other, exponent, -float("inf")))
                 pairs *= decay * (beta * scale)[None, :]
-                grad_total += tl.sum(pairs * tl.dot(q, tl.trans(k), input_precision="ieee"), 1)
+                of_pairs = pairs * tl.dot(q, tl.trans(k), input_precision="ieee")
+                if EXACT:
+                    of_pairs = tl.where(row > other, of_pairs, 0.0)
+                    grad_total -= tl.sum(of_pairs, 0)
+                grad_total += tl.sum(of_pairs, 1)
                 grad_g = tl.cumsum(grad_total, 0, reverse=True).to(grad_g_ptr.dtype.element_ty)
                 tl.store(grad_g_ptr + of_tokens, grad_g, mask=there)
                 sums = _dot(pairs, k, sums)
