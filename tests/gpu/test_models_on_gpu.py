@@ -72,7 +72,7 @@ def copied_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @each_family
 def test_packed_documents_equal_separate_ones(family):
     lengths = [70, 1, 129]
-    # With other tokens, the gradients of dt_bias and A_log may cancel to a thousandth of their terms.
+    # With other tokens, gradients of dt_bias and A_log may cancel to a thousandth of their terms.
     torch.manual_seed(0)
     ids, labels = batch(1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
