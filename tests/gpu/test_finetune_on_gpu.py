@@ -20,6 +20,7 @@ from ligermodels import AutoLiger, Tokenizer, cli
 from ligermodels.heads.classifier import LigerClassifier
 from ligermodels.training.model import load_checkpoint
 from ligermodels.training.processes import Interrupted
+from tests.families import DECODERS
 from tests.training.tiny_run import make_checkpoint, make_text, run, same
 
 DEVICE = os.environ.get("LIGERMODELS_TEST_DEVICE", "cuda")
@@ -145,3 +146,30 @@ def test_a_reward_model_opens_in_transformers(inputs, tmp_path) -> None:
         with torch.no_grad():
             found.append(model.float().eval()(ids, attention_mask=torch.ones_like(ids)).logits)
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_moe", "gpt_oss"])
+def test_packed_rows_train_as_rows_of_one_document_do(family, tmp_path) -> None:
+    """Each step sees all documents; every token gets all experts, as rounding could choose others.
+
+    Two documents make no row of 130 tokens.
+    """
+    fields = DECODERS[family].gpu | {"num_hidden_layers": 2, "initializer_range": 0.1}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4}
+    fields |= {name: experts[name] for name in experts.keys() & fields.keys()}
+    base = make_checkpoint(tmp_path / "base", family, **fields)
+    words = "the cat saw a dog and the dog saw a cat run " * 4
+    documents = [words[i : i + 75 + 9 * i] for i in range(6)]
+    (text := tmp_path / "text.txt").write_text("\n\n".join(documents))
+    given = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0, "max_steps": 4}
+    given |= {"memory": "off", **COMMON}
+    found = []
+    for seq_len, rows in ((130, 6), (390, 2)):
+        rows_of = {"seq_len": seq_len, "batch_size": rows}
+        done = run(base, text, tmp_path / str(seq_len), **rows_of, **given)
+        found.append([logged(done.output_dir, key) for key in ("loss", "grad_norm")])
+    (losses, norms), (packed_losses, packed_norms) = found
+    # Attention across documents changes the first loss by 8e-4 to 2e-3, and the norm by 5e-2.
+    assert packed_losses[1] == pytest.approx(losses[1], rel=3e-4)
+    assert packed_norms[1] == pytest.approx(norms[1], rel=2e-2)
+    assert packed_losses == pytest.approx(losses, rel=1e-2)
