@@ -16,8 +16,13 @@ from ligermodels.losses import cpo_loss, dpo_loss, info_nce, kto_loss, orpo_loss
 from ligermodels.losses.policy import GRPO_LOSS_TYPES, LEVELS
 from ligermodels.losses.preference import DPO_LOSS_TYPES
 from tests.gpu.synchronisation import no_synchronisation
-from tests.losses.batches import gradients, masks, random_tokens
-from tests.losses.test_policy import ours, some_advantages
+from tests.losses.batches import (
+    gradients,
+    masks,
+    policy_loss,
+    random_tokens,
+    some_advantages,
+)
 from tests.training.tiny_run import make_checkpoint, make_text, run
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +44,7 @@ def losses_of(tokens, label, advantages):
     for name, level in product(GRPO_LOSS_TYPES, LEVELS):
         options = {"loss_type": name, "importance_sampling_level": level, "epsilon_high": 1.1}
         for more in ({}, {"beta": 0.3, "entropy_coef": 0.2, **masked}):
-            yield ours(tokens, advantages, **options, **more).loss
+            yield policy_loss(tokens, advantages, **options, **more).loss
 
 
 def test_losses_equal_those_of_the_cpu() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import ConfigError
 from ligermodels.losses import Mean
+from ligermodels.losses.policy import grpo_loss
 
 
 class Tokens(NamedTuple):
@@ -59,6 +60,21 @@ def masks(rows: int, seq: int = 7) -> Iterator[tuple[str, Tensor]]:
     yield "empty completions", empty
     yield "one pair", torch.rand(2, seq, generator=generator) < 0.8
     yield "all ignored", torch.zeros(rows, seq, dtype=torch.bool)
+
+
+def policy_loss(tokens: Tokens, advantages: Tensor, **options: Any) -> Any:
+    given = {
+        "old_log_probs": tokens.old,
+        "ref_log_probs": tokens.ref,
+        "sampling_log_probs": tokens.sampling,
+        "entropy": tokens.entropy,
+        "max_completion_length": 11,  # as trl_own.py has it
+    }
+    return grpo_loss(tokens.log_probs, advantages, tokens.mask, **given | options)
+
+
+def some_advantages(rows: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor([1.0, -0.7, 0.0, 0.4, -1.5, 2.0], dtype=dtype)[:rows]
 
 
 def gathered(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:

@@ -14,7 +14,6 @@ from ligermodels.losses.policy import (
     GRPO_LOSS_TYPES,
     RATIO_MODES,
     group_advantages,
-    grpo_loss,
     importance_ratio,
     rloo_advantages,
     rloo_loss,
@@ -27,26 +26,11 @@ from tests.losses.batches import (
     assert_same,
     gathered,
     masks,
+    policy_loss,
     random_tokens,
+    some_advantages,
 )
 from tests.pairwise import pairwise
-
-LENGTH = 11  # max_completion_length
-
-
-def ours(tokens, advantages, **options):
-    given = {
-        "old_log_probs": tokens.old,
-        "ref_log_probs": tokens.ref,
-        "sampling_log_probs": tokens.sampling,
-        "entropy": tokens.entropy,
-        "max_completion_length": LENGTH,
-    }
-    return grpo_loss(tokens.log_probs, advantages, tokens.mask, **given | options)
-
-
-def some_advantages(rows: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.tensor([1.0, -0.7, 0.0, 0.4, -1.5, 2.0], dtype=dtype)[:rows]
 
 
 @gathered(
@@ -75,7 +59,11 @@ def test_every_pair_of_options_equals_trl(options: dict[str, Any]) -> None:
         if (mode := given.pop("correction")) is not None:
             ratio = importance_ratio(tokens.old, tokens.sampling, mask, mode=mode)
             given["importance_sampling_ratio"] = ratio
-        check(ours(tokens, advantages, **given), trl_own.grpo(tokens, advantages, **given), tokens)
+        check(
+            policy_loss(tokens, advantages, **given),
+            trl_own.grpo(tokens, advantages, **given),
+            tokens,
+        )
 
 
 def check(found: Any, expected: tuple[torch.Tensor, dict[str, float]], tokens: Tokens) -> None:
@@ -93,7 +81,7 @@ def test_numbers_of_single_losses_equal_trl() -> None:
             {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 0.5},
         ):
             expected = trl_own.grpo(tokens, advantages, **options)
-            check(ours(tokens, advantages, **more, **options), expected, tokens)
+            check(policy_loss(tokens, advantages, **more, **options), expected, tokens)
         for options in ({}, {"epsilon": 0.05, "epsilon_high": 0.4}):
             found = rloo_loss(tokens.log_probs, advantages, mask, **more, **options)
             check(found, trl_own.rloo(tokens, advantages, **options), tokens)
@@ -161,7 +149,7 @@ def test_what_is_refused() -> None:
     ):
         given = {"advantages": some_advantages(6)} | options
         with pytest.raises(ConfigError, match=fault):
-            ours(tokens, **given)
+            policy_loss(tokens, **given)
     six = torch.ones(6)
     weights = {"reward_weights": six}
     assert_refused(
