@@ -93,6 +93,15 @@ def test_classes_that_the_teacher_rules_out(float32_place) -> None:
     assert linear_divergence(**made, beta=1.0).isinf()
 
 
+def test_a_logit_that_is_no_number_makes_the_loss_none(float32_place) -> None:
+    for name in ("bias", "teacher_bias"):
+        made = on(float32_place, inputs())
+        made[name] = made[name].detach()
+        made[name][3] = float("nan")
+        for beta in (0.0, 0.5, 1.0, None):
+            assert linear_divergence(**made, beta=beta, reduction="none").isnan().all(), beta
+
+
 @pytest.mark.skipif(INTERPRETING, reason="matrix products run outside the Triton kernels")
 def test_number_of_products(float32_place) -> None:
     made = on(float32_place, inputs())

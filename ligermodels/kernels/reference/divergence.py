@@ -43,11 +43,11 @@ def divergence_rows(
     elif beta == 0:
         values, slope = _times(q, log_q - log_p), None
     elif beta == 1:
-        slope = torch.where(p > 0, log_p - log_q, 0.0)
+        slope = torch.where(p == 0, 0.0, log_p - log_q)
         values = p * slope
     else:
         log_m = torch.log((1 - beta) * p + beta * q)
-        slope = (1 - beta) * torch.where(p > 0, log_p - log_m, 0.0)
+        slope = (1 - beta) * torch.where(p == 0, 0.0, log_p - log_m)
         values = beta * _times(q, log_q - log_m) + p * slope
     loss = values.sum(-1)
     if valid is not None:
@@ -68,7 +68,7 @@ def divergence_rows(
 
 def _times(p: Tensor, log_ratio: Tensor) -> Tensor:
     """Return p * log_ratio, which is 0 if p is 0, also if the ratio is not finite."""
-    return torch.where(p > 0, p * log_ratio, 0.0)
+    return torch.where(p == 0, 0.0, p * log_ratio)
 
 
 def _transformed(

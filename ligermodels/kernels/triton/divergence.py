@@ -162,9 +162,9 @@ def divergence_kernel(
         q = tl.exp2(log_q)
         # A class of probability 0 adds nothing, also if its logarithm is -infinity.
         if KIND == FORWARD_KL:
-            sums += tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 0, keep_dims=True)
+            sums += tl.sum(tl.where(q == 0.0, 0.0, q * (log_q - log_p)), 0, keep_dims=True)
         elif KIND == REVERSE_KL:
-            sums += tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), 0, keep_dims=True)
+            sums += tl.sum(tl.where(p == 0.0, 0.0, p * (log_p - log_q)), 0, keep_dims=True)
         elif KIND == JSD:
             log_m = _log2((1.0 - beta) * p + (beta * q + TINY))
             slopes += tl.sum(p * (tl.maximum(log_p, MIN_LOG) - log_m), 0, keep_dims=True)
@@ -200,7 +200,7 @@ def divergence_kernel(
             log_q = (y - teacher_top) * teacher_unit_2 - teacher_log_sum
             p = tl.exp2(log_p)
             if KIND == REVERSE_KL:
-                own = tl.where(p > 0.0, log_p - log_q, 0.0)
+                own = tl.where(p == 0.0, 0.0, log_p - log_q)
             elif KIND == JSD:
                 log_m = _log2((1.0 - beta) * p + (beta * tl.exp2(log_q) + TINY))
                 own = (1.0 - beta) * (tl.maximum(log_p, MIN_LOG) - log_m)
