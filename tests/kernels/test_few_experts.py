@@ -40,6 +40,17 @@ def test_few_tokens(place, name, tokens, width, hidden, experts, top_k) -> None:
         torch.testing.assert_close(kernels.expert_mlp(**made), expected)
 
 
+def test_no_limit_turns_nan_into_a_number(float32_place) -> None:
+    sizes = {"width": 8, "hidden": 4, "experts": 2, "top_k": 1}
+    case = CASES["expert_mlp of gpt-oss"]
+    made = leaves(case, case.inputs((2,), **sizes), float32_place)
+    made["x"].data[1, 0] = math.nan
+    for grad in (True, False):  # no gradients: few tokens
+        with torch.set_grad_enabled(grad):
+            out = kernels.expert_mlp(**made)
+        assert out[1].isnan().all() and out[0].isfinite().all(), grad
+
+
 class Stack(NamedTuple):
     """The weight of 4 experts with adapters of rank 3, and the same in float64."""
 

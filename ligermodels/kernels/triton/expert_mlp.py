@@ -260,7 +260,8 @@ def _activated(gate, up, grad, alpha, limit, ACTIVATION: tl.constexpr):
         return _gradients(gate, up, grad, ACTIVATION)
     alpha, limit = tl.cast(alpha, tl.float32), tl.cast(limit, tl.float32)
     gate_inside, up_inside = gate <= limit, tl.abs(up) <= limit
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1
     phi = tl.sigmoid(alpha * gate)
     grad_gate = tl.where(gate_inside, grad * up * phi * (1 + alpha * gate * (1 - phi)), 0.0)
     return grad_gate, tl.where(up_inside, grad * gate * phi, 0.0), gate * phi * up
