@@ -170,8 +170,14 @@ class Run:
         self.objective = config.loss.objective(self.config)
         self.began = self.exported = False
         self.notes: list[str] = []
+        experts = config.parallel.expert_parallel
+        if num_row_ranks() % experts:
+            raise ConfigError(
+                f"expert_parallel: {experts} processes for the experts of a layer, but those with "
+                f"rows of their own are {num_row_ranks()}; start a multiple of {experts} (--gpus)"
+            )
         # Several processes hold a part of the model each, or the whole of one that hardly learns.
-        adapts = config.adapter.lora_r is not None and config.parallel.expert_parallel == 1
+        adapts = config.adapter.lora_r is not None and experts == 1
         self.shards = is_distributed() and not adapts
         # Gathered weights are new ones for each batch.
         self.casts_once = not self.shards
@@ -459,11 +465,6 @@ class Run:
                 layer.compile()
         mesh, parallel = None, self.config.parallel
         together, experts = parallel.context_parallel, parallel.expert_parallel
-        if num_row_ranks() % experts:
-            raise ConfigError(
-                f"expert_parallel: {experts} processes for the experts of a layer, but "
-                f"{num_row_ranks()} have rows of their own; start a multiple of {experts} (--gpus)"
-            )
         if together * experts > 1:
             sizes = num_row_ranks() // experts, experts, together
             names = "dp_shard", "ep", "cp"

@@ -156,6 +156,12 @@ def test_a_device_that_is_not_there_is_refused(checkpoint, text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_one_process_does_not_share_out_experts(checkpoint, text, tmp_path):
+    with pytest.raises(ConfigError, match=r"expert_parallel: 2 processes .* are 1; start"):
+        run(checkpoint, text, tmp_path / "run", expert_parallel=2)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def handlers():
     """Give the signals the handlers of a fresh process."""
