@@ -55,12 +55,12 @@ def printable(name: str) -> str:
     return name if len(name) <= 300 and name.isprintable() else short_repr(name)
 
 
-def listing(names: Iterable[str], limit: int = 10) -> str:
-    """Return at most `limit` names, indented and one per line, and a count of the other names."""
+def listing(names: Iterable[str]) -> str:
+    """Return at most ten names, indented and one per line, and a count of the other names."""
     names = list(names)
-    lines = [f"  {printable(name)}" for name in names[:limit]]
-    if len(names) > limit:
-        lines.append(f"  ... and {len(names) - limit} more")
+    lines = [f"  {printable(name)}" for name in names[:10]]
+    if len(names) > 10:
+        lines.append(f"  ... and {len(names) - 10} more")
     return "\n".join(lines)
 
 

@@ -98,23 +98,15 @@ def check_count(op: str, name: str, value: object, least: int) -> int:
     return count
 
 
-def check_number(
-    op: str, name: str, value: object, least: float = 0.0, *, above: bool = False
-) -> float:
-    """Return a Python or numpy number as a float; raise for other types or values out of range.
+def check_number(op: str, name: str, value: object, *, above: bool = False) -> float:
+    """Return a Python or numpy number of at least 0 as a float; raise for others, and for infinity.
 
-    Args: least: the smallest value, which `above` excludes. Infinity and NaN are always refused.
+    Args: above: whether 0 is refused, too.
     """
-    number = value
-    if isinstance(value, Real) and not isinstance(value, bool):
-        number = float(value)
-    if (
-        not isinstance(number, float)
-        or not least <= number < float("inf")
-        or (above and number == least)
-    ):
-        expected = f"more than {least:g}" if above else f"at least {least:g}"
-        raise misfit(op, f"a finite number of {expected}", **{name: value})
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+    if not isinstance(number, float) or not 0 <= number < float("inf") or (above and number == 0):
+        expected = f"a finite number of {'more than' if above else 'at least'} 0"
+        raise misfit(op, expected, **{name: value})
     return number
 
 
