@@ -43,6 +43,7 @@ _OTHER_NAMES = {
     "warmup_steps": "warmup_ratio",
     "output_dir": "out out_dir save_dir",
     "target": "output output_dir",  # of `convert`
+    "files": "eval_files train_files",  # of `evaluate`
     "resume": "resume_from_checkpoint auto_resume_from_checkpoints",
     "lora_r": "lora lora_rank use_lora use_peft adapter peft",
     "lora_dora": "dora use_dora peft_use_dora",

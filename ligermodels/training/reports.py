@@ -194,7 +194,7 @@ def end(result: FinetuneResult, modules: Sequence[str] = ()) -> dict[str, str]:
             rows[f"held-out {label}"] = " -> ".join(map(text, found))
     if result.loss is not None:
         rows["training loss"] = f"{result.loss:.4f}"
-    if (last := result.last_shown) is not None:
+    if (last := result.last_shown) is not None and key != "eval_loss":
         rows[f"{name} in training"] = f"{last:.4f}"
     for each, label, text in (
         ("tokens_per_second", "tokens per second", "{:,.0f}".format),

@@ -479,9 +479,10 @@ class Trainer:
             raise LigerError(f"step {self.done}: the {label} is {found[odd]}; {kept}")
         self._evaluated[self.done] = found[key]
         self.run_dir.log({"step": self.done, **found, **sample(self.done)})
-        loss = f"held-out loss {found['eval_loss']:.4f}, " if "eval_loss" in found else ""
         shown = shown_perplexity(found[key]) if name == "perplexity" else f"{found[key]:.4f}"
-        say(f"step {self.done}: {loss}{name} {shown}")
+        told = [f"held-out loss {found['eval_loss']:.4f}"] if "eval_loss" in found else []
+        told += [f"{name} {shown}"] if key != "eval_loss" else []
+        say(f"step {self.done}: {', '.join(told)}")
 
     def _log(self, started: float, advance: Callable[[int, str], None] | None = None) -> None:
         """Read the losses of the waiting steps from the device, and log the steps.

@@ -65,6 +65,7 @@ def test_without_a_command_the_commands_are_listed(call):
         ("train", "no command 'train'"),
         ("fintune", "did you mean 'finetune'?"),
         ("finetune m --lr 1", "--lr; did you mean '--learning-rate'?"),
+        ("evaluate m --eval-files t", "--eval-files; did you mean '--files'?"),
         ("finetune --modle m", "--modle; MODEL is given without --modle; see"),
         ("convert m --output o", "--output; TARGET is given without --output; see"),
         ("generate m --temprature=1", "--temprature; did you mean '--temperature'?"),
