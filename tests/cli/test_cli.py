@@ -98,7 +98,7 @@ def test_without_a_command_the_commands_are_listed(call):
         ("finetune --resume --output-dir nothere", "nothere: the folder holds no run to resume"),
         (f"{RUN} --batch-size two", "batch_size: must be a whole number, not 'two'"),
         (f"{RUN} --memory all", "memory='all'"),
-        (f"{RUN} --eval-fraction nan", "eval_fraction: must be at least 0"),
+        (f"{RUN} --eval-fraction nan", "eval_fraction: must be a finite number, not nan"),
         (f"{RUN} --max-steps {10**30}", "max_steps: must fit into 64 bits"),
         (f"{RUN} --beta 1", "--beta: this is only for the loss dpo"),
         (f"{RUN} --loss dop", "loss: must be one of sft, dpo"),
