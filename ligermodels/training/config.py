@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -199,7 +199,8 @@ class ScheduleOptions(Options):
         num_train_epochs: passes over the training rows
         max_steps: number of optimizer steps, instead of the number of epochs
         name: how the learning rate falls after the warm-up; wsd keeps the peak for 80% of the steps
-        learning_rate: peak learning rate
+        learning_rate: peak learning rate (default, as in TRL: 1e-6, but 1e-4 for reward, and
+            2e-5 for sft, distillation and losses of your own)
         min_lr_rate: final learning rate, as a share of the peak
         warmup_steps: steps of linear warm-up (default: 3% of the steps)
         eval_steps: steps between evaluations (default: five evaluations in the run)
@@ -215,7 +216,7 @@ class ScheduleOptions(Options):
     num_train_epochs: float = option(1.0, more_than=0)
     max_steps: int | None = option(None, at_least=1)
     name: str = option("cosine", choices=SCHEDULES, flag="schedule")
-    learning_rate: float = option(2e-5, more_than=0)
+    learning_rate: float | None = option(None, more_than=0)
     min_lr_rate: float = option(0.1, at_least=0, at_most=1)
     warmup_steps: int | None = option(None, at_least=0)
     eval_steps: int | None = free_option(None, at_least=1)
@@ -408,6 +409,8 @@ class FinetuneConfig:
         ):
             if value and not measures:
                 raise ConfigError(f"{name}: this needs eval_files or an eval_fraction above 0")
+        if self.schedule.learning_rate is None:
+            self.schedule = replace(self.schedule, learning_rate=self.loss.learning_rate)
         self.loss.check(self)
 
     @classmethod

@@ -42,6 +42,7 @@ class Loss(Options):
         splits_rows: whether several processes may compute parts of a row.
         splits_experts: whether they may each have some of the experts.
         classifies: whether the model gives each text a number, and no tokens.
+        learning_rate: the default of the peak learning rate, that of TRL's trainer.
         fixed: options of the formula that the loss does not leave to the user.
     """
 
@@ -51,6 +52,7 @@ class Loss(Options):
     splits_rows: ClassVar[bool] = False
     splits_experts: ClassVar[bool] = False
     classifies: ClassVar[bool] = False
+    learning_rate: ClassVar[float] = 2e-5
     fixed: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
@@ -135,6 +137,7 @@ class DPO(Loss, name="dpo"):
     """
 
     computed_by = "preferences:DPOObjective"
+    learning_rate = 1e-6
     splits_experts = True
 
     loss_type: str = option("sigmoid", choices=DPO_TYPES)
@@ -161,6 +164,7 @@ class KTO(Loss, name="kto"):
     """
 
     computed_by = "preferences:KTOObjective"
+    learning_rate = 1e-6
     splits_experts = True
 
     loss_type: str = option("kto", choices=("kto", "apo_zero_unpaired"))
@@ -178,6 +182,7 @@ class ORPO(Loss, name="orpo"):
     """
 
     computed_by = "preferences:ORPOObjective"
+    learning_rate = 1e-6
     splits_experts = True
 
     beta: float = option(0.1, at_least=0)
@@ -194,6 +199,7 @@ class CPO(Loss, name="cpo"):
     """
 
     computed_by = "preferences:CPOObjective"
+    learning_rate = 1e-6
     splits_experts = True
 
     loss_type: str = option("sigmoid", choices=("sigmoid", "hinge", "ipo"))
@@ -212,6 +218,7 @@ class SimPO(Loss, name="simpo"):
     """
 
     computed_by = "preferences:CPOObjective"
+    learning_rate = 1e-6
     splits_experts = True
     fixed = {"loss_type": "simpo", "cpo_alpha": 0.0}  # noqa: RUF012 (of the class, not of a run)
 
@@ -229,6 +236,7 @@ class Reward(Loss, name="reward"):
     """
 
     computed_by = "preferences:RewardObjective"
+    learning_rate = 1e-4
     classifies = True
 
     center_rewards_coefficient: float | None = option(None, at_least=0)
@@ -263,6 +271,7 @@ class GRPO(Loss, name="grpo"):
     """
 
     computed_by = "grpo:GRPOObjective"
+    learning_rate = 1e-6
 
     loss_type: str = option("dapo", choices=GRPO_TYPES)
     beta: float = option(0.0, at_least=0)

@@ -18,6 +18,7 @@ def learning_rate(options: ScheduleOptions, step: int, total: int) -> float:
     falls with the root of the step, but not below `min_lr_rate` of the peak.
     """
     peak, warmup, lowest = options.learning_rate, options.warmup_steps, options.min_lr_rate
+    assert peak is not None  # a run has that of its loss
     if warmup is None:
         warmup = round(0.03 * total)
     if step < warmup:

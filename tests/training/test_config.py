@@ -34,6 +34,17 @@ def make(**changes):
     )
 
 
+def test_the_learning_rate_is_that_of_trl():
+    trl = pytest.importorskip("trl")
+    kinds = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "grpo": "GRPO", "reward": "Reward"}
+    for loss, name in kinds.items():
+        theirs = getattr(trl, f"{name}Config").__dataclass_fields__["learning_rate"].default
+        assert (
+            make(loss=loss, batch_size=8, **NEEDED.get(loss, {})).schedule.learning_rate == theirs
+        )
+    assert make(loss="dpo", learning_rate=3e-7).schedule.learning_rate == 3e-7
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_number_is_finite(loss, value):
@@ -237,4 +248,4 @@ def test_what_is_written_is_read_again(read, loss):
     )
     text = config_text(config.options(), {"gpus": 2})
     assert read(text, also=[ProcessOptions]) == config.options() | {"gpus": 2}
-    assert "\n  # peak learning rate\n  learning_rate: 3e-07\n" in text
+    assert "your own)\n  learning_rate: 3e-07\n" in text
