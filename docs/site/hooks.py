@@ -349,7 +349,8 @@ def gallery_page() -> str:
         cells = [f"[{name}](#recipes-for-gpus)" for name in entry.recipes]
         cells += [f"[{took[entry.name]}]({link})"] if entry.name in took else []
         lines.append(
-            f"| [{entry.title}]({link}) | {measured[entry.name]['seconds']} | {', '.join(cells)} |"
+            f"| [{entry.title}]({link}) | {measured[entry.name]['seconds']} "
+            f"| {', '.join(cells) or 'not measured'} |"
         )
     for entry in ENTRIES:
         more = ", ".join(f"[{page.replace('_', ' ')}]({page}.md)" for page in entry.pages)

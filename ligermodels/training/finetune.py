@@ -27,7 +27,6 @@ from ligermodels.adapters.adapted_model import adapter_of, export_adapter, merge
 from ligermodels.converters.files import GENERATION_CONFIG_NAME
 from ligermodels.converters.hub import ALIASES, resolve
 from ligermodels.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     LigerError,
@@ -352,15 +351,12 @@ class Run:
         """Return the folder of the checkpoint to start from; write it first if that is needed."""
         options, start = self.config.model, self.run_dir.path / START
         if not has_own_start(self.config):
-            try:
-                return Path(resolve(str(options.path), revision=options.revision))
-            except CheckpointError as error:
-                if preset_named(str(options.path)) is None:
-                    raise
-                raise CheckpointError(
-                    f"{error}; this is also a preset, whose sizes get random weights with "
-                    "--from-scratch --tokenizer FOLDER"
-                ) from error
+            if preset_named(str(options.path)) and not os.path.exists(str(options.path)):
+                raise ConfigError(
+                    f"model: {options.path} is a preset, which has sizes alone; name a checkpoint, "
+                    "or begin with random weights (--from-scratch --tokenizer FOLDER)"
+                )
+            return Path(resolve(str(options.path), revision=options.revision))
         with error_on_all_ranks():
             if not resumed and rank() == 0:
                 write_start(self.config, start)

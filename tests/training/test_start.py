@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger
-from ligermodels.errors import CheckpointError, ConfigError, DataError
+from ligermodels.errors import ConfigError, DataError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.model import load_checkpoint
 from tests.training.tiny_run import forget, make_checkpoint, options, run, same, tensors
@@ -129,9 +129,8 @@ def test_options_that_do_not_fit_the_model_are_refused(
         run(changes.pop("model", checkpoint), text, tmp_path / "run", **changes)
 
 
-def test_a_preset_without_its_option_is_named(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"this is also a preset, .*--from-scratch"):
+def test_a_preset_without_its_option_is_refused(text, tmp_path):
+    with pytest.raises(ConfigError, match=r"model: smollm2-135m is a preset.*--from-scratch"):
         run("smollm2-135m", text, tmp_path / "run")
 
 
