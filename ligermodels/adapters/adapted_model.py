@@ -60,12 +60,15 @@ def add_adapters(
     Raises:
         ConfigError: a target names no linear of the layers, or some experts of a layer only; or the
             experts of the model cannot have adapters, and targets does not leave them out; or the
-            rank or the targets are none, experts have adapters already, or are spread over ranks.
+            rank or the targets are none, the dropout leaves nothing, experts have adapters already,
+            or are spread over ranks.
     """
     if isinstance(targets, str) or (targets is not None and not targets):
         raise ConfigError(f"lora_targets: {targets!r}; give a list of names, or None for all")
     if rank < 1:
         raise ConfigError(f"lora_r: {rank}; give 1 or more")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"lora_dropout: {dropout}; give 0 or more, and less than 1")
     for name, module in model.named_modules():
         if isinstance(module, Experts) and module.exchange is not None:
             raise ConfigError(
@@ -272,9 +275,11 @@ def merged(
     Args: adapter: what `adapter_of(model)` returned.
     Raises:
         CheckpointError: the checkpoint's weights cannot be read, or a sum is not finite.
+        ConfigError: the model was not loaded from a checkpoint.
     """
     weights, config = adapter or adapter_of(model)
-    assert model.source.folder is not None
+    if model.source.folder is None:
+        raise ConfigError("merged: the model is of no checkpoint; load it with from_hf")
     frozen = (x.dtype for x in model.parameters() if not x.requires_grad)
     dtype = next(frozen, model.norm.weight.dtype)
     whole: DecoderModel = type(model).from_hf(model.source.folder, dtype=dtype)

@@ -307,6 +307,17 @@ def test_targets_that_cannot_have_adapters(targets, message, folder) -> None:
         add_adapters(AutoLiger.from_hf(folder), 2, 4.0, targets=targets)
 
 
+def test_what_makes_no_adapter_and_no_merge(folder) -> None:
+    model = AutoLiger.from_hf(folder)
+    for dropout in (1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"lora_dropout: {dropout}; give 0 or more, and less"):
+            add_adapters(model, 2, 4.0, dropout)
+    made = type(model)(model.config)  # not loaded
+    add_adapters(made, 2, 4.0)
+    with pytest.raises(ConfigError, match="merged: the model is of no checkpoint; load it"):
+        merged(made)
+
+
 def test_experts_are_not_kept_in_float8(folder) -> None:
     with pytest.raises(ConfigError, match=r"load_in: layers\.0\.mlp\.gate_up_proj: .* 4 or 8"):
         quantize(AutoLiger.from_hf(folder), "float8", torch.device("cpu"))

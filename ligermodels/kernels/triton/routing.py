@@ -197,14 +197,8 @@ def routing_forward(
     if rows:
         setting = launch(ROUTING, experts)
         routing_forward_kernel[(cdiv(rows, setting.rows),)](
-            logits,
-            bias if bias is None else bias.contiguous(),
-            weights,
-            chosen,
-            rows,
-            experts,
-            options.scale,
-            options.eps,
+            *(logits, bias if bias is None else bias.contiguous(), weights, chosen),
+            *(rows, experts, options.scale, options.eps),
             SCORE=options.score,
             NORMALIZE=options.normalize,
             TOP_K=top_k,
@@ -225,14 +219,8 @@ def routing_backward(
     if rows:
         setting = launch(ROUTING, count)
         routing_backward_kernel[(cdiv(rows, setting.rows),)](
-            logits,
-            experts,
-            grad_weights.contiguous(),
-            out,
-            rows,
-            count,
-            options.scale,
-            options.eps,
+            *(logits, experts, grad_weights.contiguous(), out),
+            *(rows, count, options.scale, options.eps),
             SCORE=options.score,
             NORMALIZE=options.normalize,
             TOP_K=experts.shape[1],
