@@ -439,3 +439,14 @@ def test_the_largest_launch_of_each_kernel(share, vendor, arch) -> None:
     found = [complaint(largest_launch(kernel, vendor, float8), vendor, arch) for kernel in kernels]
     wrong = [str(x) for x in found if x is not None]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_every_float32_forward_of_the_delta_rule(arch) -> None:
+    """Its walk over a document spills most, and by how much depends on three features at once."""
+    launches = launches_of("gated_delta_forward_kernel", "nvidia", full=False)
+    chosen = [x for x in launches if x.signature["k_ptr"] == "*fp32"]
+    found = [complaint(launch, "nvidia", arch) for launch in chosen]
+    wrong = [str(x) for x in found if x is not None]
+    assert chosen and not wrong, "\n".join(wrong)

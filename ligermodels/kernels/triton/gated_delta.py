@@ -52,7 +52,7 @@ CHUNKS = Launches(
     amd=Launch(1, 4, rows=32),
 )
 FORWARD = Launches(
-    nvidia=((0, Launch(32, 4, 3)), (2, Launch(32, 2, 1)), (None, Launch(16, 4, 1))),
+    nvidia=((0, Launch(32, 4, 3)), (2, Launch(32, 2, 1)), (None, Launch(16, 8, 1))),
     amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
 )
 BACKWARD = Launches(
