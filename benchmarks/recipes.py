@@ -46,7 +46,7 @@ STEPS, WARMUP = 10, 4
 def preset_of(hub_id: str) -> tuple[type[DecoderModel], ModelConfig]:
     """Return the family and the published sizes of a checkpoint on the hub."""
     name = hub_id.rpartition("/")[2].lower()
-    for ending in ("-pt", "-base", "-instruct"):
+    for ending in ("-pt", "-it", "-base", "-instruct"):
         name = name.removesuffix(ending)
     family = next(each for each in families().values() if name in each.config_class.presets)
     return family, family.config_class.preset(name)
