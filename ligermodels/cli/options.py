@@ -94,7 +94,8 @@ def parse(
     for word, after in zip(argv, [*argv[1:], "--"]):  # of which tyro says more than a line
         name = word.removeprefix("--").replace("-", "_")
         if word.startswith("--") and after.startswith("--") and types.get(name, bool) is not bool:
-            complain(command, f"{word}: its value is missing")
+            way = f"one that begins with -- is given as {word}=VALUE"
+            complain(command, f"{word}: its value is missing; {way}")
     typed_dict: Any = TypedDict  # What is not given is not in the result.
     groups = {}
     for subject, kind in subjects.items():

@@ -213,7 +213,7 @@ class ScheduleOptions(Options):
     batch_size: int = option(4, at_least=1)
     gradient_accumulation_steps: int = option(1, at_least=1)
     group_by_length: bool = option(False)
-    num_train_epochs: float = option(1.0, more_than=0)
+    num_train_epochs: float = option(1.0, more_than=0, at_most=1e9)
     max_steps: int | None = option(None, at_least=1)
     name: str = option("cosine", choices=SCHEDULES, flag="schedule")
     learning_rate: float | None = option(None, more_than=0)
@@ -290,7 +290,7 @@ class ParallelOptions(Options):
 
     context_parallel: int = option(1, at_least=1)
     expert_parallel: int = free_option(1, at_least=1)
-    rank_timeout: int = free_option(600, at_least=1)
+    rank_timeout: int = free_option(600, at_least=1, at_most=10**7)
 
 
 @dataclass(kw_only=True)
@@ -328,12 +328,12 @@ class OutputOptions(Options):
     logging_steps: int = free_option(1, at_least=1)
     report_to: list[str] | None = free_option(None, choices=LOGGERS)
     sample_prompts: list[str] | None = free_option(None, metavar="TEXT")
-    sample_tokens: int = free_option(64, at_least=1)
-    sample_chat: bool = free_option(False)
+    sample_tokens: int = free_option(64, at_least=1, needs="sample_prompts")
+    sample_chat: bool = free_option(False, needs="sample_prompts")
     sample_system: str | None = free_option(None, metavar="TEXT", needs="sample_chat")
     push_to_hub: str | None = free_option(None, metavar="OWNER/NAME")
     hub_strategy: str = free_option("end", choices=("end", "every_save"), needs="push_to_hub")
-    hub_private_repo: bool = free_option(False)
+    hub_private_repo: bool = free_option(False, needs="push_to_hub")
     export_dtype: str | None = free_option(None, choices=EXPORT_DTYPES)
     max_shard_size: int = free_option(5 * 10**9, is_size=True, at_least=1)
 

@@ -74,7 +74,7 @@ def test_without_a_command_the_commands_are_listed(call):
         ("inspect m n", "unrecognized arguments: n"),
         ("generate m --dtype bfloat", "dtype: must be one of float32, bfloat16"),
         ("generate m --repetition-penalty=0", "must be more than 0, not 0.0"),
-        ("generate m --seed", "--seed: its value is missing"),
+        ("generate m --seed", "--seed: its value is missing; one that begins with -- is given as"),
         ("generate m --seed 1.5", "seed: must be a whole number, not '1.5'"),
         ("generate m p --device gpu", "device: must be cpu or cuda, not 'gpu'"),
         ("generate m p --system s", "system: this needs chat"),
