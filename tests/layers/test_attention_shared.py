@@ -20,6 +20,7 @@ from tests.memory.test_offload import LateCopies
 from tests.models.pairs import gradients, relative, tokens
 from tests.pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("rows_at_once")
 HIDDEN, LAYERS = 24, 6
 # The layer whose keys and values each layer takes. Two owners run before the first taker.
 KV_FROM = [None, None, 0, 1, None, 4]

@@ -26,6 +26,7 @@ from tests.models.pairs import gradients, relative
 from tests.models.test_families import batch, make
 from tests.pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("rows_at_once")  # the head is not recomputed
 RECOMPUTED = [policy for policy in POLICIES if policy != "all"]
 MIXED = ("attention", "all", "no_gate_up")
 
