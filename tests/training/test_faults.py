@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from ligermodels.cli import main
-from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text, run, timeless
+from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text, timeless
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 
@@ -67,11 +67,14 @@ class Run:
         self.text = make_text(folder / "text.txt", 12)
         self.out = folder / "out"
 
-    def live(self, fault: Callable[[], None] | None = None, *flags: str) -> tuple[int, str]:
-        """Live one life in a fork; return its exit code and what it says on stderr."""
+    def command(self, *flags: str) -> int:
         options = f"--seq-len 32 --batch-size 1 --max-steps 6 --save-steps 2 --eval-steps 3 \
             --learning-rate 1e-2 --device cpu --quiet --resume --train-files {self.text} \
             --output-dir {self.out} --separator"
+        return main(["finetune", str(self.model), *flags, *options.split(), ""])
+
+    def live(self, fault: Callable[[], None] | None = None, *flags: str) -> tuple[int, str]:
+        """Live one life in a fork; return its exit code and what it says on stderr."""
         moment = self.draw.randint(1, self.draw.choice([20, 80, 160]))
         self.began = time.time()
         reading, writing = os.pipe()
@@ -85,7 +88,7 @@ class Run:
                 torch.set_num_threads(1)  # The pool of threads does not survive a fork.
                 if fault is not None:
                     at_moment(moment, fault)
-                code = main(["finetune", str(self.model), *flags, *options.split(), ""])
+                code = self.command(*flags)
             except SystemExit as stop:
                 code = stop.code
             finally:
@@ -156,7 +159,7 @@ def twin(tmp_path_factory):
         patch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
         twin = Run(tmp_path_factory.mktemp("twin"))
         # What a run imports takes far longer than its steps, and each fork would import it again.
-        run(twin.model, twin.text, tmp_path_factory.mktemp("warm") / "out", seq_len=32)
+        Run(tmp_path_factory.mktemp("other")).command()
         assert twin.live(None, "--save-total-limit", "9") == (0, "")
         yield twin
 
