@@ -39,6 +39,9 @@ def make(dtype: torch.dtype = torch.float32, family: str = "llama", **changes) -
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data += 0.2 * torch.randn_like(parameter)
+        if family == "gemma4_text" and "q_norm" in name:
+            # Nothing else scales the scores, which would be about 20: float32 has four digits then.
+            parameter.data *= len(parameter) ** -0.5
     return model
 
 
