@@ -65,7 +65,7 @@ CENTRED_ADD_BACKWARD = Launches(
     nvidia=(
         (1024, Launch(0, 4, rows=2, programs=4, prefetch=True)),
         (2048, Launch(0, 8, rows=2, programs=2, prefetch=True)),
-        (4096, Launch(0, 16, rows=2, prefetch=True)),
+        (4096, Launch(0, 8, programs=2, prefetch=True)),
         (8192, Launch(0, 16, prefetch=True)),
         (None, Launch(0, 8, 1, reload=True)),
     ),
@@ -84,16 +84,13 @@ CENTRED_BACKWARD = Launches(
 
 
 @triton.jit
-def _tile(grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, EVICTION: tl.constexpr):
-    """Load s, grad_y and, unless its pointer is None, grad_s; elements outside are zero."""
+def _tile(grad_y_ptr, s_ptr, row, rows, column, columns, EVICTION: tl.constexpr):
+    """Load s and grad_y; elements outside are zero."""
     mask = (row < rows) & (column < columns)
     at = row.to(tl.int64) * columns + column
     s = tl.load(s_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION)
     grad = tl.load(grad_y_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION)
-    grad_s = grad
-    if grad_s_ptr is not None:
-        grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
-    return s, grad, grad_s
+    return s, grad
 
 
 @triton.jit
@@ -236,9 +233,9 @@ def norm_backward_kernel(
     """Each program handles many tiles of rows and sums their part of the parameters' gradients.
 
     grad_s and the output y may be None, and so may mean, of an RMSNorm, and the weight of a
-    LayerNorm. With PREFETCH, the program loads the next tile while it waits for the reductions of
-    this one. With RELOAD, it reads the tile again after the reductions, from the cache, because the
-    sums need its registers.
+    LayerNorm. With PREFETCH, the program loads s and grad_y of the next tile while it waits for the
+    reductions of this one. With RELOAD, it reads the tile again after the reductions, from the
+    cache, because the sums need its registers.
 
     A program reads its rows before it writes them, so y may be grad_y.
     """
@@ -246,6 +243,8 @@ def norm_backward_kernel(
     # With different policies, the compiler also does not merge the two reads into one.
     FIRST: tl.constexpr = "evict_last" if RELOAD else ""
     LAST: tl.constexpr = "evict_first"
+    # Of a LayerNorm of 2,049 to 4,096 elements, two programs fit on a multiprocessor without it.
+    EARLY: tl.constexpr = PREFETCH and (mean_ptr is None or BLOCK != 4096)
     program = tl.program_id(0)
     step = tl.num_programs(0) * ROWS
     row = program * ROWS + tl.arange(0, ROWS)[:, None]
@@ -254,20 +253,21 @@ def norm_backward_kernel(
     grad_weight = tl.zeros((1, BLOCK), tl.float32)
     grad_bias = tl.zeros((1, BLOCK), tl.float32)
     if PREFETCH:
-        s, grad, grad_s = _tile(grad_y_ptr, grad_s_ptr, s_ptr, row, rows, column, columns, "")
+        s, grad = _tile(grad_y_ptr, s_ptr, row, rows, column, columns, "")
         mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
     for _first in range(program * ROWS, rows, step):
         if PREFETCH:
-            next_s, next_grad, next_grad_s = _tile(
-                grad_y_ptr, grad_s_ptr, s_ptr, row + step, rows, column, columns, ""
-            )
+            next_s, next_grad = _tile(grad_y_ptr, s_ptr, row + step, rows, column, columns, "")
             next_mean = _statistic(mean_ptr, row + step, rows)
             next_rstd = _statistic(rstd_ptr, row + step, rows)
         else:
-            s, grad, _unused = _tile(grad_y_ptr, None, s_ptr, row, rows, column, columns, FIRST)
+            s, grad = _tile(grad_y_ptr, s_ptr, row, rows, column, columns, FIRST)
             mean, rstd = _statistic(mean_ptr, row, rows), _statistic(rstd_ptr, row, rows)
         mask = (row < rows) & inside
         at = row.to(tl.int64) * columns + column
+        if EARLY:
+            if grad_s_ptr is not None:
+                grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
         # Load the weight from the cache for each row. In registers it would spill for the longest
         # rows.
         normed, weight, grad_normed = _normed(
@@ -278,7 +278,7 @@ def norm_backward_kernel(
             grad_mean = tl.sum(grad_normed, 1, keep_dims=True) / columns
         slope = tl.sum(grad_normed * normed, 1, keep_dims=True) / columns
         if RELOAD:
-            s, grad, _unused = _tile(grad_y_ptr, None, s_ptr, row, rows, column, columns, LAST)
+            s, grad = _tile(grad_y_ptr, s_ptr, row, rows, column, columns, LAST)
             normed, weight, grad_normed = _normed(
                 s, grad, mean, rstd, weight_ptr, mean_ptr, offset, column, columns, ""
             )
@@ -288,7 +288,7 @@ def norm_backward_kernel(
             grad_normed -= grad_mean
         grad_x = (grad_normed - normed * slope) * rstd
         if grad_s_ptr is not None:
-            if not PREFETCH:
+            if not EARLY:
                 # Load it after the reduction, because before it registers are scarce.
                 grad_s = tl.load(grad_s_ptr + at, mask=mask, other=0.0)
             grad_x += grad_s.to(tl.float32)
@@ -301,7 +301,7 @@ def norm_backward_kernel(
             tl.store(y_ptr + at, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
         row += step
         if PREFETCH:
-            s, grad, grad_s, mean, rstd = next_s, next_grad, next_grad_s, next_mean, next_rstd
+            s, grad, mean, rstd = next_s, next_grad, next_mean, next_rstd
     at = program.to(tl.int64) * columns * (NEEDS_WEIGHT_GRAD + NEEDS_BIAS_GRAD) + column
     if NEEDS_WEIGHT_GRAD:
         tl.store(partial_ptr + at, grad_weight, mask=inside)
