@@ -7,7 +7,6 @@ from ligermodels.adapters.adapted_model import add_adapters
 from ligermodels.layers import AttentionMask
 from ligermodels.layers.recompute import POLICIES
 from ligermodels.memory.plan import LayerPlan, MemoryPlan
-from ligermodels.memory.simulate import simulate
 from ligermodels.models.auto import families
 from ligermodels.models.base import DecoderModel
 from tests.families import DECODERS
@@ -119,16 +118,12 @@ def test_no_dense_mask_at_length(family):
     # A dense mask takes at least a byte for each pair of tokens, which is 4.3 GB. The activations
     # take 2.4 to 4.3 GB.
     activations = seq * model.config.hidden_size * 2 * 11.5 * model.config.num_hidden_layers
-    most = 2.5 * activations
-    if family == "gemma4_text":  # All heads of a layer have eight times the columns of the others.
-        step = simulate(model, 1, seq, device=ids.device)
-        most = 1.1 * (step.peak_bytes - step.weight_bytes)
     for given in options:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         model(ids, labels=ids, **given).loss.backward()
         used = torch.cuda.max_memory_allocated() - before
-        assert used < most, (list(given), used / activations)
+        assert used < 2.5 * activations, (list(given), used / activations)
 
 
 @pytest.mark.parametrize("packed", [False, True])
