@@ -45,7 +45,6 @@ class QuantizedLinear(nn.Module):
         linear: the layer to convert. Its weight may be on another device.
         bits: 4, 8 or "float8".
         device: where the new layer belongs; by default, where the weight is.
-        dtype: of the scales with 8 bits, and of the bias; by default, that of the weight.
 
     Attributes:
         codes: (out, in) int8 or float8, or (out, in / 2) uint8; see `kernels.dequantize`.
@@ -59,12 +58,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def __init__(
-        self,
-        linear: nn.Linear,
-        bits: Bits = 4,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, linear: nn.Linear, bits: Bits = 4, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         if bits not in BITS:
@@ -77,7 +71,7 @@ class QuantizedLinear(nn.Module):
                 "pairs, so use 8 bits for this layer"
             )
         weight = linear.weight.detach()
-        device, dtype = device or weight.device, dtype or weight.dtype
+        device, dtype = device or weight.device, weight.dtype
         if bits == FLOAT8:
             check_device(torch.device(device))
             if (reason := obstacle(linear)) is not None:
