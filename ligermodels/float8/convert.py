@@ -30,7 +30,7 @@ def convert(
     of 16.
 
     Args:
-        model: a model with blocks in `layers`, or one block.
+        model: a model with blocks in `layers`, a module that holds such models, or one block.
         recipe: "tensorwise" (one scale for each tensor), "delayed" (the same from the step before;
             see `scales`), "rowwise" (one for each row of each operand) or "blocks" (one for each
             128 elements of a row, and 128 x 128 of the weight). All but "delayed" find the scale
@@ -127,12 +127,12 @@ def casts_bytes(model: nn.Module) -> int:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the names and the plain linears of the blocks."""
-    layers = getattr(model, "layers", None)
-    prefix, blocks = ("layers", layers) if isinstance(layers, nn.Module) else ("", model)
-    for name, module in blocks.named_modules(prefix=prefix):
-        if type(module) is nn.Linear:
-            yield name, module
+    """Yield the names and the plain linears of all `layers` in the model, or of a block."""
+    layers = [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == "layers"]
+    for prefix, blocks in layers or [("", model)]:
+        for name, module in blocks.named_modules(prefix=prefix):
+            if type(module) is nn.Linear:
+                yield name, module
 
 
 def _reason(

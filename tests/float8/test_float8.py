@@ -320,6 +320,8 @@ def test_what_is_refused() -> None:
     assert told.startswith("float8 (gate_up_proj, o_proj, qkv_proj: 4 linears); not ")
     assert "layers.0.self_attn.qkv_proj (64 to 120 are not multiples of 16)" in told
     assert "linear" not in model_of().kernels()
+    names = float8.convert(torch.nn.ModuleDict({"model": model_of()}), filter=every)
+    assert len(names) == 8 and all(name.startswith("model.layers.") for name in names)
     linear = model_of().layers[0].mlp.down_proj
     float8.convert(torch.nn.Sequential(linear), filter=every)
     with pytest.raises(ConfigError, match="no plain linear of the model"):
