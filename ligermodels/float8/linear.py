@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from ligermodels.float8.delayed import follow_optimizers, waiting
 from ligermodels.kernels.dispatch import autocast_is_on
 from ligermodels.kernels.float8_linear import (
     RECIPES,
@@ -21,10 +21,6 @@ from ligermodels.kernels.float8_linear import (
 from ligermodels.kernels.fused_linear import Products
 from ligermodels.layers.fusion import FusableLinear
 from ligermodels.layers.recompute import Planned
-
-# Linears whose delayed scales move on after the next step of an optimizer.
-waiting: "WeakSet[Float8Linear]" = WeakSet()
-
 
 # Without gradients, so few rows are multiplied in the dtype of the weight. Float8 would read and
 # write 6 bytes for each weight instead of 2, which takes longer than what the product saves.
@@ -112,8 +108,6 @@ class Float8Linear(Planned, FusableLinear):
         """Return the scales from the step before. Outside of training they are not used."""
         if not self.recipe.delayed or not torch.is_grad_enabled():
             return None
-        from ligermodels.float8.delayed import follow_optimizers  # it imports this module
-
         follow_optimizers()
         waiting.add(self)
         return Scales(self.delayed.view(torch.float32), self.known_scales)
