@@ -34,7 +34,7 @@ def test_finetune_help_shows_every_option_and_its_default(call):
     for name in option_names("sft"):
         assert ("MODEL" if name == "model" else "--" + name.replace("_", "-")) in out
     assert "--beta" not in out and "--beta" in call("finetune", "--loss", "dpo", "--help")[1]
-    assert "(default: 2e-05)" in out and "(default: 1024)" in out
+    assert "(default, as in TRL: 1e-6" in out and "(default: 1024)" in out
 
 
 def test_a_missing_or_bad_file_is_one_line_that_names_it(call, checkpoint, text, tmp_path):
