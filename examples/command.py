@@ -91,12 +91,14 @@ def learn(
 ) -> list[float]:
     """Train a model with AdamW, and return the loss of each step. On a GPU, multiply in bfloat16.
 
-    Args: loss_of: returns the loss of random examples; every: how many steps until one is printed.
+    Args: loss_of: returns the loss of random examples, which it makes on the model's device by
+        default; every: how many steps until one is printed.
     """
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    generator, history = torch.Generator().manual_seed(0), []
+    generator, history = torch.Generator(device).manual_seed(0), []
     for step in range(steps):
-        with torch.autocast("cuda", torch.bfloat16, enabled=HERE.type == "cuda"):
+        with device, torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of(generator)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

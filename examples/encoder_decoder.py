@@ -82,8 +82,7 @@ def examples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: Sorter, generator: torch.Generator) -> Tensor:
     """Return the loss of 64 random examples."""
-    device = model.embed_tokens.weight.device
-    source, target = (each.to(device) for each in examples(64, generator))
+    source, target = examples(64, generator)
     return model(target, labels=target, memory=model.encode(source)).loss
 
 
@@ -95,13 +94,13 @@ def sort(model: Sorter, source: Tensor) -> Tensor:
 
 
 def main(
-    output_dir: Path, *, max_steps: int = 400, learning_rate: float = 3e-3, **sizes: int
+    output_dir: Path, *, max_steps: int = 400, lr: float = 3e-3, **sizes: int
 ) -> dict[str, float]:
     """Train, save, load, and return the share of unseen letters that come out sorted."""
     torch.manual_seed(0)
     with HERE:
         model = make_model(**sizes)
-    history = learn(model, lambda generator: loss_of(model, generator), max_steps, learning_rate)
+    history = learn(model, lambda generator: loss_of(model, generator), max_steps, lr)
     model.save_hf(output_dir / "model")
     again = Sorter.from_hf(output_dir / "model", device=HERE).eval()
     source, target = (each.to(HERE) for each in examples(200, torch.Generator().manual_seed(1)))

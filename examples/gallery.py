@@ -210,7 +210,7 @@ ENTRIES = (
         run="shared_keys --max-steps 120",
         on_gpu="shared_keys --hidden-size 2048 --intermediate-size 8192 --num-hidden-layers 16 "
         "--num-attention-heads 32 --num-key-value-heads 8 --sliding-window 512 --seq 2048 "
-        "--max-steps 50 --learning-rate 2e-4",
+        "--max-steps 50 --lr 2e-4",
         needs_model=False,
         says="A decoder with shared keys and windows learns bytes: its loss falls from {first:.1f} "
         "to {last:.1f} in {steps} steps, and the saved model generates.",
@@ -220,7 +220,7 @@ ENTRIES = (
         name="vision",
         title="A vision prefix",
         run="look_and_tell",
-        on_gpu="look_and_tell --language {model} --batch 64 --max-steps 200 --learning-rate 2e-5",
+        on_gpu="look_and_tell --language {model} --max-steps 200",
         needs_model=False,
         says="A model that sees image patches before its text tells the place of the bright patch "
         "in {right:.0%} of unseen images.",
@@ -231,7 +231,7 @@ ENTRIES = (
         title="An encoder-decoder, saved and loaded",
         run="encoder_decoder",
         on_gpu="encoder_decoder --hidden-size 1024 --num-hidden-layers 16 --num-attention-heads 16 "
-        "--max-steps 300 --learning-rate 2e-4",
+        "--max-steps 300 --lr 2e-4",
         needs_model=False,
         says="It learns to sort letters: {right:.0%} of unseen inputs come out right after the "
         "model was saved and loaded again.",

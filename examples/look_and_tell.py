@@ -1,8 +1,7 @@
 """A vision-language toy: it tells where the bright patch of an image is.
 
-The vision layers see the patches in both directions. Their output takes the place of the first
-token embeddings of a Llama, which may be a pretrained one. There, the patches are a prefix: they
-see each other, and the text sees them all. Only the text is learned.
+The vision layers see the patches in both directions. Their output is a prefix of a text in a Llama,
+also a pretrained one: patches see each other, the text sees them all. Only the text is learned.
 
     python -m examples.look_and_tell --output-dir runs/look_and_tell
 """
@@ -78,35 +77,17 @@ def make_examples(count: int, generator: torch.Generator) -> tuple[Tensor, Tenso
     return images + 0.3 * torch.randn(images.shape, generator=generator), torch.tensor(texts)
 
 
-def train(
-    model: LookAndTell, steps: int, batch: int = 16, learning_rate: float = 3e-3
-) -> list[float]:
+def train(model: LookAndTell, steps: int, batch: int = 16, lr: float = 3e-3) -> list[float]:
     """Train on random images, and return the loss of each step."""
-    device = model.patch_proj.weight.device
-
-    def loss_of(generator: torch.Generator) -> Tensor:
-        images, texts = make_examples(batch, generator)
-        return model(images.to(device), texts.to(device))
-
-    return learn(model, loss_of, steps, learning_rate)
+    return learn(model, lambda generator: model(*make_examples(batch, generator)), steps, lr)
 
 
-def main(
-    output_dir: Path,
-    *,
-    language: str = "",
-    max_steps: int = 300,
-    batch: int = 16,
-    learning_rate: float = 3e-3,
-) -> dict[str, float]:
-    """Train, and return the share of unseen images that the model tells right.
-
-    Args: language: a folder or hub id of a language model. By default it is tiny and random.
-    """
+def main(output_dir: Path, *, language: str = "", max_steps: int = 300) -> dict[str, float]:
+    """Train, with a tiny language model or a given one; return the share of images told right."""
     torch.manual_seed(0)
     llama = AutoLiger.from_hf(language, dtype=torch.float32) if language else tiny_llama()
     model = LookAndTell(llama).to(HERE)
-    history = train(model, max_steps, batch, learning_rate)
+    history = train(model, max_steps, *((64, 2e-5) if language else ()))
     images, texts = make_examples(100, torch.Generator().manual_seed(1))
     said = model.tell(images.to(HERE))
     right = sum(bytes(text).decode() == each for text, each in zip(texts.tolist(), said))

@@ -48,8 +48,7 @@ class SharedKeys(DecoderModel):
 
         def block(index: int) -> nn.Module:
             attention = ll.Attention(
-                hidden,
-                *heads,
+                *(hidden, *heads),
                 sliding_window=config.sliding_window if index < count - 2 else None,
                 layer_index=index,
                 shares_kv=index % 2 == 0,
@@ -68,32 +67,26 @@ class SharedKeys(DecoderModel):
 
 
 def train(
-    model: SharedKeys, data: Tensor, steps: int, seq: int = 128, learning_rate: float = 3e-3
+    model: SharedKeys, data: Tensor, steps: int, seq: int = 128, lr: float = 3e-3
 ) -> list[float]:
     """Train on random windows of `data` (n,) int64, and return the loss of each step."""
 
     def loss_of(generator: torch.Generator) -> Tensor:
-        ids = windows(data, 8, seq, generator).to(model.embed_tokens.weight.device)
+        ids = windows(data, 8, seq, generator)
         return model(ids, labels=ids).loss
 
-    return learn(model, loss_of, steps, learning_rate)
+    return learn(model, loss_of, steps, lr)
 
 
 def main(
-    output_dir: Path,
-    *,
-    max_steps: int = 200,
-    seq: int = 128,
-    learning_rate: float = 3e-3,
-    **sizes: int,
+    output_dir: Path, *, max_steps: int = 200, seq: int = 128, lr: float = 3e-3, **sizes: int
 ) -> dict[str, float]:
     """Train, save, load, and let the loaded model write. Sizes are fields of the config."""
     torch.manual_seed(0)
     with HERE:
         model = SharedKeys(SharedKeysConfig(**sizes))
     model.set_memory_plan(MemoryPlan.uniform(len(model.layers), "attention"))
-    data = torch.tensor(list(TRAIN.read_bytes()))
-    history = train(model, data, max_steps, seq, learning_rate)
+    history = train(model, torch.tensor([*TRAIN.read_bytes()], device=HERE), max_steps, seq, lr)
     model.save_hf(output_dir / "model")
     again = SharedKeys.from_hf(output_dir / "model", device=HERE)
     prompt = torch.tensor([list(b"Captain Wentworth ")], device=HERE)
