@@ -97,7 +97,7 @@ def ours(row: str, recomputes: str, batch: int, seq: int, device: str, tiny: boo
         model.set_memory_plan(plan)
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16), float8.weights_cast_once(model):
             return model(ids, labels=ids).loss
 
     return model, loss

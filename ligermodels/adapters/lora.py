@@ -216,10 +216,9 @@ class _Add(torch.autograd.Function):
         dz_NR, db = torch.empty_like(z_NR), torch.empty_like(b)
         row = 0
         for index, (z, b_part, rows) in enumerate(_split(z_NR, b, ctx.parts, rank)):
-            # The scale goes to the smaller of the factors.
-            dy = grad_NO[:, rows.slice]
-            dz_NR[:, index * rank : (index + 1) * rank] = (dy @ b_part) * ctx.scaling
-            db[row : row + rows.size] = dy.T @ (z * ctx.scaling)
+            dy, dz = grad_NO[:, rows.slice], dz_NR[:, index * rank : (index + 1) * rank]
+            dz.addmm_(dy, b_part, beta=0, alpha=ctx.scaling)
+            db[row : row + rows.size].addmm_(dy.T, z, beta=0, alpha=ctx.scaling)
             row += rows.size
         dx = (dz_NR @ a).view_as(x) if ctx.needs_input_grad[1] else None
         return grad, dx, dz_NR.T @ x.flatten(0, -2), db, None, None

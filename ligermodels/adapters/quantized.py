@@ -152,8 +152,7 @@ class _Float8Linear(torch.autograd.Function):
         straight = Float8(*_to_float8(grad.flatten(0, -2), formats()[1]))
         # With this scale, which is 1, nothing is rounded. PyTorch transposes bytes slowly.
         one = scales.new_full((1, 1), torch.finfo(codes.dtype).max)
-        exact = codes.to(torch.bfloat16)
-        _, turned = float8_cast(exact, one, codes.dtype, straight=False, transposed=True)
+        _, turned = float8_cast(codes, one, codes.dtype, straight=False, transposed=True)
         assert turned is not None
         dx = float8_product(straight, Float8(turned.values, scales), grad.dtype)
         return dx.view(*grad.shape[:-1], codes.shape[1]), None, None, None

@@ -101,7 +101,8 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
 
     It is for several micro-batches of one step. The casts take two bytes for each weight. A weight
     is cast again after the step of an optimizer of `torch.optim`, and after a change that PyTorch
-    counts (`load_state_dict`, `copy_`). Inside of the block, write to no weight.data.
+    counts (`load_state_dict`, `copy_`). Casts of frozen weights, as under LoRA, stay for the next
+    steps and blocks. Inside of the block, write to no weight.data, and to a frozen one nowhere.
     """
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
 

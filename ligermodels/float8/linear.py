@@ -60,8 +60,9 @@ class Float8Linear(Planned, FusableLinear):
     # With delayed scales an int32 (3, 4): the bits of `Scales.rows`, and counts of overflows. It is
     # a buffer that is not in the state dict, in a dtype that `model.to(dtype)` does not change.
     delayed: Tensor
-    # The weight's version and its casts, within `float8.weights_cast_once`.
-    _casts: tuple[int, Casts] | None = None
+    keeps_casts = False  # whether this is inside of `float8.weights_cast_once`
+    # The weight's version and address, and the casts of this weight.
+    _casts: tuple[tuple[int, int], Casts] | None = None
 
     def products(self) -> Callable[[], Float8Products] | None:
         """Return what makes the products of a call; None if torch.compile traces it."""
@@ -113,20 +114,23 @@ class Float8Linear(Planned, FusableLinear):
         return Scales(self.delayed.view(torch.float32), self.known_scales)
 
     def cast_once(self, enabled: bool) -> None:
-        """Keep the weight's casts from now on, or forget them and keep none."""
-        self._casts = (self.weight._version, {}) if enabled else None
-
-    @property
-    def keeps_casts(self) -> bool:
-        """Whether this is inside of `float8.weights_cast_once`."""
-        return self._casts is not None
+        """Keep casts of the weight from now on, or no longer. Those of a frozen one stay."""
+        self.keeps_casts = enabled
+        if self.weight.requires_grad:
+            self._casts = None
 
     def _casts_now(self) -> Casts | None:
-        if self._casts is None:
+        if not self.keeps_casts:
             return None
-        version = self.weight._version
-        if self._casts[0] != version:
-            self._casts = version, {}
+        weight = self.weight
+        now = weight._version, weight.data_ptr()
+        if self._casts is None or self._casts[0] != now:
+            self._casts = now, {}
+            if self.recipe.delayed and not weight.requires_grad:
+                # A resumed run casts it again, so let no scale of a step before matter.
+                exact = Float8Products(self.recipe, self._casts[1])
+                exact.cast_weight(weight, False)
+                exact.cast_weight(weight, True)
         return self._casts[1]
 
     def extra_repr(self) -> str:

@@ -63,10 +63,11 @@ def float8_cast(
     Without amax, each 128 elements of a row of either result have a scale, from these elements, so
     nothing saturates.
 
-    Args: x: (rows, columns); amax: what `absolute_maximum` returns. One for each row is only for
-        straight, one for each column only for transposed. None is for columns that are a multiple
-        of 16. square: whether the blocks without amax are of 128 x 128, which is for weights; seen:
-        a float32 (1, 1) that is raised to the largest absolute value of x.
+    Args: x: (rows, columns), which with amax may be in float8; amax: what `absolute_maximum`
+        returns. One for each row is only for straight, one for each column only for transposed.
+        None is for columns that are a multiple of 16. square: whether the blocks without amax are
+        of 128 x 128, which is for weights; seen: a float32 (1, 1) that is raised to the largest
+        absolute value of x.
     Returns: x (rows, columns) if straight, and its transpose if transposed, whose rows are filled
         with zeros up to a multiple of 16; else None. Without amax, x has as many rows.
     """

@@ -178,7 +178,7 @@ class Float8Products(Products):
 
     def product(self, x: Float8, weight: Tensor, bias: Tensor | None, shape: torch.Size) -> Tensor:
         """Return the output for an x of this shape."""
-        out = float8_product(x, self._weight(weight, False), weight.dtype, bias, fast=True)
+        out = float8_product(x, self.cast_weight(weight, False), weight.dtype, bias, fast=True)
         out = out[: shape[:-1].numel()]  # blocks fill the rows up
         # LoRA adds to the output in place, which autograd forbids for a view.
         return torch.ops.aten._unsafe_view(out, (*shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
@@ -240,7 +240,7 @@ class Float8Products(Products):
 
     def grad_x(self, operand: Any, weight: Tensor, shape: torch.Size) -> Tensor:
         straight, operand[0] = operand[0], None
-        grad = float8_product(straight, self._weight(weight, True), weight.dtype, fast=True)
+        grad = float8_product(straight, self.cast_weight(weight, True), weight.dtype, fast=True)
         return grad[: shape[:-1].numel()].view(*shape[:-1], weight.shape[1])
 
     def grad_weight(self, operand: Any, x: Any, dtype: torch.dtype) -> Tensor:
@@ -257,7 +257,8 @@ class Float8Products(Products):
         assert turned is not None
         return turned
 
-    def _weight(self, weight: Tensor, transposed: bool) -> Float8:
+    def cast_weight(self, weight: Tensor, transposed: bool) -> Float8:
+        """Return the weight in float8, or its transpose."""
         casts = {} if self.casts is None else self.casts
         if transposed not in casts:
             wanted = {"straight": not transposed, "transposed": transposed}

@@ -511,7 +511,7 @@ class Run:
         run.budget = max(0, run.budget - held)
         largest, casts = self.objective.largest_batch(rows), float8.casts_bytes(model)
         plan = None
-        if accumulates and casts and self.casts_once:
+        if (accumulates or config.adapter.lora_r) and casts and self.casts_once:
             run.budget -= casts
             with contextlib.suppress(ConfigError):
                 plan = run.plan(*largest, times=False)

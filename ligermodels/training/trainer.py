@@ -184,7 +184,9 @@ class Trainer:
         # The gradients of ranks are averaged, not summed.
         normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
-        casts_once = self.casts_once and len(batches) > 1
+        # The casts of frozen weights stay for the next step, if the memory was planned for them.
+        stay = self.config.adapter.lora_r and decoder_of(self.model).memory_plan
+        casts_once = self.casts_once and (len(batches) > 1 or stay)
         with float8.weights_cast_once(self.model) if casts_once else nullcontext():
             for batch in batches:
                 part, found = self._loss(batch, normalizers)

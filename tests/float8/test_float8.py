@@ -234,6 +234,42 @@ def test_gradient_accumulation(monkeypatch) -> None:
     assert all(torch.equal(w.grad, expected[name]) for name, w in model.named_parameters())
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_frozen_weights_are_cast_once_for_all_steps(recipe, monkeypatch) -> None:
+    """And again after a change that PyTorch counts, or in another place."""
+    model, ids = model_of(), tokens()
+    float8.convert(model, recipe, filter=every)
+    frozen = {m.weight.data_ptr() for m in model.modules() if isinstance(m, Float8Linear)}
+    add_adapters(model, 4, 8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    made = []
+
+    def counted(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        made.extend([x] if x.data_ptr() in frozen else [])
+        return float8_cast(x, *args, **options)
+
+    monkeypatch.setattr(float8_linear_module, "float8_cast", counted)
+    expected = gradients(model, ids)
+    for _ in range(2):
+        made.clear()
+        for _ in range(3):
+            with float8.weights_cast_once(model):
+                found = gradients(model, ids)
+            optimizer.step()
+        # The input of the first linear needs no gradient.
+        assert len(made) == 2 * 8 - (recipe == "tensorwise")
+        if recipe == "tensorwise":
+            assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+        with torch.no_grad():
+            for weight in model.layers.parameters():
+                weight.copy_(weight.clone())
+    clone = copy.deepcopy(model)
+    for weight in clone.layers.parameters():
+        weight.data *= 2
+    with float8.weights_cast_once(clone), float8.weights_cast_once(model):
+        assert not torch.equal(clone(ids), model(ids))
+
+
 @pytest.mark.parametrize("policy", ["no_gate_up", "attention", "input"])
 def test_recomputation(policy, monkeypatch) -> None:
     """Each policy computes the same gradients, bit for bit, and no block's last product again."""

@@ -223,6 +223,8 @@ def without_gradient(dtype: torch.dtype, vendor: str) -> None:
             if axis != "rows":
                 float8_cast(x, amax, kind, straight=axis == "tensor", transposed=True)
                 float8_cast(x, amax, kind, straight=False, transposed=True)
+    for kind in FLOAT8_TYPES[vendor]:  # a frozen weight
+        float8_cast(grad.view(kind), known, kind, straight=False, transposed=True)
     for square in (False, True):
         float8_cast(x, None, FLOAT8_TYPES[vendor][0], square=square, transposed=True)
         float8_cast(x, None, FLOAT8_TYPES[vendor][0], square=square)

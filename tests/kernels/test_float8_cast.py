@@ -54,6 +54,9 @@ def test_values_and_transposes(place, rows, columns, dtype) -> None:
             assert steps_apart(turned.values[:, :rows].t().contiguous(), expected) == 0
             assert not turned.values[:, rows:].float().any()
             torch.testing.assert_close(turned.scale.t(), amax / largest, rtol=1e-6, atol=0)
+    amax = torch.full((1, 1), largest, device=x.device)  # a scale of 1
+    _, turned = float8_cast(expected, amax, dtype, straight=False, transposed=True)
+    assert steps_apart(turned.values[:, :rows].t().contiguous(), expected) == 0
 
 
 @pytest.mark.parametrize("rows, columns", [(5, 48), (130, 272), (512, 512)])

@@ -71,10 +71,13 @@ def test_weights_are_cast_once_for_a_step(checkpoint, text, tmp_path, monkeypatc
     changes["gradient_accumulation_steps"] = 2
     run(checkpoint, text, tmp_path / "once", **changes)
     assert len(asked) == 2
+    frozen = {**changes, "gradient_accumulation_steps": 1, "lora_r": 4}
+    run(checkpoint, text, tmp_path / "frozen", **frozen)
+    assert len(asked) == 4
     # The model, its states and gradients take 1.3 MB, and casts would take 0.2 more.
     monkeypatch.setattr(float8, "casts_bytes", lambda model: 2**30)
     run(checkpoint, text, tmp_path / "each", **changes)
-    assert len(asked) == 2
+    assert len(asked) == 4
 
 
 def test_what_is_refused(checkpoint, text, tmp_path, monkeypatch) -> None:

@@ -55,6 +55,8 @@ def float8_cast_kernel(
             amax = tl.load(amax_ptr + column, mask=inside, other=0.0)
             at, stored = column, (tile == 0) & inside
     x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0)
+    if x.dtype.primitive_bitwidth == 8:
+        x = x.to(tl.bfloat16)  # exact; see `_store_turned`
     if seen_ptr is not None:
         _record_amax(seen_ptr, x)
     if amax_ptr is None:
