@@ -6,6 +6,7 @@ takes a folder of its own, which all ranks share.
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ligermodels.parallel import shard as parallel_shard
 from tests.limits import SECONDS
 
 Case = Callable[[int, Path], dict[str, float]]
@@ -67,6 +69,8 @@ def _rank(module: str, rank: int, ranks: int, folder: Path, *options: Any) -> No
     gc.freeze()  # a collection would copy the pages of all objects that the parent has made
     rendezvous = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    # Each mesh has process groups of its own, of three threads each, which stay until the end.
+    parallel_shard.fsdp_mesh = functools.cache(parallel_shard.fsdp_mesh)
     cases: dict[str, Case] = import_module(module).cases(ranks, *options)
     report: Report = {}
     for number, (name, case) in enumerate(cases.items()):
