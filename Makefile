@@ -2,7 +2,8 @@
 # make test         run ruff, mypy and every test that takes seconds
 # make test-long    run each night what takes minutes, and the tests of other people's products
 # make test-oldest  run the tests of the core on the oldest versions that pyproject.toml allows
-# make test-newest  the same on the newest versions; PYTHON=<interpreter> is the Python of both
+# make test-newest  the same on the newest versions; PYTHON=<interpreter> is the Python of both, and
+#                   TORCH_BACKEND= lets their torch come from the usual index, as a build for CUDA
 # make coverage     run the tests with branch coverage, print it, and write build/coverage/html
 # make lint         run only ruff and mypy
 # make site         build the documentation into build/site; warnings are errors
@@ -19,6 +20,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 OMP_NUM_THREADS ?= 1
+TORCH_BACKEND ?= cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
@@ -60,8 +62,8 @@ test-newest: RESOLUTION := highest
 test-oldest test-newest: $(VENV)/.test
 	$(PIP) uv
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/$@
-	$(BIN)/uv pip install --quiet --python build/$@/bin/python --resolution $(RESOLUTION) -e ".[demo]" \
-		"protobuf>=4" "pytest>=9"
+	$(BIN)/uv pip install --quiet --python build/$@/bin/python --resolution $(RESOLUTION) \
+		$(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) -e ".[demo]" "protobuf>=4" "pytest>=9"
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) build/$@/bin/python -m pytest -q $(CORE)
 
 # Both processes write data files of their own, which `combine` puts together. A test that fails does

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ligermodels import kernels
 from ligermodels.kernels.checks import check_count, check_number
 from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.dispatch import autocast_dtype
 from ligermodels.layers.attention_backend import attend, attend_in_parts
 from ligermodels.layers.attention_mask import AttentionMask
 from ligermodels.layers.fusion import (
@@ -282,6 +283,11 @@ class Attention(Planned, CachedLayer, nn.Module):
             k, v = self._kv_of_another_layer(context)
         elif context.cache is not None:
             k, v = context.cache.update(self.layer_index, k, v)
+            if k.dtype != q.dtype and autocast_dtype(q) is None:
+                raise ValueError(
+                    f"Attention: the KVCache holds {k.dtype}, and the queries are {q.dtype}; make "
+                    "the cache with the model's dtype, or without one"
+                )
         if self.shares_kv:
             context.shared[self.layer_index] = k, v
         key_positions = None

@@ -47,18 +47,20 @@ from ligermodels.training.checkpoints import Checkpoints, first_not_finite
 from ligermodels.training.config import FREE_ON_RESUME, NOT_KEPT, FinetuneConfig, config_text
 from ligermodels.training.data import local_files, stored_documents
 from ligermodels.training.model import check_same, file_hashes, load_model, planner, summary
-from ligermodels.training.objectives import Rows
+from ligermodels.training.objectives import Objective, Rows
 from ligermodels.training.optimizers import make_optimizer
 from ligermodels.training.packing import hold_out
 from ligermodels.training.processes import Interrupted, Interrupts, num_row_ranks
 from ligermodels.training.reports import FinetuneResult
 from ligermodels.training.run_dir import (
+    NEW_START,
     RUN_FORMAT,
     START,
     Metrics,
     RunDir,
     fingerprint,
     plot_losses,
+    writing,
 )
 from ligermodels.training.start import has_own_start, preset_named, tokenizer_of, write_start
 from ligermodels.training.trainer import Trainer, needs_positions, takes_starts
@@ -202,7 +204,9 @@ class Run:
                 self._check_settings(saved["settings"])
             openers = [] if rank() else reports.logger_openers(output.report_to or [])
             source = self._source(saved is not None)
-            load_model(source, config, torch.device("meta"), meta=True)  # before all that is slow
+            model = load_model(source, config, torch.device("meta"), meta=True)
+            if config.optimizer.lr_factors and type(self.objective).module is Objective.module:
+                make_optimizer(model, config.optimizer)  # refuses names before all that is slow
             files = {} if rank() else file_hashes(source)
             tokenizer = tokenizer_of(source, config)
             with stage("reading the data", shows=self.progress):
@@ -232,6 +236,9 @@ class Run:
         with self.interrupts.held():
             with error_on_all_ranks():
                 self._start(source, base, others, rows, saved)
+            if has_own_start(config):
+                source = self.model.source.folder = self.run_dir.path / START
+                self.base = source, base
             try:
                 return self._train(trainer, source, openers, sampler, every)
             except KeyboardInterrupt:
@@ -349,7 +356,8 @@ class Run:
 
     def _source(self, resumed: bool) -> Path:
         """Return the folder of the checkpoint to start from; write it first if that is needed."""
-        options, start = self.config.model, self.run_dir.path / START
+        options = self.config.model
+        start = self.run_dir.path / (START if resumed else NEW_START)
         if not has_own_start(self.config):
             if preset_named(str(options.path)) and not os.path.exists(str(options.path)):
                 raise ConfigError(
@@ -576,6 +584,9 @@ class Run:
                 if not is_distributed():
                     self.interrupts.check()
                 self.run_dir.clear()
+                if has_own_start(self.config):
+                    with writing(start := self.run_dir.path / START):
+                        os.replace(source, start)
             self.run_dir.write_settings(facts, config_text(settings, command))
         self.began, self.facts = True, facts
 

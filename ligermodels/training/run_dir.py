@@ -48,11 +48,11 @@ from ligermodels.ranks import error_on_all_ranks, rank
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
-START = "start"
+START, NEW_START = "start", "start.new"  # the second until the run begins
 # What a new run in the folder removes.
 OWNED = (
     *("run.yaml", "metrics.jsonl", "samples.jsonl", CHECKPOINTS, "reference", "model", "loss.png"),
-    *("tensorboard", "wandb_id", "mlflow_id", "metrics.csv"),
+    *("tensorboard", "wandb_id", "mlflow_id", "metrics.csv", START),
 )
 PART = ".part"  # the end of the name of a file that is not whole
 
@@ -126,7 +126,7 @@ class RunDir:
         """
         names = {*(names_if_present(self.path, CheckpointError) or ())}
         elsewhere = "choose another folder (--output-dir)"
-        if names - {LOCK_FILE, RUN_FILE + PART, START} and RUN_FILE not in names:
+        if names - {LOCK_FILE, RUN_FILE + PART, NEW_START, START} and RUN_FILE not in names:
             raise LigerError(f"{self.path}: the folder is not empty and holds no run; {elsewhere}")
         if RUN_FILE in names and not resume and not overwrite:
             raise LigerError(

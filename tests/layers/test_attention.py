@@ -152,6 +152,19 @@ def test_a_cache_needs_causality() -> None:
         attention(torch.randn(1, 3, HIDDEN), context)
 
 
+def test_a_cache_of_another_dtype_is_refused_except_under_autocast() -> None:
+    attention, x = Attention(HIDDEN, 4, 2, HEAD_DIM), torch.randn(1, 3, HIDDEN)
+
+    def context(dtype: torch.dtype | None) -> AttentionContext:
+        cache = KVCache(None, 1, 3, dtype, sliding_windows=[None])
+        return AttentionContext(*RotaryEmbedding(HEAD_DIM)(torch.arange(3)[None]), cache=cache)
+
+    with pytest.raises(ValueError, match=r"holds torch\.bfloat16.* torch\.float32; make the cache"):
+        attention(x, context(torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(x, context(torch.float32)), attention(x, context(None)))
+
+
 def test_numbers_that_no_attention_has_are_refused() -> None:
     counts = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
     wrong = {

@@ -76,6 +76,12 @@ def test_a_factor_multiplies_the_learning_rate_of_what_it_names():
         make("muon", lr_factors=["embed_tokens=2"])
 
 
+def test_a_factor_that_names_nothing_is_refused_before_the_data_are_read(checkpoint, tmp_path):
+    (nothing := tmp_path / "nothing.txt").write_text("")
+    with pytest.raises(ConfigError, match="'embed_token' matches no parameter"):
+        run(checkpoint, nothing, tmp_path / "run", lr_factors=["embed_token=2"])
+
+
 def test_a_factor_for_lora_b_makes_the_groups_of_lora_plus():
     """PEFT's optimizer has as many weights of each kind, with the same rates and decays."""
     model = LigerLlama(tiny_config())
