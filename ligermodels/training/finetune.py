@@ -60,7 +60,6 @@ from ligermodels.training.run_dir import (
     RunDir,
     fingerprint,
     plot_losses,
-    writing,
 )
 from ligermodels.training.start import has_own_start, preset_named, tokenizer_of, write_start
 from ligermodels.training.trainer import Trainer, needs_positions, takes_starts
@@ -314,11 +313,9 @@ class Run:
             reports.check_login()
         if self.config.data.eval_tasks:
             reports.lm_eval("eval_tasks")
-        for name, value in (
-            ("sample_prompts", self.config.output.sample_prompts),
-            ("eval_tasks", self.config.data.eval_tasks),
-        ):
-            if is_distributed() and value:
+        given = self.config.options()
+        for name in ("sample_prompts", "eval_tasks"):
+            if is_distributed() and given[name]:
                 raise ConfigError(f"{name}: one process generates text (without --gpus)")
         if is_distributed() and (name := self.config.optimizer.name) != "adamw":
             raise ConfigError(
@@ -385,13 +382,8 @@ class Run:
         sources = [read(files) for files in (apart if options.data_weights else [self.train_files])]
         held_out = [read(self.eval_files)] if self.eval_files else []
         if not held_out and options.eval_fraction:
-            parts = [
-                hold_out(
-                    *(source, options.eval_fraction, self.config.schedule.seed, number),
-                    alone=len(sources) == 1,
-                )
-                for number, source in enumerate(sources)
-            ]
+            how, alone = (options.eval_fraction, self.config.schedule.seed), len(sources) == 1
+            parts = [hold_out(each, *how, i, alone=alone) for i, each in enumerate(sources)]
             sources, held_out = ([part[i] for part in parts] for i in (0, 1))
             if not any(map(len, sources)) or not any(map(len, held_out)):
                 raise DataError(
@@ -473,9 +465,7 @@ class Run:
             sizes = num_row_ranks() // experts, experts, together
             names = "dp_shard", "ep", "cp"
             given = {k: n for k, n in zip(names, sizes) if n > 1 or k == "dp_shard"}
-            mesh = init_device_mesh(
-                self.device.type, (*given.values(),), mesh_dim_names=(*given.keys(),)
-            )
+            mesh = init_device_mesh(self.device.type, (*given.values(),), mesh_dim_names=(*given,))
         shard(model, mesh, compute_dtype=torch.bfloat16 if self.precision != "float32" else None)
 
     def _plan_memory(
@@ -585,8 +575,7 @@ class Run:
                     self.interrupts.check()
                 self.run_dir.clear()
                 if has_own_start(self.config):
-                    with writing(start := self.run_dir.path / START):
-                        os.replace(source, start)
+                    os.replace(source, self.run_dir.path / START)
             self.run_dir.write_settings(facts, config_text(settings, command))
         self.began, self.facts = True, facts
 

@@ -197,9 +197,7 @@ def summary(plan: MemoryPlan) -> str:
     said = plan.prediction
     assert said is not None
     counts = Counter(map(str, plan.layers))
-    policies = ", ".join(
-        f"{count} {keeping(count)} {policy}" for policy, count in counts.most_common()
-    )
+    policies = ", ".join(f"{n} {keeping(n)} {policy}" for policy, n in counts.most_common())
     return (
         f"{policies}; predicted peak {said.peak_bytes / GIB:.2f} GiB of "
         f"{said.budget / GIB:.2f} GiB for {said.batch} x {said.seq} tokens"

@@ -54,10 +54,8 @@ def logged(run_dir: RunDir, openers: list[Any], settings: Any, start: int) -> It
         try:
             loggers.append(opener(run_dir.path, settings, start))
         except Exception as error:  # each package raises its own errors
-            raise LigerError(
-                f"{run_dir.path}: report_to: the {opener.__name__} cannot be opened: "
-                f"{first_line(error)}"
-            ) from error
+            what = f"{run_dir.path}: report_to: the {opener.__name__} cannot be opened"
+            raise LigerError(f"{what}: {first_line(error)}") from error
 
     def each(call: Callable[[Any], object]) -> None:
         for logger in [*loggers]:

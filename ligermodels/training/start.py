@@ -50,7 +50,8 @@ def write_start(config: FinetuneConfig, folder: Path) -> None:
     else:
         source = Path(resolve(str(options.path), revision=options.revision))
         tokenizer = tokenizer_of(source, config)
-        of_rewards = config.loss.classifies and _is_classifier(source)
+        kinds = json.loads((source / "config.json").read_bytes()).get("architectures") or ()
+        of_rewards = config.loss.classifies and any("ForSequenceClassification" in x for x in kinds)
         loader: Any = LigerClassifier if of_rewards else AutoLiger
         model = loader.from_hf(source)
         if len(tokenizer) > model.config.vocab_size:
@@ -118,11 +119,6 @@ def _tokenizer_source(config: FinetuneConfig) -> str:
 def preset_named(name: str) -> type[DecoderModel] | None:
     """Return the family that has a preset of this name."""
     return next((each for each in families().values() if name in each.config_class.presets), None)
-
-
-def _is_classifier(source: Path) -> bool:
-    raw = json.loads((source / "config.json").read_bytes())
-    return any("ForSequenceClassification" in name for name in raw.get("architectures") or ())
 
 
 def _from_scratch(config: FinetuneConfig, tokenizer: Tokenizer, seed: int) -> DecoderModel:
