@@ -210,7 +210,7 @@ ENTRIES = (
         run="shared_keys --max-steps 120",
         on_gpu="shared_keys --hidden-size 2048 --intermediate-size 8192 --num-hidden-layers 16 "
         "--num-attention-heads 32 --num-key-value-heads 8 --sliding-window 512 --seq 2048 "
-        "--max-steps 50 --lr 2e-4",
+        "--max-steps 30 --lr 2e-4",
         needs_model=False,
         says="A decoder with shared keys and windows learns bytes: its loss falls from {first:.1f} "
         "to {last:.1f} in {steps} steps, and the saved model generates.",
@@ -249,7 +249,7 @@ ENTRIES = (
         name="lm_eval",
         title="lm-eval, with a task of your own",
         run="lm_eval_task --questions 16",
-        on_gpu="lm_eval_task --questions 400",
+        on_gpu="lm_eval_task --questions 150",
         says="Of {questions:.0f} sentences of a novel, the model finds the one that follows "
         "{right:.0%} of the time, where guessing gives 25%.",
         pages=("command_line",),

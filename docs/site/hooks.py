@@ -75,6 +75,8 @@ DECODING = {
     "decoding, gpt-oss-20b": ("gpt-oss-20b", "bf16"),
     "decoding, gpt-oss-20b, 4 bits": ("gpt-oss-20b", "4 bits"),
 }
+# Parts of hybrid.json.
+STEPS = ("step_h200", "step_gemma4_h200", "step_qwen3_5_moe_h200")
 # Pages that say what was measured or verified.
 REPORTS = ("benchmarks.md", "devices.md", "parity.md", "parity_gpu.md", "testing.md")
 REPORTS += ("trainers_matrix.md",)
@@ -297,7 +299,7 @@ def measured_lines(family: str, config: Any) -> list[str]:
         f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
         f"| {row['implementation']} | {row['ms with AdamW']:.1f} "
         f"| {row['peak GiB with AdamW']:.1f} |"
-        for step in (found["experts"]["step"], hybrid["step_h200"], hybrid["step_gemma4_h200"])
+        for step in (found["experts"]["step"], *(hybrid[x] for x in hybrid if x in STEPS))
         if step["preset"] in config.presets
         for row in step["rows"]
     ]
