@@ -248,9 +248,11 @@ def profile_row(row: str, batch: int, seq: int, device: str, tiny: bool) -> list
 def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
     """Return by a kernel's name the milliseconds that one block's bytes or operations take.
 
-    An H100 moves 3.0 TB/s in a copy, and multiplies at most 1.98 PFLOP/s in float8 and 0.99 in
-    bfloat16.
+    An H100 moves 3.0 TB/s in a copy, an H200 4.4 in an addition, and both multiply at most 1.98
+    PFLOP/s in float8 and 0.99 in bfloat16.
     """
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    speed = 4.4e9 if "H200" in name else 3.0e9
     h, f = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * config.head_dim
     kept, row = row in KEPT, row.removesuffix(IN_FLOAT8)
@@ -261,6 +263,7 @@ def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
         "norm_forward": 2 * (6 + y) * h,
         "norm_backward": 2 * 10 * h,
         "rope": 4 * (h + kv) + 4 * qkv,
+        "CUDAFunctor_add": 2 * 6 * h,
         "glu_forward": (4 + y + 2 * kept) * f,
         "glu_backward": (10 - 2 * kept + (2 if plain or rows > 1 or row == "blocks" else 1)) * f,
     }
@@ -277,7 +280,7 @@ def floors(row: str, tokens: int, seq: int, config: Any) -> dict[str, float]:
     flops = 3 * 2 * tokens * weights
     # Causal attention computes half of seq x seq: two products forward, five backward.
     attention = 7 * 2 * tokens * seq / 2 * h
-    return {name: each / 3.0e9 for name, each in moved.items()} | {
+    return {name: each / speed for name, each in moved.items()} | {
         "products": flops / (0.99e12 if plain else 1.98e12),
         "attention": attention / 0.99e12,
     }

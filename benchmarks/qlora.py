@@ -4,8 +4,9 @@ The model has random weights: NF4 in the linears of the layers, bf16 elsewhere. 
 have these weights in 8 bits, in float8 or in bf16. Each linear has a
 LoRA of rank 16, which AdamW trains. The peers keep NF4 with bitsandbytes. Each row has its own
 process; all of them import at once, and then wait for their turn on the GPU. The time is the median
-of the steps, and the memory is the peak of allocated bytes. --dequantize times the
-conversion of one weight alone, and --decode the tokens that models with such weights generate.
+of the steps, and the memory is the peak of allocated bytes. With --captures, a CUDA graph replays
+the steps of our rows. --dequantize times the conversion of one weight alone, and --decode the
+tokens that models with such weights generate.
 
 Unsloth asks for other versions of TRL and datasets. --unsloth SITE is a folder with Unsloth and the
 versions that it asks for (pip install --target SITE); only its rows import from there.
@@ -162,28 +163,68 @@ def theirs(kind: str, recomputes: str, device: str, tiny: bool) -> Any:
 
 
 def run_loop(
-    model: Any, loss_of: Callable[..., torch.Tensor], batch: int, seq: int, steps: int, device: str
-) -> tuple[list[float], float]:
-    """Return the milliseconds of each step after two, and the last loss."""
+    model: Any,
+    loss_of: Callable[..., torch.Tensor],
+    batch: int,
+    seq: int,
+    steps: int,
+    device: str,
+    captures: bool = False,
+) -> tuple[list[float], float, dict[str, float]]:
+    """Return the milliseconds of each step after two, the last loss, and facts about a step.
+
+    Args: captures: whether a CUDA graph replays the steps.
+    """
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    times = []
-    for step in range(steps + 2):
-        ids = torch.randint(1000, (batch, seq), device=device)
-        if step == 2 and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        _wait(device)
-        start = time.perf_counter()
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=captures)
+    ids = torch.randint(1000, (batch, seq), device=device)
+
+    def step() -> torch.Tensor:
         loss = loss_of(ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    call = step
+    if captures:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            captured = step()
+
+        def call() -> torch.Tensor:
+            graph.replay()
+            return captured
+
+    times, launched = [], []
+    for index in range(steps + 2):
+        ids.random_(1000)
+        if index == 2 and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         _wait(device)
-        if step >= 2:
-            times.append(1e3 * (time.perf_counter() - start))
-    return times, loss.item()
+        start = time.perf_counter()
+        loss = call()
+        launched.append(1e3 * (time.perf_counter() - start))
+        _wait(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    facts = {"ms until the host has launched a step": statistics.median(launched[2:])}
+    if device == "cuda":
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            call()
+            _wait(device)
+        events = [each for each in profiled.key_averages() if each.self_device_time_total > 0]
+        facts["launches"] = sum(each.count for each in events)
+        facts["GPU busy ms"] = sum(each.self_device_time_total for each in events) / 1e3
+    return times[2:], loss.item(), facts
 
 
 def run_sft(
@@ -218,11 +259,14 @@ def import_all(kind: str) -> None:
         importlib.import_module(name)
 
 
-def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool) -> dict[str, Any]:
+def run_one(
+    row: str, batch: int, seq: int, steps: int, device: str, tiny: bool, captures: bool
+) -> dict[str, Any]:
     kind, recomputes = ROWS[row]
     start = time.perf_counter()
     torch.manual_seed(0)
     versions: dict[str, str] = {}
+    facts: dict[str, float] = {}
     if kind in (TRL, UNSLOTH):
         times, loss, versions = run_sft(kind, recomputes, batch, seq, steps, device, tiny)
     else:
@@ -230,13 +274,14 @@ def run_one(row: str, batch: int, seq: int, steps: int, device: str, tiny: bool)
             model, loss_of = ours(row, recomputes, batch, seq, device, tiny)
         else:
             model, loss_of = theirs(kind, recomputes, device, tiny)
-        times, loss = run_loop(model, loss_of, batch, seq, steps, device)
+        times, loss, facts = run_loop(model, loss_of, batch, seq, steps, device, captures)
     found = {"row": row, "ms": statistics.median(times), "ms spread": max(times) - min(times)}
     found |= {"each ms": [round(each, 1) for each in times]}
     found["tokens/s"] = batch * seq / found["ms"] * 1e3
     if device == "cuda":
         found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     found |= {"versions": versions} if versions else {}
+    found |= facts | ({"in a CUDA graph": True} if captures else {})
     return found | {"last loss": loss, "seconds in all": time.perf_counter() - start}
 
 
@@ -355,6 +400,7 @@ def main() -> None:
     parser.add_argument("--unsloth", type=Path, metavar="SITE")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the code")
+    parser.add_argument("--captures", action="store_true", help="replay steps as a CUDA graph")
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--decode", action="store_true")
     parser.add_argument("--only", choices=ROWS, help="measure one row in this process")
@@ -377,7 +423,7 @@ def main() -> None:
             input()
             faulthandler.dump_traceback_later(given.limit - 2)
         sizes = given.batch, given.seq, given.steps
-        print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny)))
+        print(json.dumps(run_one(given.only, *sizes, given.device, given.tiny, given.captures)))
         return
     names = [name for name in ROWS if given.unsloth or ROWS[name][0] != UNSLOTH]
     if given.rows:
@@ -385,6 +431,7 @@ def main() -> None:
     options = ["--device", given.device, "--limit", str(given.limit)]
     options += ["--batch", str(given.batch), "--seq", str(given.seq), "--steps", str(given.steps)]
     options += ["--tiny"] if given.tiny else []
+    options += ["--captures"] if given.captures else []
     with tempfile.TemporaryDirectory() as folder:
         workers = [start(name, options, given.unsloth, folder) for name in names]
         for worker in workers:  # an import would disturb what is measured

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from ligermodels import LigerLlama, LlamaConfig, MemoryPlan, float8
+from ligermodels.adapters import add_adapters
+from ligermodels.adapters.adapted_model import quantize
 from ligermodels.kernels import float8_linear as float8_linear_module
 from ligermodels.kernels.float8_cast import absolute_maximum, float8_cast
 from ligermodels.kernels.float8_linear import RECIPES, float8_linear
 from ligermodels.kernels.reference import float8_cast as reference
 from ligermodels.kernels.triton import float8_cast as triton
-from tests.gpu.synchronisation import no_synchronisation
+from tests.gpu.synchronisation import captured, no_synchronisation
 
 OLD = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(OLD, reason="needs float8 products")]
@@ -37,6 +39,10 @@ def test_casts_have_the_bits_of_the_reference(rows, columns, dtype) -> None:
             if found is not None:
                 assert torch.equal(found.values.view(torch.uint8), pair[0].view(torch.uint8))
                 assert torch.equal(found.scale, pair[1])
+    one = torch.full((1, 1), torch.finfo(dtype).max, device="cuda")  # its scale is 1
+    codes = reference.scaled(x, absolute_maximum(x), dtype)[0]
+    _, turned = float8_cast(codes, one, dtype, straight=False, transposed=True)
+    assert torch.equal(turned.values[:, :rows].t().view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -145,6 +151,30 @@ def test_delayed_scales() -> None:
         model(ids, labels=ids).loss.backward()
         torch.optim.SGD(model.parameters(), lr=0.0).step()
     assert not any(map(any, float8.overflows(model).values()))
+
+
+@pytest.mark.parametrize("keeps_bfloat16", [True, False])
+def test_lora_in_a_cuda_graph(keeps_bfloat16) -> None:
+    """Frozen weights that were cast before it stay so."""
+    model, ids = model_of(), torch.randint(2048, (1, 2048), device="cuda")
+    float8.convert(model) if keeps_bfloat16 else quantize(model, "float8", torch.device("cuda"))
+    add_adapters(model, 4, 8.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for weight in trained:
+        torch.nn.init.normal_(weight, 0, 0.02)
+
+    def step() -> None:
+        with float8.weights_cast_once(model):
+            model(ids, labels=ids).loss.backward()
+
+    graph, _ = captured(step, model.zero_grad)
+    ids.random_(2048)
+    graph.replay()
+    replayed = [weight.grad.clone() for weight in trained]
+    model.zero_grad()
+    step()
+    for weight, grad in zip(trained, replayed):
+        assert (weight.grad - grad).norm() < 1e-2 * grad.norm()
 
 
 def test_one_new_token() -> None:
