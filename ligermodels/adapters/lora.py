@@ -214,12 +214,11 @@ class _Add(torch.autograd.Function):
         rank = b.shape[1]
         grad_NO = grad.flatten(0, -2)
         dz_NR, db = torch.empty_like(z_NR), torch.empty_like(b)
-        row = 0
-        for index, (z, b_part, rows) in enumerate(_split(z_NR, b, ctx.parts, rank)):
-            dy, dz = grad_NO[:, rows.slice], dz_NR[:, index * rank : (index + 1) * rank]
+        results = _split(dz_NR, db, ctx.parts, rank)
+        for (z, b_part, rows), (dz, db_part, _) in zip(_split(z_NR, b, ctx.parts, rank), results):
+            dy = grad_NO[:, rows.slice]
             dz.addmm_(dy, b_part, beta=0, alpha=ctx.scaling)
-            db[row : row + rows.size].addmm_(dy.T, z, beta=0, alpha=ctx.scaling)
-            row += rows.size
+            db_part.addmm_(dy.T, z, beta=0, alpha=ctx.scaling)
         dx = (dz_NR @ a).view_as(x) if ctx.needs_input_grad[1] else None
         return grad, dx, dz_NR.T @ x.flatten(0, -2), db, None, None
 

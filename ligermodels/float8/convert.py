@@ -42,9 +42,8 @@ def convert(
         ConfigError: the recipe is unknown, the model is in float16 or on a GPU without float8
             products, or no linear can be converted, for example because all are already.
     """
-    if recipe not in RECIPES:
-        known = ", ".join(map(repr, RECIPES))
-        raise ConfigError(f"float8: recipe={recipe!r}; expected one of {known}")
+    if recipe not in (known := [*RECIPES]):
+        raise ConfigError(f"float8: recipe={recipe!r}; expected one of {str(known)[1:-1]}")
     converted: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for name, linear in _linears(model):
@@ -63,7 +62,7 @@ def convert(
         reasons = [f"{name}: {reason}" for name, reason in [*left.items()][:4]]
         raise ConfigError(
             "float8: no plain linear of the model's layers can run in float8 "
-            f"({'; '.join(reasons) or 'there is none that has not been converted'})"
+            f"({'; '.join(reasons) or 'all are converted, quantised or of another class'})"
         )
     for name, linear in converted.items():  # nothing can fail from here on
         linear.__class__ = Float8Linear  # it keeps its parameters, hooks and names
@@ -123,8 +122,7 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
 
 def casts_bytes(model: nn.Module) -> int:
     """Return the bytes of the casts that `weights_cast_once` keeps."""
-    linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    return 2 * sum(linear.weight.numel() for linear in linears)
+    return 2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, Float8Linear))
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

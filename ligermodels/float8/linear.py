@@ -19,7 +19,7 @@ from ligermodels.kernels.float8_linear import (
     float8_linear,
 )
 from ligermodels.kernels.fused_linear import Products
-from ligermodels.layers.fusion import FusableLinear
+from ligermodels.layers.fusion import FusableLinear, is_sharded
 from ligermodels.layers.recompute import Planned
 
 # Without gradients, so few rows are multiplied in the dtype of the weight. Float8 would read and
@@ -116,8 +116,12 @@ class Float8Linear(Planned, FusableLinear):
     def cast_once(self, enabled: bool) -> None:
         """Keep casts of the weight from now on, or no longer. Those of a frozen one stay."""
         self.keeps_casts = enabled
-        if self.weight.requires_grad:
+        if self.weight.requires_grad or is_sharded(self.weight):
             self._casts = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which keeps no casts."""
+        return {**self.__dict__, "keeps_casts": False, "_casts": None}
 
     def _casts_now(self) -> Casts | None:
         if not self.keeps_casts:

@@ -87,25 +87,22 @@ def float8_product(
         bits, which Hopper's do faster.
     Returns: (rows, columns) in dtype.
     """
-    a_scale, b_scale = a.scale, b.scale.t()
     if not a.values.numel() or not b.values.numel():
         out = a.scale.new_zeros(len(a.values), len(b.values), dtype=dtype)
         return out if bias is None else out + bias
     if real_device(a.values.device).type != "cuda":
         out = _dequantised(a) @ _dequantised(b).t()
         return (out if bias is None else out + bias).to(dtype)
-    by_block = a_scale.shape[1] > 1
-    if not by_block:
-        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-    by_row = a_scale.numel() > 1 or b_scale.numel() > 1
+    by_block = a.scale.shape[1] > 1
+    by_row = a.scale.numel() > 1 or b.scale.numel() > 1
     # The product of rows with scales of their own comes only in bfloat16, and float32 has no bias.
     made = torch.bfloat16 if by_row else dtype
     fused = made == dtype and dtype != torch.float32 and not by_block
     out = torch._scaled_mm(
         a.values,
         b.values.t(),
-        scale_a=a_scale,
-        scale_b=b_scale,
+        scale_a=a.scale,
+        scale_b=b.scale.t(),
         bias=bias if fused else None,
         out_dtype=made,
         use_fast_accum=fast and not by_block,

@@ -168,13 +168,11 @@ class Float8Products(Products):
             return float8_cast(x, amax, dtype, **options)
         # A scale must be outside of the sum, so the two orientations have other ones.
         straight, turned = options.pop("straight", True), options.pop("transposed", False)
-        made: list[Float8 | None] = [None, None]
-        if straight:
-            made[0], _ = float8_cast(x, absolute_maximum(x, "rows"), dtype)
-        if turned:
-            amax = absolute_maximum(x, "columns")
-            _, made[1] = float8_cast(x, amax, dtype, straight=False, transposed=True)
-        return made[0], made[1]
+        by_row = float8_cast(x, absolute_maximum(x, "rows"), dtype)[0] if straight else None
+        if not turned:
+            return by_row, None
+        amax = absolute_maximum(x, "columns")
+        return by_row, float8_cast(x, amax, dtype, straight=False, transposed=True)[1]
 
     def product(self, x: Float8, weight: Tensor, bias: Tensor | None, shape: torch.Size) -> Tensor:
         """Return the output for an x of this shape."""
@@ -267,10 +265,8 @@ class Float8Products(Products):
                 self.weight_amax = absolute_maximum(weight) if limit is None else limit
             seen = None if transposed else self._seen(WEIGHT)
             square = self.recipe.scales == "blocks"
-            made = self._cast(
-                weight, self.weight_amax, self.e4m3, square=square, seen=seen, **wanted
-            )
-            found = made[transposed]
+            options: dict[str, Any] = {"square": square, "seen": seen, **wanted}
+            found = self._cast(weight, self.weight_amax, self.e4m3, **options)[transposed]
             assert found is not None
             casts[transposed] = found
         return casts[transposed]

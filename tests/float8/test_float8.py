@@ -266,6 +266,7 @@ def test_frozen_weights_are_cast_once_for_all_steps(recipe, monkeypatch) -> None
     clone = copy.deepcopy(model)
     for weight in clone.layers.parameters():
         weight.data *= 2
+    assert clone.layers[0].mlp.down_proj.base_layer._casts is None
     with float8.weights_cast_once(clone), float8.weights_cast_once(model):
         assert not torch.equal(clone(ids), model(ids))
 
