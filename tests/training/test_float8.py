@@ -37,11 +37,12 @@ def test_from_hf(checkpoint: Path) -> None:
     [
         {"float8": "tensorwise", "gradient_accumulation_steps": 2},
         {"float8": "delayed", "gradient_accumulation_steps": 2},
-        {"float8": "delayed", "lora_r": 4},
+        {"float8": "delayed", "lora_r": 4, "memory": "1GiB"},
         {"load_in": "float8", "lora_r": 4},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )
+@pytest.mark.usefixtures("rows_at_once")
 def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, changes) -> None:
     changes = {**changes, "save_steps": 3, "max_steps": 6}
     whole = run(checkpoint, text, tmp_path / "whole", **changes)
