@@ -309,10 +309,14 @@ def test_less_is_kept_for_backward() -> None:
     assert saved.total == 32 * 64 + 4
 
 
-def test_lora_on_top() -> None:
+@pytest.mark.parametrize("convert_first", [True, False])
+def test_lora_on_top(convert_first) -> None:
     model, ids = model_of(), tokens()
-    float8.convert(model, filter=every)
+    if convert_first:
+        float8.convert(model, filter=every)
     add_adapters(model, 4, 8.0)
+    if not convert_first:
+        float8.convert(model, filter=every)
     assert isinstance(model.layers[0].mlp.down_proj.base_layer, Float8Linear)
     with torch.no_grad():
         for module in model.modules():
