@@ -41,9 +41,8 @@ class _ExpertMLP(torch.autograd.Function):
         first, second = (Projection(x, count, starts, *each) for each in (stacks[:6], stacks[6:]))
         owner = _owner(experts, count, gate_up_bias, down_bias)
         mask_1 = first.mask(x)
-        gate_up, z_1 = first.forward(x, mask_1, place)
-        owner_of_row = None if owner is None else owner.flatten()[order]
-        made = ops.expert_glu_forward(gate_up, gate_up_bias, owner_of_row, activation)
+        bias = gate_up_bias, None if owner is None else owner.flatten()[order]
+        gate_up, z_1, made = first.activated(x, mask_1, (order, place), bias, activation)
         kept = (gate_up, z_1) if keep_gate_up else (None, None)
         del gate_up, z_1
         mask_2 = second.mask(made)
@@ -65,17 +64,18 @@ class _ExpertMLP(torch.autograd.Function):
         first, second = (Projection(x, ctx.count, starts, *each) for each in stacks)
         grads: list[Tensor | None] = [None] * len(needs)  # of gate_up's a: 11, of down's: 17
 
+        bias = gate_up_bias, None if owner is None else owner.flatten()[order]
+
         def summed(rows: Tensor) -> Tensor:
             return ops.expert_sum(rows, place, None, None, None)  # type: ignore[no-any-return]
 
         if gate_up is None:
-            gate_up, z_1 = first.forward(x, mask_1, place)
+            gate_up, z_1, _ = first.activated(x, mask_1, (order, place), bias, ctx.activation)
         grad_rows = ops.expert_rows(grad_output, place)
         grad_z = second.gradient_of_z(grad_rows)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(
             gate_up.detach(),
-            gate_up_bias,
-            None if owner is None else owner.flatten()[order],
+            *bias,
             second.gradient_of_inputs(grad_rows, grad_z, mask_2),
             weights,
             order,

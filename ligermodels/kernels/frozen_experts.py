@@ -1,7 +1,7 @@
 """Weights of experts, also of few bits and with low-rank adapters, and the products with them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,20 @@ class Projection:
         z = self.ops.expert_linear(rows, a.mT, self.starts)
         self.frozen_ops.expert_linear_add(out, z * self.adapter.scaling, b.mT, self.starts)
         return out, z
+
+    def activated(
+        self, x: Tensor, mask: Tensor | None, rows: Any, bias: tuple[Any, Any], activation: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return gate and up of the tokens of x, A x, and the activations.
+
+        Args: as in `reference.expert_gate_up`; mask: see `mask`.
+        """
+        if self.adapter is None and self.base[1] is None:
+            stack = self._stack(self.base[0], x).mT
+            gate_up, made = self.ops.expert_gate_up(x, rows, stack, self.starts, bias, activation)
+            return gate_up, None, made
+        gate_up, z = self.forward(x, mask, rows[1])
+        return gate_up, z, self.ops.expert_glu_forward(gate_up, *bias, activation)
 
     def few(self, x: Tensor, experts: Tensor) -> Tensor:
         """Return the outputs of the pairs of a row of x and its experts, in their order."""

@@ -69,8 +69,12 @@ HOPPER_SHARED = 227 * 1024
 HOPPER_SPILL = 264
 # On GPUs with less than Hopper's shared memory, these have other launch configs.
 # There, a chunk has fewer tokens.
-OF_LARGE_SHARED = ("gated_delta_forward_kernel", "gated_delta_backward_kernel")
+OF_LARGE_SHARED = (
+    *("gated_delta_forward_kernel", "gated_delta_backward_kernel"),
+    "expert_gate_up_kernel",
+)
 CHUNK_OF_LARGE_SHARED = 64
+STAGES_OF_LARGE_SHARED = 4  # of expert_gate_up_kernel
 AMD_SHARED, MAX_THREADS = 65536, 1024
 # The norms' backward kernels hold up to five arrays of a tile's size. From 8192 elements on, that
 # is more than the threads' registers hold, and a little may spill to the L1 cache. In float32 it is
@@ -365,6 +369,8 @@ def largest_launch(kernel: str, vendor: str, float8: bool) -> Recorded:
     if not float8:
         launches = [x for x in launches if not any("fp8" in kind for kind in x.signature.values())]
         launches = [x for x in launches if x.constants.get("CHUNK") != CHUNK_OF_LARGE_SHARED]
+        if kernel in OF_LARGE_SHARED[2:]:
+            launches = [x for x in launches if x.options["num_stages"] < STAGES_OF_LARGE_SHARED]
     return max(launches, key=size)
 
 

@@ -4,6 +4,7 @@ The rows are pairs of a token and an expert, sorted by expert: see `routing.sort
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,18 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
         if first < end:  # most experts have no row of few
             _product(cast(x[first:end], dtype), cast(weight[expert], dtype), out[first:end])
     return out
+
+
+def expert_gate_up(
+    x: Tensor, rows: Any, weight: Tensor, starts: Tensor, bias: tuple[Any, Any], activation: Any
+) -> tuple[Tensor, Tensor]:
+    """Return gate and up (rows, 2 * inner) of each pair, and their activations (rows, inner).
+
+    Args: x (tokens, in); rows: order and place of `routing.sort_by_expert`; weight (experts, in,
+        2 * inner), any strides; bias: bias and owner of `expert_glu_forward`.
+    """
+    gate_up = expert_linear(expert_rows(x, rows[1]), weight, starts)
+    return gate_up, expert_glu_forward(gate_up, *bias, activation)
 
 
 def are_few(pairs: int, experts: int) -> bool:

@@ -4,6 +4,8 @@ The grid of a linear is for the worst case, in which each expert has a part of a
 program finds its expert from the first rows of all experts, which stay on the device.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -12,7 +14,14 @@ from torch import Tensor
 
 from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.dispatch import real_device
-from ligermodels.kernels.launch import Launch, Launches, cdiv, keywords, launch
+from ligermodels.kernels.launch import (
+    Launch,
+    Launches,
+    cdiv,
+    has_large_shared_memory,
+    keywords,
+    launch,
+)
 from ligermodels.kernels.triton.glu import _gradients
 
 # A tile has `rows` rows and `block` columns, and reads `depth` elements of the summed dimension at
@@ -21,6 +30,17 @@ LINEAR = Launches(
     nvidia=((2, Launch(128, 8, 3, rows=128, depth=32)), (None, Launch(64, 4, rows=64, depth=32))),
     amd=((2, Launch(64, 4, rows=128, depth=32)), (None, Launch(32, 4, rows=64, depth=16))),
 )
+# For gate and up at once, each with `block` columns. The first entry needs the shared memory of an
+# H100, and 16 bits.
+GATE_UP = Launches(
+    nvidia=(
+        (0, Launch(128, 8, 4, rows=128, depth=64)),
+        (2, Launch(64, 8, 3, rows=128, depth=32)),
+        (None, Launch(32, 4, rows=64, depth=32)),
+    ),
+    amd=((2, Launch(32, 4, rows=128, depth=32)), (None, Launch(16, 4, rows=64, depth=16))),
+)
+NARROW = 2**22  # the elements of an expert's gate and up: see `expert_gate_up`
 # For few rows. Reading the weights takes the time, so many bytes must be on their way.
 LINEAR_FEW = Launches(
     nvidia=(
@@ -268,6 +288,58 @@ def _activated(gate, up, grad, alpha, limit, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def expert_gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    order_ptr,
+    starts_ptr,
+    gate_up_ptr,
+    out_ptr,
+    top_k,
+    experts,
+    inner,
+    depth,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Each program handles a tile of an expert's rows, and a block of columns of gate and of up.
+
+    It reads the rows of x where the tokens have them. bias may be None.
+    """
+    blocks, program = tl.cdiv(inner, BLOCK), tl.program_id(0)
+    expert, first, end = _tile_of_expert(starts_ptr, program // blocks, experts, ROWS, EXPERTS)
+    if expert < experts:
+        row, column = first + tl.arange(0, ROWS), program % blocks * BLOCK + tl.arange(0, BLOCK)
+        token = tl.load(order_ptr + tl.minimum(row, end - 1)) // top_k
+        part = tl.arange(0, 2 * BLOCK)
+        own = (program % blocks * BLOCK + part % BLOCK) % inner + tl.where(part < BLOCK, 0, inner)
+        weight_at = weight_ptr + expert.to(tl.int64) * 2 * inner * depth
+        token_at, own_at = token.to(tl.int64) * depth, own.to(tl.int64) * depth
+        both = _product(
+            *(x_ptr, weight_at, token_at, own_at, depth, 1, EVEN, ROWS, 2 * BLOCK, DEPTH)
+        )
+        both = both.to(out_ptr.dtype.element_ty).reshape(ROWS, 2, BLOCK).permute(0, 2, 1)
+        gate, up = tl.split(both)
+        row_at, mask = row.to(tl.int64)[:, None] * inner, (row < end)[:, None] & (column < inner)
+        tl.store(gate_up_ptr + 2 * row_at + column, gate, mask=mask)
+        tl.store(gate_up_ptr + 2 * row_at + inner + column, up, mask=mask)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        if bias_ptr is not None:
+            bias_at = bias_ptr + expert.to(tl.int64) * 2 * inner + column
+            gate += tl.load(bias_at, mask=column < inner, other=0.0).to(tl.float32)
+            up += tl.load(bias_at + inner, mask=column < inner, other=0.0).to(tl.float32)
+        _, _, out = _activated(gate, up, 0.0, alpha, limit, ACTIVATION)
+        tl.store(out_ptr + row_at + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def expert_glu_forward_kernel(
     gate_up_ptr,
     bias_ptr,
@@ -399,12 +471,44 @@ def expert_linear(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     if len(x) and _torch_is_faster(x, weight):
         return F.grouped_mm(x, weight, offs=starts[1:])
     out = x.new_empty(len(x), weight.shape[2])
+    _launch_linear(x, weight, starts, out, launch(LINEAR, _bytes(x, weight)))
+    return out
+
+
+def _bytes(x: Tensor, weight: Tensor) -> int:
+    """Return the key of a product's launch config: the bytes of an element."""
     # What is read one by one needs more registers; the tile of float32 leaves them.
     sizes = x.shape[1], weight.shape[2], *weight.stride()
     aligned = all(size % 16 == 0 or size == 1 for size in sizes)
-    setting = launch(LINEAR, x.element_size() if aligned else 4)
-    _launch_linear(x, weight, starts, out, setting)
-    return out
+    return x.element_size() if aligned else 4
+
+
+def expert_gate_up(
+    x: Tensor, rows: Any, weight: Tensor, starts: Tensor, bias: tuple[Any, Any], activation: Any
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels for `reference.expert_gate_up`.
+
+    On an H200, the product that gathers rows takes 0.92 of the time of torch's product of copied
+    rows and an activation with the experts of Qwen3-30B-A3B, but 1.04 with those of gpt-oss-20b,
+    and 1.09 with Mixtral's: copying and activating take a smaller share there.
+    """
+    (order, place), (experts, depth, width), pairs = rows, weight.shape, len(rows[0])
+    if not pairs or (depth * width > NARROW and _torch_is_faster(x, weight)):
+        gate_up = expert_linear(expert_rows(x, place), weight, starts)
+        return gate_up, expert_glu_forward(gate_up, *bias, activation)
+    gate_up, out = x.new_empty(pairs, width), x.new_empty(pairs, width // 2)
+    weight, size = weight.mT.contiguous(), _bytes(x, weight)
+    large = size == 2 and depth % 64 == 0 and has_large_shared_memory(x.device)
+    setting, numbers = launch(GATE_UP, 0 if large else size), _name_and_numbers(activation)
+    expert_gate_up_kernel[_tiles(pairs, experts, width // 2, setting)](
+        *(x.contiguous(), weight, None if bias[0] is None else bias[0].contiguous(), order, starts),
+        *(gate_up, out, place.shape[1], experts, width // 2, depth, *numbers[1:]),
+        ACTIVATION=numbers[0],
+        EVEN=depth % setting.depth == 0,
+        EXPERTS=_padded(experts),
+        **_options(setting),
+    )
+    return gate_up, out
 
 
 def _launch_linear(
