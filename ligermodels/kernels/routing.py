@@ -94,7 +94,8 @@ def routing(
     check_groups(_OP, count, top_k, n_group, topk_group)
     given = None
     if experts is not None:
-        if experts.shape != (*leading, top_k) or experts.is_floating_point():
+        integers = not experts.is_floating_point() and experts.dtype != torch.bool
+        if experts.shape != (*leading, top_k) or not integers:
             raise ValueError(
                 f"{_OP}: experts are {experts.dtype} {tuple(experts.shape)}; expected integers "
                 f"{(*leading, top_k)}"
