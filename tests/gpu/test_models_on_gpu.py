@@ -41,6 +41,11 @@ def make(dtype: torch.dtype = torch.float32, family: str = "llama", **changes) -
         if family == "gemma4_text" and "q_norm" in name:
             # Nothing else scales the scores, which would be about 20: float32 has four digits then.
             parameter.data *= len(parameter) ** -0.5
+        if name.endswith("A_log"):
+            # By default exp(A_log) is up to 16, and such a head forgets all before a token. Then
+            # one head of few terms has nearly all of the gradients of dt_bias and A_log, which may
+            # cancel to a tenth of their terms.
+            parameter.data.uniform_(-3, -1)
     return model
 
 
@@ -71,31 +76,30 @@ def copied_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
 @each_family
-def test_packed_documents_equal_separate_ones(family):
+def test_packed_documents_equal_separate_ones(family, dtype, bound):
     lengths = [70, 1, 129]
     # With other tokens, gradients of dt_bias and A_log may cancel to a thousandth of their terms.
     torch.manual_seed(0)
     ids, labels = batch(1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
-    every = every_expert(family)
-    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
-        model = make(dtype, family, **every)
-        separate = torch.cat([model(part) for part in ids.split(lengths, dim=1)], 1)
-        calls = [{"position_ids": positions}, {"cu_seqlens": ends}]
-        if dtype == torch.bfloat16:
-            calls.append({"cu_seqlens": ends, "max_seqlen": max(lengths)})
-        for options in calls:
-            assert relative(model(ids, **options), separate) < bound, (dtype, options.keys())
-            _loss, grads = gradients(model, model, ids, labels=labels, **options)
-            pieces = zip(ids.split(lengths, 1), labels.split(lengths, 1))
-            model.zero_grad()
-            outputs = [model(i, labels=t, reduction="sum") for i, t in pieces]
-            valid = sum(output.num_valid for output in outputs)
-            (sum(output.loss for output in outputs) / valid).backward()
-            for name, grad in copied_gradients(model).items():
-                assert relative(grads[name], grad) < bound, (dtype, name)
+    model = make(dtype, family, **every_expert(family))
+    separate = torch.cat([model(part) for part in ids.split(lengths, dim=1)], 1)
+    calls = [{"position_ids": positions}, {"cu_seqlens": ends}]
+    if dtype == torch.bfloat16:
+        calls.append({"cu_seqlens": ends, "max_seqlen": max(lengths)})
+    for options in calls:
+        assert relative(model(ids, **options), separate) < bound, options.keys()
+        _loss, grads = gradients(model, model, ids, labels=labels, **options)
+        pieces = zip(ids.split(lengths, 1), labels.split(lengths, 1))
+        model.zero_grad()
+        outputs = [model(i, labels=t, reduction="sum") for i, t in pieces]
+        valid = sum(output.num_valid for output in outputs)
+        (sum(output.loss for output in outputs) / valid).backward()
+        for name, grad in copied_gradients(model).items():
+            assert relative(grads[name], grad) < bound, name
 
 
 @each_family
