@@ -14,6 +14,7 @@ of its own. The script writes gated_delta.json.
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,40 @@ def errors(implementations: dict[str, Callable[..., Tensor]]) -> list[dict[str, 
         for each, ours, theirs in zip(RESULTS, found, exact, strict=True):
             row[each] = float((ours.double() - theirs).norm() / theirs.norm())
         rows.append(row)
+    return rows
+
+
+def on_cpu(seq: int = 1024, heads: int = 4) -> list[dict[str, Any]]:
+    """Return CPU times of the reference and of the recurrence, and the bytes kept for backward.
+
+    They are those of one thread, so that other programs do not count.
+    """
+    torch.set_num_threads(1)
+    case = OPS["gated_delta"].build(Random("cpu", torch.float32), 1, seq, heads // 2, heads, DIM)
+    leaves, rows = case.inputs(), []
+    runs = {"chunks": case.implementation("ligermodels").function, "recurrence": recurrence}
+    for name, run in runs.items():
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            with torch.no_grad():
+                run(*leaves)
+            between = time.process_time()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                out = run(*leaves)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            times.append((between - start, time.process_time() - between))
+        row: dict[str, Any] = {"implementation": name, "tokens": seq, "value heads": heads}
+        row["kept MiB"] = sum(kept.values()) / 2**20
+        row["forward ms"], row["both ms"] = (1e3 * min(x) for x in zip(*times, strict=True))
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 
@@ -260,14 +295,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=OPS_AND_NAMES["gated_delta"], help="an implementation")
     parser.add_argument("--out", type=Path, help="folder for gated_delta.json")
+    parser.add_argument("--cpu", action="store_true", help="chunks and the recurrence, on a CPU")
     arguments = parser.parse_args()
+    if arguments.cpu:
+        content: dict[str, Any] = {
+            "environment": environment() | {"threads": "1", "time": "of the CPU"}
+        }
+        content["rows"] = on_cpu()
+        write("gated_delta_cpu.json", content, arguments.out)
+        return
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
     names = [arguments.only] if arguments.only else OPS_AND_NAMES["gated_delta"]
     small = OPS["gated_delta"].build(Random(), 1, 4097, 1, 2, DIM).implementations
     rows: list[dict[str, Any]] = []
     versions = environment() | {"fla-core": version("fla-core")}
-    content: dict[str, Any] = {"environment": versions, "rows": rows}
+    content = {"environment": versions, "rows": rows}
     if "ligermodels" in names:
         content["kernels"] = kernel_rows(1, 8192) + kernel_rows(8, 2048)
         columns = ["batch x seq", "kernel", "call", "us", "floor us", "share"]
