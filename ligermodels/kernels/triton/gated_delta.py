@@ -37,12 +37,13 @@ from ligermodels.kernels.launch import (
 )
 
 # `block` is the columns of the values that a program handles at once, `rows` the tokens of a chunk.
-# The first config of each is for heads of 128 in 16 bits, the second one for others in 16 bits. The
+# The configs up to key 0 are for heads of 128 in 16 bits, that of key 2 for others in 16 bits. The
 # assembler that Triton 3.6 and 3.7 use for Hopper (ptxas 12.8) compiles some kernels with many
 # warp-group products (wgmma) to illegal reads of shared memory or to wrong results, which depends
 # on everything that changes a register. So each config of four warps has been compared with float64
-# on an H100, numbers of heads are no constants, and the second configs have two warps, with which
-# Triton uses no such products. Products of float32 use none either.
+# on an H100 or an H200, numbers of heads are no constants, and key 2 has two warps, with which
+# Triton uses no such products. Products of float32 use none either. In bfloat16 the walks over
+# many documents, key -1, have twice the columns, so that they read q, k, T and P half as often.
 CHUNKS = Launches(
     nvidia=(
         (0, Launch(1, 4, rows=64, precision="tf32")),
@@ -52,11 +53,21 @@ CHUNKS = Launches(
     amd=Launch(1, 4, rows=32),
 )
 FORWARD = Launches(
-    nvidia=((0, Launch(32, 4, 3)), (2, Launch(32, 2, 1)), (None, Launch(16, 8, 1))),
+    nvidia=(
+        (-1, Launch(64, 4, 3)),
+        (0, Launch(32, 4, 3)),
+        (2, Launch(32, 2, 1)),
+        (None, Launch(16, 8, 1)),
+    ),
     amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
 )
 BACKWARD = Launches(
-    nvidia=((0, Launch(32, 4, 3)), (2, Launch(16, 2, 1)), (None, Launch(16, 4, 1))),
+    nvidia=(
+        (-1, Launch(64, 4, 3)),
+        (0, Launch(32, 4, 3)),
+        (2, Launch(16, 2, 1)),
+        (None, Launch(16, 4, 1)),
+    ),
     amd=((2, Launch(32, 2, 1)), (None, Launch(16, 4, 1))),
 )
 GRADIENTS = Launches(
@@ -64,6 +75,7 @@ GRADIENTS = Launches(
     amd=Launch(16, 4, 1, reload=True),
 )
 TUNED_DIM = 128
+MANY = 2**13  # columns of all documents and heads, of which 64 for each program occupy an H100
 INTEGERS = ["documents", "heads", "group"]  # one compiled kernel serves all
 
 
@@ -515,10 +527,13 @@ def gated_delta_gradients_kernel(
 
 
 def _key(rule: DeltaRule) -> int:
-    """Return the key of the launch configs: 0 for the sizes that they were compared at."""
+    """Return the key of the launch configs: 0 or less for the sizes that they were compared at."""
     v = rule.v
     tuned = rule.k.shape[2] == v.shape[2] == TUNED_DIM and has_large_shared_memory(v.device)
-    return 0 if tuned and v.element_size() == 2 else v.element_size()
+    if not tuned or v.element_size() != 2:
+        return v.element_size()
+    many = (len(rule.cu_seqlens) - 1) * v.shape[1] * v.shape[2] >= MANY
+    return -1 if many and v.dtype == torch.bfloat16 else 0
 
 
 def _precision(rule: DeltaRule) -> str:
