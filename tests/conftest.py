@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,14 +72,49 @@ def hurry_the_interpreter() -> None:
     It replaces the functions of triton.language before each launch and each call of a device
     function, and restores them after a launch. Nothing in this process needs the functions of the
     compiler, so they stay replaced. It computes again in int64 whether an integer overflows, and
-    then drops the result, because it only asserts it for kernels that are debugged.
+    then drops the result, because it only asserts it for kernels that are debugged. And it makes
+    the same few types and shapes for each operation, which are kept here.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
     interpreter._LangPatchScope.restore = lambda scope: None
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    dtypes: dict[str, Any] = {}
+    numpy_dtype = interpreter._get_np_dtype
+
+    def kept_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(dtype)
+        return dtypes[name]
+
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    make_block = core.block_type.__init__
+
+    def kept_block(block: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *core._unwrap_shape(shape))
+        if key not in blocks:
+            make_block(block, element_ty, shape)
+            blocks[key] = dict(vars(block))
+        vars(block).update(blocks[key])
+
+    sizes: dict[tuple[int, ...], dict[str, Any]] = {}
+    make_tensor = core.tensor.__init__
+
+    def kept_size(tensor: Any, handle: Any, dtype: Any) -> None:
+        shape = tuple(dtype.shape) if dtype.is_block() else ()
+        if shape not in sizes:
+            make_tensor(tensor, handle, dtype)
+            sizes[shape] = {"shape": tensor.shape, "numel": tensor.numel}
+        vars(tensor).update(sizes[shape], handle=handle, type=dtype, dtype=dtype.scalar)
+
+    interpreter._get_np_dtype = kept_dtype
+    core.block_type.__init__ = kept_block
+    core.tensor.__init__ = kept_size
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
