@@ -80,13 +80,31 @@ SHARED = (
     "right padding",
 )
 SHARED_IN = ("llama", "gemma3_text")
-# What Mixtral and Qwen3-MoE have in common with Mistral, Qwen3 and, of experts, with each other.
-OF_OTHERS = (
-    *("erf gelu", "attention_bias", "window", "window of 1", "window null", "window, packed"),
-    *("window, left padding", "window, right padding", "head_dim from hidden", "head_dim given"),
-    "defaults left out",
+# What these families have in common with others, whose comparisons are enough: windows and their
+# masks with Mistral, Qwen2 and each other, experts with Qwen3-MoE, and wrappers with their text
+# models.
+_WINDOWS = ("window", "window of 1", "window, packed", "window, left padding")
+_QWEN = (
+    *("erf gelu", "attention_bias", "head_dim from hidden", "head_dim given", "defaults left out"),
+    *(*_WINDOWS, "window null", "window, right padding"),
 )
-OF_EXPERTS = ("packed", "one expert per token", "all experts", "unused experts")
+OF_OTHERS = {
+    "mistral": ("erf gelu", "packed", "head_dim from hidden"),
+    "gemma2": ("erf gelu",),
+    "gemma3_text": ("erf gelu",),
+    "gemma3": ("packed", "left padding", "sliding_window_pattern 3", "local theta"),
+    "gemma4_text": ("erf gelu", "window of 1", "window beyond the sequence"),
+    "gemma4": ("packed", "left padding", "five windows, one full", "local theta"),
+    "qwen2": ("erf gelu", "packed", *_WINDOWS, "window, right padding"),
+    "qwen3": (
+        *("erf gelu", "kv heads null", *_WINDOWS),
+        *("windows in all layers", "max_window_layers 2", "window unused"),
+    ),
+    "qwen3_moe": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "mixtral": (*_QWEN, "packed", "one expert per token", "all experts", "unused experts"),
+    "gpt_oss": ("window of 1", "window beyond the sequence"),
+}
 
 # The features that take other branches of a model's forward, each with a family that is compiled
 # with it. These families have all the kinds of blocks. test_families.py compiles left padding.
@@ -100,7 +118,7 @@ def sampled(column: str, family: str, name: str) -> bool:
     """Return whether the default run compares this pair; `make test-long` compares the others.
 
     Every feature of a family's own code is compared, and a feature of shared code in one
-    family. A compilation takes seconds, so the pairs of `COMPILED` are compiled.
+    family or a few. A compilation takes seconds, so the pairs of `COMPILED` are compiled.
     """
     if column == "compile":
         return COMPILED.get(name) == family
@@ -108,9 +126,7 @@ def sampled(column: str, family: str, name: str) -> bool:
         return name in ("basic", "longrope", *FAMILIES[family].features)
     if zoo.has(family, "linear_key_head_dim") and family != "qwen3_5_text":
         return name in ("basic", "balance not in the loss")
-    if family in ("mixtral", "qwen3_moe", "qwen3_5_text") and name in OF_OTHERS:
-        return False
-    if family == "mixtral" and name in OF_EXPERTS:
+    if name in OF_OTHERS.get(family, ()):
         return False
     return name not in SHARED or family == SHARED_IN[SHARED.index(name) % 2]
 
