@@ -37,11 +37,13 @@ SMOLLM2 = Path(__file__).parent.parent / "build" / "smollm2"
 def pytest_configure(config: pytest.Config) -> None:
     # The collector would walk again and again through what the imports make, and most of it stays.
     gc.disable()
-    import torch
-
     # A shell that starts the tests in the background lets them ignore Ctrl+C. Some send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # this process hands the tests to others, and needs none of what takes seconds here
+    import torch
+
     # The tests are many and small, and several processes share the cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -180,12 +182,18 @@ def rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "_rows_per_block", lambda logits: max(len(logits), 1))
 
 
-@pytest.fixture
-def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs write a picture without content, because drawing takes longer than their steps."""
-    from tests.training.tiny_run import draw_nothing
+@pytest.fixture(autouse=True, scope="session")
+def without_drawing() -> Iterator[None]:
+    """Let runs write a picture without content, because drawing takes longer than their steps.
 
-    monkeypatch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
+    tests/training/test_run_dir.py draws, and so do the commands of the README in test_readme.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") != "1":  # where no test trains
+            from tests.training.tiny_run import draw_nothing
+
+            patch.setattr("ligermodels.training.finetune.plot_losses", draw_nothing)
+        yield
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def files_before(block: markdown.Block) -> list[str]:
     return [text for text in texts if text.startswith(start) and text.endswith("EOF\n")]
 
 
-@pytest.mark.usefixtures("registry", "without_drawing")
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("block", SHELL_BLOCKS, ids=lambda block: block.id)
 def test_shell_block(block: markdown.Block, small_smollm2: Path, tmp_path: Path) -> None:
     """The block runs unchanged, on a small checkpoint. The options on the pages are quick."""
@@ -79,7 +79,7 @@ def losses() -> Iterator[None]:
     LOSSES.update(before)
 
 
-@pytest.mark.usefixtures("losses", "without_drawing")
+@pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.id)
 def test_python_block(
     block: markdown.Block, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,15 +22,7 @@ from ligermodels.training.config import FinetuneConfig, read_config
 from tests import markdown
 from tests.training.tiny_run import make_checkpoint
 
-# Drawing takes longer than the steps of a tiny run.
-pytestmark = pytest.mark.usefixtures("quick")
 ENTRIES = {entry.name: entry for entry in gallery.ENTRIES}
-
-
-@pytest.fixture
-def quick(request: pytest.FixtureRequest) -> None:
-    if "test_entry" not in request.node.name:
-        request.getfixturevalue("without_drawing")
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,3 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     return make_text(tmp_path_factory.mktemp("text") / "words.txt")
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(without_drawing):
-    """Draw no losses here."""

@@ -31,7 +31,7 @@ from ligermodels.training.processes import (
 from ligermodels.training.trainer import Trainer
 from tests.parallel.ranks import Case, check, run_ranks
 from tests.rounding import ADAM_EPSILON
-from tests.training.tiny_run import draw_nothing, make_checkpoint, make_text
+from tests.training.tiny_run import make_checkpoint, make_text
 
 SIZES: dict[str, Any] = {
     "seq_len": 32,
@@ -184,7 +184,6 @@ def compare(folder: Path, name: str) -> None:
 
 
 def cases(ranks: int, of_other_losses: bool = False) -> dict[str, Case]:
-    stages.plot_losses = draw_nothing  # type: ignore[attr-defined]
     if of_other_losses:
         return {
             "adapters, and again from the middle": partial(
