@@ -46,7 +46,13 @@ def test_an_optimizer_in_backward_trains_as_one_after_it(policy: str) -> None:
         assert torch.equal(one, other) and other.grad is not None
 
 
-@pytest.mark.parametrize("recipe", optimizer_memory.RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if i % 2 == 0 else [])
+        for i, name in enumerate(optimizer_memory.RECIPES)
+    ],
+)
 def test_the_planner_predicts_the_peaks_that_were_measured(recipe: str) -> None:
     """The planner is told of each recipe, and knows the step of AdamW in 8 bits."""
     pytest.importorskip("triton")

@@ -311,15 +311,21 @@ def test_classification(folders: dict[str, Path], tmp_path: Path) -> None:
     assert "auto_map" not in config
 
 
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_compiled_equals_eager(training: bool) -> None:
+@pytest.mark.parametrize(
+    ("training", "backend"),
+    [
+        (True, "eager"),
+        *(pytest.param(x, "aot_eager", marks=pytest.mark.long) for x in (True, False)),
+    ],
+)
+def test_compiled_equals_eager(training: bool, backend: str) -> None:
     """In training and in evaluation there is one graph, as of a native model."""
     native = random_model("llama", num_hidden_layers=1, vocab_size=131)
     model, x = LigerForCausalLM.from_native(native).train(training), ids()
     mask = torch.ones_like(x)
     mask[0, :3] = 0
     expected = model(x, labels=x, attention_mask=mask)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if training else "eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     found = compiled(x, labels=x, attention_mask=mask)
     torch.testing.assert_close(found.loss, expected.loss)
     assert (found.logits is None) == training

@@ -69,7 +69,9 @@ def assert_close(
         assert relative(grad, want) <= 1e-5, case
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(x, marks=[pytest.mark.long] if x > 2 else []) for x in range(6)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_with_options_drawn_at_random(kind: str, seed: int) -> None:
     """Losses, statistics and gradients do not depend on chunks, skipped rows or frozen parts."""

@@ -93,8 +93,15 @@ def fits(inputs: str, model_is: Any) -> bool:
     return inputs != "cache" or getattr(model_is, "args", None) != ("layers.",)
 
 
+def freezes_a_kind_of_block(family: str, model_is: Any) -> bool:
+    """Frozen parts meet one family of each kind of block."""
+    kinds = ("llama", "gemma2", "gemma4_text", "gpt_oss", "qwen3_5_text", "qwen3_moe")
+    return family in kinds or not hasattr(model_is, "args")
+
+
 @pairwise(
     fits,
+    freezes_a_kind_of_block,
     family=sampled(OWN),
     inputs=INPUTS,
     model_is=[plain, lora_with_dropout, *(partial(frozen, part) for part in PARTS)],

@@ -28,8 +28,8 @@ def small(layers: int = 3) -> LigerLlama:
     return tiny_model(num_hidden_layers=layers, max_position_embeddings=512)
 
 
-# One family of each kind of block; the long run has them all.
-BLOCKS = ("gemma2", "gemma3_text", "llama", "qwen3")
+# A block with one norm before each part, and one with two; the long run has all families.
+BLOCKS = ("gemma3_text", "llama")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,10 @@ def test_a_checkpoint_holds_the_adapters_and_their_optimizer_alone(finished):
     assert names and all(".lora_" in name for name in names)
 
 
-@pytest.mark.parametrize("load_in", [None, "4bit", "8bit", "float8"])
+@pytest.mark.parametrize(
+    "load_in",
+    ["4bit", *(pytest.param(x, marks=pytest.mark.long) for x in (None, "8bit", "float8"))],
+)
 def test_a_killed_run_resumes_bitwise(checkpoint, text, tmp_path, load_in):
     options = {"max_steps": 4, "save_steps": 2, "load_in": load_in, **LORA, **RATE}
     whole = run(checkpoint, text, tmp_path / "whole", **options)

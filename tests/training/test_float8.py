@@ -35,10 +35,12 @@ def test_from_hf(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"float8": "tensorwise", "gradient_accumulation_steps": 2},
         {"float8": "delayed", "gradient_accumulation_steps": 2},
         {"float8": "delayed", "lora_r": 4, "memory": "1GiB"},
-        {"load_in": "float8", "lora_r": 4},
+        pytest.param(
+            {"float8": "tensorwise", "gradient_accumulation_steps": 2}, marks=pytest.mark.long
+        ),
+        pytest.param({"load_in": "float8", "lora_r": 4}, marks=pytest.mark.long),
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )
