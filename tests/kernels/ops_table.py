@@ -546,7 +546,7 @@ CASES = {
     **cases(
         "gated_delta",
         gated_delta,
-        # The walks of the last one have the config for many documents, which counts heads, too.
+        # The walks of the last one have the columns for many documents, which count heads, too.
         tuple(
             {"width": n, "most": n, "key_dim": n, "heads": heads}
             for n, heads in ((64, 4), (128, 4), (128, 64))

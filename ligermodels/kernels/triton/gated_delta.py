@@ -37,13 +37,13 @@ from ligermodels.kernels.launch import (
 )
 
 # `block` is the columns of the values that a program handles at once, `rows` the tokens of a chunk.
-# The configs up to key 0 are for heads of 128 in 16 bits, that of key 2 for others in 16 bits. The
+# The config of key 0 is for heads of 128 in 16 bits, that of key 2 for others in 16 bits. The
 # assembler that Triton 3.6 and 3.7 use for Hopper (ptxas 12.8) compiles some kernels with many
 # warp-group products (wgmma) to illegal reads of shared memory or to wrong results, which depends
 # on everything that changes a register. So each config of four warps has been compared with float64
 # on an H100 or an H200, numbers of heads are no constants, and key 2 has two warps, with which
 # Triton uses no such products. Products of float32 use none either. In bfloat16 the walks over
-# many documents, key -1, have twice the columns, so that they read q, k, T and P half as often.
+# many documents have twice the columns of key 0, so that they read q, k, T and P half as often.
 CHUNKS = Launches(
     nvidia=(
         (0, Launch(1, 4, rows=64, precision="tf32")),
@@ -53,21 +53,11 @@ CHUNKS = Launches(
     amd=Launch(1, 4, rows=32),
 )
 FORWARD = Launches(
-    nvidia=(
-        (-1, Launch(64, 4, 3)),
-        (0, Launch(32, 4, 3)),
-        (2, Launch(32, 2, 1)),
-        (None, Launch(16, 8, 1)),
-    ),
+    nvidia=((0, Launch(32, 4, 3)), (2, Launch(32, 2, 1)), (None, Launch(16, 8, 1))),
     amd=((2, Launch(32, 4, 1)), (None, Launch(16, 4, 1))),
 )
 BACKWARD = Launches(
-    nvidia=(
-        (-1, Launch(64, 4, 3)),
-        (0, Launch(32, 4, 3)),
-        (2, Launch(16, 2, 1)),
-        (None, Launch(16, 4, 1)),
-    ),
+    nvidia=((0, Launch(32, 4, 3)), (2, Launch(16, 2, 1)), (None, Launch(16, 4, 1))),
     amd=((2, Launch(32, 2, 1)), (None, Launch(16, 4, 1))),
 )
 GRADIENTS = Launches(
@@ -527,13 +517,10 @@ def gated_delta_gradients_kernel(
 
 
 def _key(rule: DeltaRule) -> int:
-    """Return the key of the launch configs: 0 or less for the sizes that they were compared at."""
+    """Return the key of the launch configs: 0 for the sizes that they were compared at."""
     v = rule.v
     tuned = rule.k.shape[2] == v.shape[2] == TUNED_DIM and has_large_shared_memory(v.device)
-    if not tuned or v.element_size() != 2:
-        return v.element_size()
-    many = (len(rule.cu_seqlens) - 1) * v.shape[1] * v.shape[2] >= MANY
-    return -1 if many and v.dtype == torch.bfloat16 else 0
+    return 0 if tuned and v.element_size() == 2 else v.element_size()
 
 
 def _precision(rule: DeltaRule) -> str:
@@ -554,7 +541,10 @@ def _sizes(rule: DeltaRule) -> dict[str, int]:
 
 def _options(launches: Launches, rule: DeltaRule) -> dict[str, int]:
     """Return the launch config, with the columns of the values that a program handles at once."""
-    setting, values = launch(launches, _key(rule)), rule.v.shape[2]
+    setting, (heads, values) = launch(launches, _key(rule)), rule.v.shape[1:]
+    many = (len(rule.cu_seqlens) - 1) * heads * values >= MANY and rule.v.dtype == torch.bfloat16
+    if many and launches is not GRADIENTS and _key(rule) == 0:
+        setting = setting._replace(block=2 * setting.block)
     block = min(setting.block, max(16, triton.next_power_of_2(values)))
     return {**_sizes(rule), **keywords(setting), "VALUES": values, "BLOCK": block}
 
@@ -607,10 +597,9 @@ def _contiguous(rule: DeltaRule) -> DeltaRule:
 
 def gated_delta_forward(rule: DeltaRule, scale: float) -> tuple[Tensor, Tensor]:
     """Launch the kernels for `reference.gated_delta_forward`."""
-    k, v = rule.k, rule.v
     if len(rule.cu_seqlens) == 1:
-        shape = 0, v.shape[1], k.shape[2], v.shape[2]
-        return torch.empty_like(v), v.new_empty(shape, dtype=torch.float32)
+        shape = 0, rule.v.shape[1], rule.k.shape[2], rule.v.shape[2]
+        return torch.empty_like(rule.v), rule.v.new_empty(shape, dtype=torch.float32)
     rule = _contiguous(rule)
     return _walk(rule, _chunks(rule, scale, False), scale, False)[:2]
 
