@@ -75,8 +75,6 @@ DECODING = {
     "decoding, gpt-oss-20b": ("gpt-oss-20b", "bf16"),
     "decoding, gpt-oss-20b, 4 bits": ("gpt-oss-20b", "4 bits"),
 }
-# Parts of hybrid.json.
-STEPS = ("step_h200", "step_gemma4_h200", "step_qwen3_5_moe_h200")
 # Pages that say what was measured or verified.
 REPORTS = ("benchmarks.md", "devices.md", "parity.md", "parity_gpu.md", "testing.md")
 REPORTS += ("trainers_matrix.md",)
@@ -286,9 +284,10 @@ def measured_lines(family: str, config: Any) -> list[str]:
     """Return the tables of what was measured of a family on one H200: steps, layers, decoding."""
     found = {
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("families", "experts", "hybrid")
+        for name in ("families", "experts", "hybrid", "cards")
     }
     hybrid, layers, lines = found["hybrid"], found["experts"]["layers"], []
+    others = [{"preset": name} | step for name, step in found["cards"]["steps"].items()]
     steps = [
         f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
         f"| {row['peak GiB']:.1f} |"
@@ -299,9 +298,10 @@ def measured_lines(family: str, config: Any) -> list[str]:
         f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
         f"| {row['implementation']} | {row['ms with AdamW']:.1f} "
         f"| {row['peak GiB with AdamW']:.1f} |"
-        for step in (found["experts"]["step"], *(hybrid[x] for x in hybrid if x in STEPS))
+        for step in (found["experts"]["step"], hybrid["step_h200"], *others)
         if step["preset"] in config.presets
         for row in step["rows"]
+        if "ms with AdamW" in row
     ]
     if steps:
         lines += ["", "A training step in bfloat16 with AdamW on one H200.", ""]
