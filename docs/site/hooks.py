@@ -244,7 +244,7 @@ def family_page(name: str, cls: Any, title: str, doc: str) -> str:
         lines += ["| logits | loss | gradients | generation | round trip | compile |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
         lines += ["|" + "|".join(line.split("|")[2:]) for line in parity]
-    return "\n".join([*lines, *measured_lines(name, config), *recipe_lines(cls)]) + "\n"
+    return "\n".join([*lines, *measured_lines(config), *recipe_lines(cls)]) + "\n"
 
 
 def size_table(cls: Any) -> Iterator[str]:
@@ -280,8 +280,8 @@ def parity_rows() -> list[str]:
     return [line for line in table.splitlines() if line.startswith("| ")]
 
 
-def measured_lines(family: str, config: Any) -> list[str]:
-    """Return the tables of what was measured of a family on one H200: steps, layers, decoding."""
+def measured_lines(config: Any) -> list[str]:
+    """Return the tables of what was measured of a family with this config on one H200: steps, layers, decoding."""
     found = {
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("families", "experts", "hybrid", "cards")
@@ -292,7 +292,7 @@ def measured_lines(family: str, config: Any) -> list[str]:
         f"| {row['preset']}, {row['seq']} | {row['implementation']} | {row['ms']:.1f} "
         f"| {row['peak GiB']:.1f} |"
         for row in found["families"]["rows"]
-        if row["family"] == family and "ms" in row
+        if row["preset"].partition(",")[0] in config.presets and "ms" in row
     ]
     steps += [
         f"| {step['preset']}, {step['layers']} layers, {step['tokens']} "
@@ -328,7 +328,7 @@ def measured_lines(family: str, config: Any) -> list[str]:
     if rows:
         lines += ["", "A step of decoding after 512 tokens on one H200, and what it reads.", ""]
         lines += ["| model, weights | rows | ms | GB |", "| --- | --- | --- | --- |", *rows]
-    return ["", "## Measured", *lines] if lines else []
+    return ["", "## Measured", *(lines or ["", "No step of this family has been timed on a GPU."])]
 
 
 def gallery_page() -> str:
@@ -343,7 +343,9 @@ def gallery_page() -> str:
     intro = GALLERY.format(gpu=on_gpu["environment"]["gpu"].split()[1], beside=on_gpu["beside"])
     lines = [*intro.splitlines(), "", "| entry | seconds | on a GPU |", "| --- | --- | --- |"]
     took = {
-        name: f"{row['seconds']} s" + (f", {row['peak GiB']} GiB" if row["peak GiB"] else "")
+        name: f"{row['seconds']} s"
+        + (f", {row['peak GiB']} GiB" if row["peak GiB"] else "")
+        + (f", {row['gpus']} GPUs" if "gpus" in row else "")
         for name, row in on_gpu["entries"].items()
     }
     for entry in ENTRIES:
