@@ -54,6 +54,16 @@ def test_the_files_hold_the_package_alone(built: Path) -> None:
     assert {*expected, "pyproject.toml", "README.md", "LICENSE"} <= names
 
 
+def test_a_clone_does_not_hide_its_package(built: Path) -> None:
+    """Beside a clone, the import finds the package and not the clone's folder."""
+    code = "from setuptools import build_meta as b; b.build_editable('../editable')"
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=built / "tree", check=True, capture_output=True
+    )
+    (wheel,) = (built / "editable").glob("*.whl")
+    assert not any("finder" in name for name in zipfile.ZipFile(wheel).namelist())
+
+
 def runs(python: str | Path) -> bool:
     return subprocess.run([python, "-V"], capture_output=True, check=False).returncode == 0
 

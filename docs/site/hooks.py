@@ -281,7 +281,7 @@ def parity_rows() -> list[str]:
 
 
 def measured_lines(config: Any) -> list[str]:
-    """Return the tables of what was measured of a family with this config on one H200: steps, layers, decoding."""
+    """Return the tables of what was measured on one H200: steps, layers of experts, decoding."""
     found = {
         name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("families", "experts", "hybrid", "cards")
