@@ -548,8 +548,8 @@ CASES = {
         gated_delta,
         # The walks of the last one have the columns for many documents, which count heads, too.
         tuple(
-            {"width": n, "most": n, "key_dim": n, "heads": heads}
-            for n, heads in ((64, 4), (128, 4), (128, 64))
+            {"width": n, "most": n, "key_dim": n, "heads": heads, "key_heads": key_heads}
+            for n, heads, key_heads in ((64, 4, 1), (128, 4, 1), (128, 64, 32))
         ),
         {"from zero": {"given": False, "scale": 0.5}},
     ),
