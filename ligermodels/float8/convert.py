@@ -100,8 +100,9 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
 
     It is for several micro-batches of one step. The casts take two bytes for each weight. A weight
     is cast again after the step of an optimizer of `torch.optim`, and after a change that PyTorch
-    counts (`load_state_dict`, `copy_`). Casts of frozen weights, as under LoRA, stay for the next
-    steps and blocks. Inside of the block, write to no weight.data, and to a frozen one nowhere.
+    counts (`load_state_dict`, `copy_`). It does not count a write to weight.data, so make none
+    within the block. The casts of frozen weights, as under LoRA, stay for the next steps and
+    blocks, until a weight is moved or trained; never write to the data of these.
     """
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
 

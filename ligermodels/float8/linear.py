@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils.weak import WeakIdRef
 
 from ligermodels.float8.delayed import follow_optimizers, waiting
 from ligermodels.kernels.dispatch import autocast_is_on
@@ -61,8 +62,8 @@ class Float8Linear(Planned, FusableLinear):
     # a buffer that is not in the state dict, in a dtype that `model.to(dtype)` does not change.
     delayed: Tensor
     keeps_casts = False  # whether this is inside of `float8.weights_cast_once`
-    # The weight's version and address, and the casts of this weight.
-    _casts: tuple[tuple[int, int], Casts] | None = None
+    # The weight, its version and address, and its casts.
+    _casts: tuple[tuple[WeakIdRef, int, int], Casts] | None = None
 
     def products(self) -> Callable[[], Float8Products] | None:
         """Return what makes the products of a call; None if torch.compile traces it."""
@@ -97,6 +98,8 @@ class Float8Linear(Planned, FusableLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         on_meta = self.recipe.delayed and self.delayed.is_meta
         super()._apply(fn, recurse)
+        if self._casts is not None and self._casts[0][2] != self.weight.data_ptr():
+            self._casts = None  # they would stay on the device that the weight has left
         if on_meta:
             self.delayed.zero_()  # `to_empty` gives it no values
         return self
@@ -124,10 +127,12 @@ class Float8Linear(Planned, FusableLinear):
         return {**self.__dict__, "keeps_casts": False, "_casts": None}
 
     def _casts_now(self) -> Casts | None:
-        if not self.keeps_casts:
-            return None
         weight = self.weight
-        now = weight._version, weight.data_ptr()
+        if not self.keeps_casts:
+            if weight.requires_grad and self._casts is not None:
+                self._casts = None  # a fused optimizer may change it
+            return None
+        now = WeakIdRef(weight), weight._version, weight.data_ptr()
         if self._casts is None or self._casts[0] != now:
             self._casts = now, {}
             if self.recipe.delayed and not weight.requires_grad:

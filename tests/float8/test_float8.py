@@ -271,6 +271,29 @@ def test_frozen_weights_are_cast_once_for_all_steps(recipe, monkeypatch) -> None
         assert not torch.equal(clone(ids), model(ids))
 
 
+def test_no_weight_is_multiplied_with_the_casts_of_another() -> None:
+    """Of one that was trained meanwhile, that has its place, or that has moved."""
+    model, memory = model_of(), torch.randn(128, 64).numpy()
+    float8.convert(model, filter=every)
+    model.requires_grad_(False)
+    linear, x = model.layers[0].mlp.gate_up_proj, torch.randn(8, 64)
+
+    def output(model: torch.nn.Module) -> torch.Tensor:
+        with float8.weights_cast_once(model):
+            return model.layers[0].mlp.gate_up_proj(x)
+
+    for _ in range(2):  # both weights have the same address and version
+        linear.weight = torch.nn.Parameter(torch.from_numpy(memory), requires_grad=False)
+        assert torch.equal(output(model), output(copy.deepcopy(model)))
+        memory *= 2
+    linear.weight.requires_grad_(True)
+    linear(x).sum().backward()
+    torch.optim.AdamW([linear.weight], 1.0, fused=True).step()
+    linear.weight.requires_grad_(False)
+    assert torch.equal(output(model), output(copy.deepcopy(model)))
+    assert linear._casts is not None and linear.to("meta")._casts is None
+
+
 @pytest.mark.parametrize("policy", ["no_gate_up", "attention", "input"])
 def test_recomputation(policy, monkeypatch) -> None:
     """Each policy computes the same gradients, bit for bit, and no block's last product again."""
