@@ -126,7 +126,7 @@ class RunDir:
         """
         names = {*(names_if_present(self.path, CheckpointError) or ())}
         elsewhere = "choose another folder (--output-dir)"
-        if names - {LOCK_FILE, RUN_FILE + PART, NEW_START, START} and RUN_FILE not in names:
+        if names - {LOCK_FILE, RUN_FILE + PART, NEW_START} and RUN_FILE not in names:
             raise LigerError(f"{self.path}: the folder is not empty and holds no run; {elsewhere}")
         if RUN_FILE in names and not resume and not overwrite:
             raise LigerError(
@@ -151,7 +151,8 @@ class RunDir:
         Raises:
             LigerError: on all ranks, another run has the folder, or it cannot be written to.
         """
-        path, is_new = self.path / LOCK_FILE, not os.path.exists(self.path)
+        path, start = self.path / LOCK_FILE, self.path / NEW_START
+        is_new, had_start = not os.path.exists(self.path), os.path.lexists(start)
         with contextlib.ExitStack() as stack:
             with error_on_all_ranks(), writing(self.path):
                 if rank() == 0:
@@ -162,6 +163,8 @@ class RunDir:
             try:
                 yield
             finally:
+                if rank() == 0 and not had_start:
+                    shutil.rmtree(start, ignore_errors=True)
                 if rank() == 0 and not os.path.lexists(self.path / RUN_FILE):
                     with contextlib.suppress(OSError):
                         path.unlink()

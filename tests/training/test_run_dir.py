@@ -64,6 +64,9 @@ def test_a_run_begins_in_an_empty_folder_or_its_own(folder):
     for left_by_a_kill in (".lock", "run.json.part"):
         (folder.path / left_by_a_kill).touch()
     folder.check(True, False, [])
+    (folder.path / "start").mkdir()  # a run would remove it
+    with pytest.raises(LigerError, match="holds no run"):
+        folder.check(False, False, [])
 
 
 def test_clearing_removes_a_runs_files_and_writes_through_no_link(folder, tmp_path):

@@ -97,8 +97,10 @@ def test_pretraining_from_random_weights(checkpoint, text, tmp_path, of):
     # A run that does not begin leaves the older one's start as it was, and what begins replaces it.
     given |= {"overwrite_output_dir": True, "max_steps": 1, "seed": 4}
     (nothing := tmp_path / "nothing.txt").write_text("")
-    with pytest.raises(DataError):
-        run(model, nothing, tmp_path / "run", **given)
+    for name in ("run", "none"):
+        with pytest.raises(DataError):
+            run(model, nothing, tmp_path / name, **given)
+    assert not (done.output_dir / "start.new").exists() and not (tmp_path / "none").exists()
     assert same(tensors(done.output_dir / "start"), starts[0])
     run(model, text, tmp_path / "run", **given)
     assert same(tensors(done.output_dir / "start"), starts[1])
