@@ -185,7 +185,8 @@ class Trainer:
         normalizers = self._normalizers(batches, shares=num_row_ranks())
         loss = torch.zeros((), device=self.device)
         # The casts of frozen weights stay for the next step, if the memory was planned for them.
-        stay = self.config.adapter.lora_r and decoder_of(self.model).memory_plan
+        planned = not config.memory.activation_checkpointing and decoder_of(self.model).memory_plan
+        stay = config.adapter.lora_r and planned
         casts_once = self.casts_once and (len(batches) > 1 or stay)
         with float8.weights_cast_once(self.model) if casts_once else nullcontext():
             for batch in batches:

@@ -77,6 +77,9 @@ def test_weights_are_cast_once_for_a_step(checkpoint, text, tmp_path, monkeypatc
     frozen = {**changes, "gradient_accumulation_steps": 1, "lora_r": 4}
     run(checkpoint, text, tmp_path / "frozen", **frozen)
     assert len(asked) == 4
+    frozen |= {"memory": "off", "activation_checkpointing": True}
+    run(checkpoint, text, tmp_path / "recomputed", **frozen)
+    assert len(asked) == 4
     # The model, its states and gradients take 1.3 MB, and casts would take 0.2 more.
     monkeypatch.setattr(float8, "casts_bytes", lambda model: 2**30)
     run(checkpoint, text, tmp_path / "each", **changes)
