@@ -70,7 +70,7 @@ class _ExpertMLP(torch.autograd.Function):
             return ops.expert_sum(rows, place, None, None, None)  # type: ignore[no-any-return]
 
         if gate_up is None:
-            gate_up, z_1, _ = first.activated(x, mask_1, (order, place), bias, ctx.activation)
+            gate_up, z_1 = first.activated(x, mask_1, (order, place), bias, ctx.activation)[:2]
         grad_rows = ops.expert_rows(grad_output, place)
         grad_z = second.gradient_of_z(grad_rows)
         grad_gate_up, made, grad_weights = ops.expert_glu_backward(

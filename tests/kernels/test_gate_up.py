@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
 from ligermodels.kernels.checks import ClampedSwiGLU
 from ligermodels.kernels.dispatch import select
+from ligermodels.kernels.expert_mlp import expert_mlp
 from ligermodels.kernels.reference import expert_mlp as reference
 from ligermodels.kernels.reference.routing import sort_by_expert
 
@@ -33,12 +37,34 @@ def test_rows_are_gathered_and_activated(every_place, tokens, hidden, inner, act
     weight, bias = random[..., 1:].contiguous().mT, random[..., 0].contiguous()
     bias = bias if isinstance(activation, ClampedSwiGLU) else None
 
-    def run(ops, dtype):
-        args = x.to(dtype), (order, place), weight.to(dtype), starts
+    def run(ops, dtype, stack):
+        args = x.to(dtype), (order, place), stack.to(dtype), starts
         return ops.expert_gate_up(*args, (bias, owner), activation)
 
-    gate_up, made = run(select("expert_mlp", x), x.dtype)
-    exact, _ = run(reference, torch.float64)
-    torch.testing.assert_close(gate_up, exact.to(x.dtype))
-    rounded = reference.expert_glu_forward(gate_up.double(), bias, owner, activation)
-    torch.testing.assert_close(made, rounded.to(x.dtype))
+    exact, _ = run(reference, torch.float64, weight)
+    for stack in (weight, weight.contiguous()):
+        gate_up, made = run(select("expert_mlp", x), x.dtype, stack)
+        torch.testing.assert_close(gate_up, exact.to(x.dtype))
+        rounded = reference.expert_glu_forward(gate_up.double(), bias, owner, activation)
+        torch.testing.assert_close(made, rounded.to(x.dtype))
+
+
+def test_backward_keeps_no_activations_that_it_makes_again(monkeypatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    first, last = reference.expert_gate_up, reference.expert_glu_backward
+
+    def forward(*args: Any) -> Any:
+        found = first(*args)
+        made.append(weakref.ref(found[1]))
+        return found
+
+    def backward(*args: Any) -> Any:
+        assert len(made) == 2 and made[1]() is None
+        return last(*args)
+
+    monkeypatch.setattr(reference, "expert_gate_up", forward)
+    monkeypatch.setattr(reference, "expert_glu_backward", backward)
+    x, weights = torch.randn(3, 4, requires_grad=True), torch.rand(3, 1)
+    stacks = torch.randn(2, 6, 4), torch.randn(2, 4, 3)
+    experts = torch.tensor([[0], [1], [0]])
+    expert_mlp(x, *stacks, weights, experts, keep_gate_up=False).sum().backward()

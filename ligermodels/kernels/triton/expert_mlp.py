@@ -494,16 +494,17 @@ def expert_gate_up(
     without torch's product, it takes 0.67 and 0.73.
     """
     (order, place), (experts, depth, width), pairs = rows, weight.shape, len(rows[0])
-    if not pairs or (depth * width > NARROW and _torch_is_faster(x, weight)):
+    torch_is_faster = depth * width > NARROW and _torch_is_faster(x, weight)
+    if not pairs or torch_is_faster or not weight.mT.is_contiguous():
         gate_up = expert_linear(expert_rows(x, place), weight, starts)
         return gate_up, expert_glu_forward(gate_up, *bias, activation)
     gate_up, out = x.new_empty(pairs, width), x.new_empty(pairs, width // 2)
-    weight, size = weight.mT.contiguous(), _bytes(x, weight)
+    size = _bytes(x, weight)
     large = size == 2 and depth % 64 == 0 and has_large_shared_memory(x.device)
     setting, numbers = launch(GATE_UP, 0 if large else size), _name_and_numbers(activation)
     expert_gate_up_kernel[_tiles(pairs, experts, width // 2, setting)](
-        *(x.contiguous(), weight, None if bias[0] is None else bias[0].contiguous(), order, starts),
-        *(gate_up, out, place.shape[1], experts, width // 2, depth, *numbers[1:]),
+        *(x.contiguous(), weight.mT, bias[0] if bias[0] is None else bias[0].contiguous()),
+        *(order, starts, gate_up, out, place.shape[1], experts, width // 2, depth, *numbers[1:]),
         ACTIVATION=numbers[0],
         EVEN=depth % setting.depth == 0,
         EXPERTS=_padded(experts),
