@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.dispatch import cast, outputs_are_stored, without_autocast
+from ligermodels.kernels.dispatch import (
+    cast,
+    outputs_are_stored,
+    refuse_double_backward,
+    without_autocast,
+)
 from ligermodels.kernels.frozen_experts import Adapter, ExpertWeight
 from ligermodels.layers.experts import expert_weight
 
@@ -210,6 +215,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("LoraLinear")
         x, z_NR, a, b = ctx.saved_tensors
         rank = b.shape[1]
         grad_NO = grad.flatten(0, -2)

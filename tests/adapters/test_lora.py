@@ -38,6 +38,8 @@ def test_outputs_and_gradients(parts) -> None:
         torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, leaves, grad)
     ):
         torch.testing.assert_close(ours, theirs)
+    with pytest.raises(RuntimeError, match="LoraLinear: second derivatives"):
+        torch.autograd.grad(layer(x), leaves, grad, create_graph=True)
 
 
 def test_it_changes_nothing_at_first_or_switched_off() -> None:
