@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.converters.files import GENERATION_CONFIG_NAME, open_regular
+from ligermodels.converters.files import GENERATION_CONFIG_NAME, open_regular, read_json_if_present
 from ligermodels.converters.hub import resolve
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.heads.classifier import LigerClassifier, SequenceClassifier, classifier_class
 from ligermodels.models.auto import AutoLiger, families, family_of
 from ligermodels.models.base import DecoderModel
@@ -50,7 +50,8 @@ def write_start(config: FinetuneConfig, folder: Path) -> None:
     else:
         source = Path(resolve(str(options.path), revision=options.revision))
         tokenizer = tokenizer_of(source, config)
-        kinds = json.loads((source / "config.json").read_bytes()).get("architectures") or ()
+        raw = read_json_if_present(source / "config.json", CheckpointError) or {}
+        kinds = raw.get("architectures") or ()
         of_rewards = config.loss.classifies and any("ForSequenceClassification" in x for x in kinds)
         loader: Any = LigerClassifier if of_rewards else AutoLiger
         model = loader.from_hf(source)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ligermodels import AutoLiger
-from ligermodels.errors import ConfigError, DataError
+from ligermodels.errors import CheckpointError, ConfigError, DataError
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.training.model import load_checkpoint
 from tests.training.tiny_run import forget, make_checkpoint, options, run, same, tensors
@@ -138,6 +138,13 @@ def test_options_that_do_not_fit_the_model_are_refused(
 ):
     with pytest.raises(ConfigError, match=message):
         run(changes.pop("model", checkpoint), text, tmp_path / "run", **changes)
+
+
+@pytest.mark.parametrize("changes", [{"add_tokens": ["x"]}, {"loss": "reward"}])
+def test_a_folder_without_a_config_is_refused_by_name(text, tmp_path, changes):
+    (folder := make_checkpoint(tmp_path / "model")).joinpath("config.json").unlink()
+    with pytest.raises(CheckpointError, match="the file is missing; choose a folder"):
+        run(folder, text, tmp_path / "run", **changes)
 
 
 def test_a_preset_without_its_option_is_refused(text, tmp_path):
