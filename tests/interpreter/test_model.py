@@ -24,6 +24,13 @@ CASES = {
         "hidden_size_per_layer_input": 6,
         "vocab_size_per_layer_input": 61,
     },
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "GptOss": {  # sinks, biases of experts, clamped and interleaved gates
+        "head_dim": 8,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+    },
     "Qwen2": {},
     "Qwen3": {"head_dim": 20},
     "Qwen3_5": {  # gated delta nets, and heads with a gate of which a part is rotated
